@@ -1,0 +1,44 @@
+# `make demo` and `make test` do everything on a fresh machine with Python 3.11 or newer, set-up included.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench proto lock clean
+
+demo: $(READY)
+	$(BIN)/python -m tests.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n auto --dist loadfile
+
+# Everything that is not a test: style, types, who imports whom, the contract, generated code.
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	cd proto && ../$(BIN)/buf lint
+	BIN=$(abspath $(BIN)) ./proto/generate.sh --check
+
+bench: $(READY)
+	$(BIN)/python -m bench
+
+proto: $(READY)
+	BIN=$(abspath $(BIN)) ./proto/generate.sh
+
+# Pins every dependency again, at its newest version that fits.
+lock: $(READY)
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 --extra sidecar --group dev --no-annotate \
+		--no-header --generate-hashes pyproject.toml -o requirements.lock
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -r requirements.lock
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""The sidecar: the server process around the library."""

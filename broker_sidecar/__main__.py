@@ -1,0 +1,45 @@
+"""`python -m broker_sidecar`: the sidecar. Every key of the configuration is a flag too."""
+
+import argparse
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from broker_sidecar.config import Config, from_process
+from seqdedupe.errors import SeqdedupeError
+
+
+def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the sidecar's flags."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with keys of the configuration")
+    parser.add_argument(
+        "--rebuild-store",
+        action="store_true",
+        help="make records anew for logs of which the store knows nothing",
+    )
+    for item in fields(Config):
+        flag = "--" + item.name.replace("_", "-")
+        about = item.metadata["about"].replace("%", "%%")
+        if isinstance(item.default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=about)
+        else:
+            parser.add_argument(flag, metavar=type(item.default).__name__.upper(), help=about)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves; returns the exit status."""
+    given = vars(arguments(argparse.ArgumentParser(prog="broker_sidecar", description=__doc__)).parse_args(argv))
+    file, rebuild_store = given.pop("config"), given.pop("rebuild_store")
+    try:
+        config = from_process(file, given)
+    except SeqdedupeError as e:
+        print(f"seqdedupe: {e}\n  {e.hint}", file=sys.stderr)
+        return 2
+    from broker_sidecar.server import run
+
+    return run(config, rebuild_store=rebuild_store)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What the sidecar can be told: a TOML file, `SEQDEDUPE_*` in the environment, and flags; the later one wins.
+
+`docs/configuration.md` has the table of keys; a test holds it and this file together.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from seqdedupe.errors import SeqdedupeError, error
+
+ENVIRONMENT_PREFIX = "SEQDEDUPE_"
+
+
+def _key(default: Any, about: str) -> Any:
+    return field(default=default, metadata={"about": about})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All keys, their defaults and meanings. Names are Pulsar's where it has one."""
+
+    data_directory: str = _key("", "Folder for the store and the logs. Required. One sidecar owns it.")
+    listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
+    allow_insecure_listen: bool = _key(
+        False, "Listen on an address that is not loopback, though nothing is encrypted or authenticated."
+    )
+    allow_auto_topic_creation: bool = _key(True, "Create a topic when somebody opens a producer on it.")
+    deduplication_entries_interval: int = _key(1000, "Take a snapshot of a topic every so many stored batches.")
+    deduplication_snapshot_interval_seconds: int = _key(
+        120, "Take a snapshot of a topic with news every so many seconds. 0: not by time."
+    )
+    default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's log. -1: no limit.")
+    default_retention_time_in_minutes: int = _key(-1, "Keep each message so long. -1: no limit.")
+    max_topics: int = _key(10_000, "Refuse to create more topics than this.")
+    max_streams: int = _key(1_000, "Serve at most so many publish and read streams at once.")
+    drain_timeout_seconds: int = _key(30, "At SIGTERM, wait at most so long for what is in flight.")
+    log_level: str = _key("info", "`debug`, `info`, `warning` or `error`.")
+    log_format: str = _key("json", "`json` (one object a line) or `text`.")
+
+    def check(self) -> "Config":
+        """Raises INVALID_CONFIGURATION or INSECURE_LISTEN."""
+        if not self.data_directory:
+            raise _invalid("data_directory", "is required")
+        least = {
+            "deduplication_entries_interval": 1,
+            "default_retention_size_in_mb": -1,
+            "default_retention_time_in_minutes": -1,
+            "max_topics": 1,
+            "max_streams": 1,
+        }
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, int) and value < least.get(item.name, 0):
+                raise _invalid(item.name, f"is {value}: at least {least.get(item.name, 0)} is needed")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise _invalid("log_level", f"is {self.log_level!r}: it should be debug, info, warning or error")
+        if self.log_format not in ("json", "text"):
+            raise _invalid("log_format", f"is {self.log_format!r}: it should be json or text")
+        self._check_listen()
+        return self
+
+    def _check_listen(self) -> None:
+        if self.listen.startswith("unix:"):
+            return
+        host, colon, port = self.listen.rpartition(":")
+        if not colon or not host or not port.isdigit() or int(port) > 65_535:
+            raise _invalid("listen", f"is {self.listen!r}: it should be host:port or unix:/path")
+        try:
+            is_loopback = ip_address(host.strip("[]")).is_loopback
+        except ValueError:
+            is_loopback = host == "localhost"
+        if not is_loopback and not self.allow_insecure_listen:
+            raise error(
+                "INSECURE_LISTEN",
+                f"listen = {self.listen!r} can be reached from other machines, and nothing is encrypted or "
+                "authenticated yet",
+            )
+
+
+def _invalid(key: str, why: str) -> SeqdedupeError:
+    return error("INVALID_CONFIGURATION", f"{key} {why}", key=key)
+
+
+def _convert(key: str, value: Any, kind: type) -> Any:
+    """A value from a file, the environment or a flag, as the key's type."""
+    if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if kind is int and isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError as e:
+            raise _invalid(key, f"is {value!r}: a whole number is needed") from e
+    if type(value) is not kind:
+        raise _invalid(key, f"is {value!r}: {kind.__name__} is needed")
+    return value
+
+
+def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Config:
+    """The configuration from a TOML file, the environment and flags (None: not given). Raises INVALID_CONFIGURATION."""
+    kinds = {item.name: type(item.default) for item in fields(Config)}
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values |= tomllib.loads(file.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+            raise error("INVALID_CONFIGURATION", f"the configuration file {file} cannot be read: {e}") from e
+    for name, value in environment.items():
+        if name.startswith(ENVIRONMENT_PREFIX):
+            values[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = value
+    values |= {name: value for name, value in flags.items() if value is not None}
+    for name in values:
+        if name not in kinds:
+            raise _invalid(name, "is no key of the configuration")
+    return Config(**{name: _convert(name, value, kinds[name]) for name, value in values.items()}).check()
+
+
+def from_process(file: Path | None, flags: Mapping[str, Any]) -> Config:
+    """`load` with this process's environment."""
+    return load(file, os.environ, flags)
+
+
+def table() -> str:
+    """The table of keys for the documentation, in Markdown."""
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for item in fields(Config):
+        default = str(item.default).lower() if isinstance(item.default, bool) else item.default or "–"
+        rows.append(f"| `{item.name}` | {default} | {item.metadata['about']} |")
+    return "\n".join(rows)

@@ -1,0 +1,122 @@
+"""ReadService: pages, streams, and questions about where things are."""
+
+import struct
+from typing import Any
+
+import grpc
+
+from broker_sidecar.rpc import Context, Limiter, abort, parse, unary
+from broker_sidecar.topics import Topics
+from seqdedupe.errors import error
+from seqdedupe.message_id import Position
+from seqdedupe.reading import Page, check_index, index_after, read_on, read_page
+from seqdedupe.topic import Topic
+from seqdedupe.v1 import read_pb2
+
+SERVICE = "seqdedupe.v1.ReadService"
+
+UNARY_PAGE_BYTES = 1024 * 1024
+
+_TAIL = struct.Struct("<BqBqBq")
+
+
+def _encode(topic: Topic, page: Page) -> bytes:
+    """A ReadResponse or ReadStreamResponse: the stored records are its encoding already."""
+    tail = _TAIL.pack(
+        13 << 3 | 1, page.next_index, 14 << 3 | 1, topic.confirmed_index, 15 << 3 | 1, topic.log.incarnation
+    )
+    return page.records + tail
+
+
+def _start(topic: Topic, start: read_pb2.ReadStart) -> int:
+    """The index at which to begin reading."""
+    match start.WhichOneof("start"):
+        case "after":
+            index = index_after(topic, Position.from_proto(start.after))
+        case "index":
+            index = start.index
+        case "latest":
+            return topic.confirmed_index
+        case _:
+            return topic.log.first_index
+    check_index(topic, index)
+    return index
+
+
+class ReadService:
+    """The handlers of ReadService."""
+
+    def __init__(self, topics: Topics, streams: Limiter) -> None:
+        self._topics = topics
+        self._streams = streams
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods: dict[str, Any] = {
+            "Read": grpc.unary_unary_rpc_method_handler(self._read),
+            "ReadStream": grpc.unary_stream_rpc_method_handler(self._stream),
+            "Locate": unary(read_pb2.LocateRequest, self._locate),
+            "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._last),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def _read(self, data: bytes, context: Context) -> bytes:
+        try:
+            request = parse(read_pb2.ReadRequest, data)
+            topic = self._topics.get(request.topic)
+            index = _start(topic, request.start)
+            stop = topic.confirmed_index
+            if request.stop_index:
+                stop = min(stop, _checked_stop(request.stop_index))
+            page = await read_page(topic, index, stop, UNARY_PAGE_BYTES) if index < stop else Page(b"", index)
+            return _encode(topic, page)
+        except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
+            await abort(context, e)
+
+    async def _stream(self, data: bytes, context: Context) -> None:
+        try:
+            with self._streams:
+                request = parse(read_pb2.ReadStreamRequest, data)
+                topic = self._topics.get(request.topic)
+                index = _start(topic, request.start)
+                stop: int | None = topic.confirmed_index
+                if request.HasField("stop_index"):
+                    stop = _checked_stop(request.stop_index)
+                elif request.follow:
+                    stop = None
+                # At once, so that the caller knows that it is being served, and where the end is.
+                await context.write(_encode(topic, Page(b"", index)))
+                async for page in read_on(topic, index, stop):
+                    await context.write(_encode(topic, page))
+                    index = page.next_index
+                if stop is None or index < stop:
+                    raise error("DRAINING", f"topic {topic.name} is closing: read on at index {index}", index=index)
+        except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
+            await abort(context, e)
+
+    async def _locate(self, request: read_pb2.LocateRequest) -> read_pb2.LocateResponse:
+        topic = self._topics.get(request.topic)
+        end = topic.confirmed_index
+        match request.WhichOneof("by"):
+            case "publish_time_ms":
+                index = await topic.log.locate_time(request.publish_time_ms, end)
+            case "byte_budget":
+                budget = request.byte_budget
+                if budget.bytes <= 0:
+                    raise error("INVALID_REQUEST", f"byte_budget.bytes is {budget.bytes}: it should be above 0")
+                check_index(topic, budget.from_index)
+                index = end
+                if budget.from_index < end:
+                    index = await topic.log.locate_bytes(budget.from_index, budget.bytes, end)
+            case _:
+                raise error("INVALID_REQUEST", "Locate needs publish_time_ms or byte_budget")
+        return read_pb2.LocateResponse(index=index, incarnation=topic.log.incarnation)
+
+    async def _last(self, request: read_pb2.GetLastMessageIdRequest) -> read_pb2.GetLastMessageIdResponse:
+        topic = self._topics.get(request.topic)
+        return read_pb2.GetLastMessageIdResponse(last=topic.last_position.to_proto(), first_index=topic.log.first_index)
+
+
+def _checked_stop(stop_index: int) -> int:
+    if stop_index < 0:
+        raise error("INVALID_POSITION", f"stop_index is {stop_index}: indexes begin with 0")
+    return stop_index

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Generates seqdedupe/v1/ from the schema. With --check: fails if what is there is not what would be generated.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin=${BIN:-.venv/bin}
+export PATH="$bin:$PATH"
+
+generate() {
+    "$bin/python" -m grpc_tools.protoc -I proto --python_out="$1" --grpc_python_out="$1" --mypy_out="quiet:$1" \
+        --mypy_grpc_out="quiet:$1" proto/seqdedupe/v1/*.proto
+}
+
+if [[ ${1:-} == --check ]]; then
+    fresh=$(mktemp -d)
+    trap 'rm -rf "$fresh"' EXIT
+    generate "$fresh"
+    touch "$fresh/seqdedupe/v1/__init__.py"
+    diff -r --exclude=__pycache__ "$fresh/seqdedupe/v1" seqdedupe/v1 ||
+        { echo "generated code is not up to date: make proto"; exit 1; }
+else
+    generate .
+fi

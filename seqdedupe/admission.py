@@ -1,0 +1,188 @@
+"""From a frame's bytes to verdicts: everything about a frame that is decided before it goes to the log."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from seqdedupe import batch as batches
+from seqdedupe.core import decide, layout
+from seqdedupe.core.columns import BAD, COLUMNS_END, NAME_OFFSETS, NAMES, PLACES, ROWS
+from seqdedupe.core.decide import NOT_DUP
+from seqdedupe.core.producers import Producers
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+
+MAX_PRODUCERS_IN_REFUSAL = 16
+
+Int64s = npt.NDArray[np.int64]
+Uint8s = npt.NDArray[np.uint8]
+
+_WRONG = {
+    layout.NO_ROWS: "it has no rows, or its sequence_ids are not 8 bytes each",
+    layout.TOO_MANY_ROWS: f"it has more than {MAX_BATCH_ROWS} rows",
+    layout.BAD_NAMES: "its columns of producers do not fit together",
+    layout.BAD_NAME_LENGTH: f"the name of producer {{bad}} is not 1 to {MAX_NAME_BYTES} bytes long",
+    layout.BAD_PRODUCER_COLUMN: "producer_indexes has not one value a row",
+    layout.BAD_PRODUCER_INDEX: "row {bad} points outside the list of producers",
+    layout.UNUSED_PRODUCER: "producer {bad} has no row",
+    layout.BAD_SEQUENCE_ID: "the sequence ID of row {bad} is below 0",
+    layout.NOT_ASCENDING: "the sequence ID of row {bad} is not above the one before it of the same producer",
+    layout.BAD_EVENT_TIMES: "event_times_ms has not one value a row",
+    layout.BAD_KEYS: "the columns of keys do not fit together",
+    layout.BAD_PROPERTIES: "the columns of properties do not fit together",
+    layout.BAD_PAYLOADS: "the columns of payloads do not fit together",
+    layout.PAYLOAD_TOO_LARGE: f"the payload of row {{bad}} is larger than {MAX_PAYLOAD_BYTES} bytes",
+}
+_REASONS = {
+    layout.TOO_MANY_ROWS: "BATCH_TOO_LARGE",
+    layout.BAD_NAME_LENGTH: "INVALID_NAME",
+    layout.BAD_SEQUENCE_ID: "INVALID_SEQUENCE_ID",
+    layout.NOT_ASCENDING: "NOT_ASCENDING",
+    layout.PAYLOAD_TOO_LARGE: "MESSAGE_TOO_LARGE",
+}
+
+
+@dataclass(slots=True)
+class NumbersCache:
+    """The producers' numbers of the last frame of a stream: the next one usually has the same list of names."""
+
+    names: bytes = b""
+    numbers: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+@dataclass(slots=True)
+class Frame:
+    """A batch that has been checked: its canonical encoding and where things stand in it."""
+
+    encoded: bytes
+    view: Uint8s
+    places: Int64s
+    slots: Int64s
+
+    @property
+    def rows(self) -> int:
+        return int(self.places[ROWS])
+
+    @property
+    def column_bytes(self) -> int:
+        return int(self.places[COLUMNS_END])
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerNumbers:
+    """What a refusal says of a producer."""
+
+    name: str
+    epoch: int
+    current_epoch: int
+    sequence_id: int
+    previous_sequence_id: int
+    pushed: int
+    persisted: int
+
+
+def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
+    """The checked frame of an encoded batch. Raises `InvalidRequestError`; names that never came, INVALID_EPOCH."""
+    if len(encoded) > MAX_BATCH_BYTES:
+        raise error("BATCH_TOO_LARGE", f"the batch has {len(encoded)} bytes: at most {MAX_BATCH_BYTES} are accepted")
+    places = np.empty(PLACES, np.int64)
+    view = np.frombuffer(encoded, np.uint8)
+    wrong = layout.layout(view, 0, len(encoded), places)
+    if wrong != layout.CANONICAL:
+        encoded = batches.canonical(encoded)
+        view = np.frombuffer(encoded, np.uint8)
+        wrong = layout.layout(view, 0, len(encoded), places)
+    if wrong != layout.CANONICAL:
+        why = _WRONG.get(wrong, "its fields do not fit together").format(bad=places[BAD])
+        raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
+    names = encoded[places[2 * NAME_OFFSETS] : places[2 * NAMES] + places[2 * NAMES + 1]]
+    if names != cache.names:
+        known = producers.known(encoded, places)
+        if known is None:
+            raise error(
+                "INVALID_EPOCH",
+                "a producer of the batch has no session on this topic, or is listed twice: open it",
+            )
+        cache.names, cache.numbers = names, known
+    return Frame(encoded, view, places, cache.numbers)
+
+
+def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
+    """The error for what `Producers.refusal` answered, and the numbers of the producers that were the cause."""
+    listed = []
+    for number, (name, epoch, first, link) in zip(
+        frame.slots, producers.numbers_in_frame(frame.view, frame.places), strict=True
+    ):
+        pushed, persisted, current = (int(n) for n in producers.numbers[number, : decide.EPOCH + 1])
+        is_cause = {
+            decide.INVALID_PREDECESSOR: link < -2 or link >= first,
+            decide.FENCED: epoch != current,
+            decide.LINK_REQUIRED: link == -2,
+            decide.PREDECESSOR_MISSING: first > pushed and link > pushed,
+        }[why]
+        if is_cause:
+            listed.append(ProducerNumbers(name.decode(), epoch, current, first, link, pushed, persisted))
+    one = listed[0]
+    numbers: dict[str, Any] = {
+        "producer_name": one.name,
+        "sequence_id": one.sequence_id,
+        "previous_sequence_id": one.previous_sequence_id,
+        "pushed": one.pushed,
+        "persisted": one.persisted,
+    }
+    if why == decide.INVALID_PREDECESSOR:
+        e = error(
+            "INVALID_PREDECESSOR",
+            f"producer {one.name!r} links sequence ID {one.sequence_id} to {one.previous_sequence_id}, which is not "
+            "below it",
+            **numbers,
+        )
+    elif why == decide.FENCED and all(p.epoch < p.current_epoch for p in listed):
+        e = error(
+            "FENCED",
+            f"producer {one.name!r} has been opened by another session: its epoch is {one.current_epoch}, not "
+            f"{one.epoch}",
+            **numbers,
+            epoch=one.epoch,
+            current_epoch=one.current_epoch,
+        )
+    elif why == decide.FENCED:
+        one = next(p for p in listed if p.epoch >= p.current_epoch)
+        e = error(
+            "INVALID_EPOCH",
+            f"producer {one.name!r} sends with epoch {one.epoch}, which this topic did not give it",
+            **numbers,
+            epoch=one.epoch,
+            current_epoch=one.current_epoch,
+        )
+    elif why == decide.LINK_REQUIRED:
+        e = error(
+            "LINK_REQUIRED",
+            f"producer {one.name!r} leaves its previous sequence ID out: that is for a lone unary call",
+            **numbers,
+        )
+    else:
+        e = error(
+            "PREDECESSOR_MISSING",
+            f"producer {one.name!r} sends {one.sequence_id} behind {one.previous_sequence_id}, but only "
+            f"{one.pushed} has arrived: resend what is between",
+            **numbers,
+        )
+    return e, listed[:MAX_PRODUCERS_IN_REFUSAL]
+
+
+def cut(frame: Frame, verdicts: Uint8s) -> Frame:
+    """The part of a frame that is new, as a frame of its own."""
+    rows = np.flatnonzero(verdicts == NOT_DUP)
+    encoded = batches.decode(frame.encoded).take(rows).encode()
+    view = np.frombuffer(encoded, np.uint8)
+    places = np.empty(PLACES, np.int64)
+    if layout.layout(view, 0, len(encoded), places) != layout.CANONICAL:
+        raise error("INTERNAL", "a batch that was cut is not canonical")
+    slots = frame.slots
+    if len(slots) > 1:
+        indexes = batches.decode(frame.encoded).producer_indexes
+        slots = np.ascontiguousarray(slots[np.unique(indexes[rows])])
+    return Frame(encoded, view, places, slots)

@@ -1,0 +1,252 @@
+"""A batch of messages in columns: the one form from client to disk to reader (`batch.proto`)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from seqdedupe import wire
+from seqdedupe.errors import error
+from seqdedupe.v1 import batch_pb2
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+
+NO_INT64S: Int64s = np.zeros(0, np.int64)
+NO_INT32S: Int32s = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class Binary:
+    """A column of byte strings as Arrow lays it out: value i is `data[offsets[i]:offsets[i + 1]]`.
+
+    `validity` is Arrow's bitmap of which are there (empty: all). With no offsets the column is left out.
+    """
+
+    offsets: Int32s = field(default_factory=lambda: NO_INT32S)
+    data: bytes = b""
+    validity: bytes = b""
+
+    @staticmethod
+    def of(values: Sequence[bytes | None]) -> "Binary":
+        """The column of these values; left out if none is there."""
+        present = [value is not None for value in values]
+        if not any(present):
+            return Binary()
+        return Binary.of_all([value or b"" for value in values], b"" if all(present) else _bitmap(present))
+
+    @staticmethod
+    def of_all(values: Sequence[bytes], validity: bytes = b"") -> "Binary":
+        """The column of these values, all of them there unless `validity` says otherwise."""
+        offsets = np.zeros(len(values) + 1, np.int32)
+        np.cumsum([len(value) for value in values], out=offsets[1:])
+        return Binary(offsets, b"".join(values), validity)
+
+    def __bool__(self) -> bool:
+        return len(self.offsets) > 0
+
+    def is_there(self, row: int) -> bool:
+        return bool(self) and (not self.validity or bool(self.validity[row >> 3] >> (row & 7) & 1))
+
+    def __getitem__(self, row: int) -> bytes | None:
+        return self.data[self.offsets[row] : self.offsets[row + 1]] if self.is_there(row) else None
+
+    def take(self, rows: Int64s) -> "Binary":
+        """The column of these rows, which rise."""
+        if not self:
+            return self
+        first, last = (int(rows[0]), int(rows[-1])) if len(rows) else (0, -1)
+        validity = self.validity
+        if validity:
+            bits = np.unpackbits(np.frombuffer(validity, np.uint8), bitorder="little")
+            validity = np.packbits(bits[rows], bitorder="little").tobytes()
+        if last - first + 1 == len(rows):
+            start, end = int(self.offsets[first]), int(self.offsets[last + 1])
+            return Binary(self.offsets[first : last + 2] - np.int32(start), self.data[start:end], validity)
+        return Binary.of_all([self.data[self.offsets[r] : self.offsets[r + 1]] for r in rows], validity)
+
+
+def _bitmap(present: Sequence[bool]) -> bytes:
+    return np.packbits(np.array(present, np.uint8), bitorder="little").tobytes()
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch: P producers and N rows. The columns are those of `Batch` in `batch.proto`, which defines them.
+
+    Nothing is checked here: the sidecar checks all of what it is sent.
+    """
+
+    producer_names: Binary
+    epochs: Int64s
+    previous_sequence_ids: Int64s
+    sequence_ids: Int64s
+    payloads: Binary
+    producer_indexes: Int32s = field(default_factory=lambda: NO_INT32S)
+    event_times_ms: Int64s = field(default_factory=lambda: NO_INT64S)
+    keys: Binary = field(default_factory=Binary)
+    property_offsets: Int32s = field(default_factory=lambda: NO_INT32S)
+    property_names: Binary = field(default_factory=Binary)
+    property_values: Binary = field(default_factory=Binary)
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids)
+
+    def producer_of(self, row: int) -> int:
+        """The row's position in the list of producers."""
+        return int(self.producer_indexes[row]) if len(self.producer_indexes) else 0
+
+    def names(self) -> list[str]:
+        """The producers' names."""
+        names = self.producer_names
+        return [names.data[names.offsets[p] : names.offsets[p + 1]].decode() for p in range(len(self.epochs))]
+
+    def properties_of(self, row: int) -> dict[str, str]:
+        """The row's properties."""
+        if not len(self.property_offsets):
+            return {}
+        start, end = int(self.property_offsets[row]), int(self.property_offsets[row + 1])
+        return {
+            (self.property_names[i] or b"").decode(): (self.property_values[i] or b"").decode()
+            for i in range(start, end)
+        }
+
+    def encode(self) -> bytes:
+        """The canonical encoding."""
+        return b"".join(self.encoded_parts())
+
+    def encoded_parts(self) -> list[bytes | memoryview]:
+        """The canonical encoding in parts, to be joined with what stands around it."""
+        names, values = self.property_names, self.property_values
+        columns = (
+            self.producer_names.offsets.tobytes(),
+            self.producer_names.data,
+            self.epochs.tobytes(),
+            self.previous_sequence_ids.tobytes(),
+            self.producer_indexes.tobytes(),
+            self.sequence_ids.tobytes(),
+            self.event_times_ms.tobytes(),
+            self.keys.offsets.tobytes(),
+            self.keys.validity,
+            self.keys.data,
+            self.property_offsets.tobytes(),
+            names.offsets.tobytes(),
+            names.data,
+            values.offsets.tobytes(),
+            values.data,
+            self.payloads.offsets.tobytes(),
+            self.payloads.validity,
+            self.payloads.data,
+        )
+        parts: list[bytes | memoryview] = []
+        for number, column in enumerate(columns, 1):
+            if column:
+                parts += wire.length_delimited(number, column)
+        return parts
+
+    def take(self, rows: Int64s) -> "Batch":
+        """The batch of these rows, which rise. A producer's link becomes its row before the first one kept."""
+        alone = len(self.epochs) == 1
+        indexes = self.producer_indexes if len(self.producer_indexes) else np.zeros(len(self), np.int32)
+        kept, first_kept, new_indexes = np.unique(indexes[rows], return_index=True, return_inverse=True)
+        links = self.previous_sequence_ids[kept].copy()
+        for place, producer in enumerate(kept):
+            before = np.flatnonzero(indexes[: rows[first_kept[place]]] == producer)
+            if len(before):
+                links[place] = self.sequence_ids[before[-1]]
+        property_offsets, picked = NO_INT32S, NO_INT64S
+        if len(self.property_offsets):
+            starts, ends = self.property_offsets[:-1][rows], self.property_offsets[1:][rows]
+            property_offsets = np.concatenate(([0], np.cumsum(ends - starts))).astype(np.int32)
+            picked = np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)]).astype(np.int64)
+        return Batch(
+            producer_names=self.producer_names if alone else self.producer_names.take(kept.astype(np.int64)),
+            epochs=self.epochs[kept],
+            previous_sequence_ids=links,
+            producer_indexes=new_indexes.astype(np.int32) if len(kept) > 1 else NO_INT32S,
+            sequence_ids=self.sequence_ids[rows],
+            event_times_ms=self.event_times_ms[rows] if len(self.event_times_ms) else NO_INT64S,
+            keys=self.keys.take(rows),
+            property_offsets=property_offsets if len(picked) else NO_INT32S,
+            property_names=self.property_names.take(picked) if len(picked) else Binary(),
+            property_values=self.property_values.take(picked) if len(picked) else Binary(),
+            payloads=self.payloads.take(rows),
+        )
+
+
+def _array(column: bytes, kind: type[np.generic]) -> Any:
+    size = np.dtype(kind).itemsize
+    return np.frombuffer(column, kind, len(column) // size)
+
+
+def decode(encoded: bytes) -> Batch:
+    """The batch of a canonical encoding. Columns are read-only. Raises MALFORMED_MESSAGE."""
+    try:
+        message = wire.Batch.FromString(encoded)
+    except DecodeError as e:
+        raise error("MALFORMED_MESSAGE", "these bytes are not a Batch") from e
+    return Batch(
+        producer_names=Binary(_array(message.producer_name_offsets, np.int32), message.producer_names),
+        epochs=_array(message.epochs, np.int64),
+        previous_sequence_ids=_array(message.previous_sequence_ids, np.int64),
+        producer_indexes=_array(message.producer_indexes, np.int32),
+        sequence_ids=_array(message.sequence_ids, np.int64),
+        event_times_ms=_array(message.event_times_ms, np.int64),
+        keys=Binary(_array(message.key_offsets, np.int32), message.keys, message.key_validity),
+        property_offsets=_array(message.property_offsets, np.int32),
+        property_names=Binary(_array(message.property_name_offsets, np.int32), message.property_names),
+        property_values=Binary(_array(message.property_value_offsets, np.int32), message.property_values),
+        payloads=Binary(_array(message.payload_offsets, np.int32), message.payloads, message.payload_validity),
+    )
+
+
+def canonical(encoded: bytes) -> bytes:
+    """The canonical encoding of any legal one. Raises MALFORMED_MESSAGE."""
+    try:
+        message = batch_pb2.Batch.FromString(encoded)
+    except DecodeError as e:
+        raise error("MALFORMED_MESSAGE", "these bytes are not a Batch") from e
+    message.DiscardUnknownFields()
+    # Where there is one producer the column that says so is left out.
+    if len(message.epochs) == 1 and not any(message.producer_indexes):
+        message.ClearField("producer_indexes")
+    if not any(message.event_times_ms):
+        message.ClearField("event_times_ms")
+    return message.SerializeToString(deterministic=True)
+
+
+def single_producer(
+    name: bytes,
+    epoch: int,
+    previous_sequence_id: int,
+    sequence_ids: Int64s,
+    payloads: Binary,
+    **columns: Any,
+) -> Batch:
+    """A batch of one producer's messages."""
+    return Batch(
+        producer_names=Binary.of_all([name]),
+        epochs=np.array([epoch], np.int64),
+        previous_sequence_ids=np.array([previous_sequence_id], np.int64),
+        sequence_ids=sequence_ids,
+        payloads=payloads,
+        **columns,
+    )
+
+
+def properties(rows: Iterable[dict[str, str] | None]) -> tuple[Int32s, Binary, Binary]:
+    """The three property columns of these rows; all left out if no row has any."""
+    names: list[bytes] = []
+    values: list[bytes] = []
+    offsets = [0]
+    for row in rows:
+        for name, value in (row or {}).items():
+            names.append(name.encode())
+            values.append(value.encode())
+        offsets.append(len(names))
+    if not names:
+        return NO_INT32S, Binary(), Binary()
+    return np.array(offsets, np.int32), Binary.of_all(names), Binary.of_all(values)

@@ -1,0 +1,51 @@
+"""The client: producers and readers of one sidecar, on asyncio. `seqdedupe.client.blocking` is for threads."""
+
+from seqdedupe.batch import Batch, Binary
+from seqdedupe.client.admin import Admin
+from seqdedupe.client.client import Client
+from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.outbox import Counters
+from seqdedupe.client.producer import Producer
+from seqdedupe.client.reader import Message, Reader, StoredBatch
+from seqdedupe.client.receipts import BatchReceipt, BatchResult, Published, Receipt, Verdict
+from seqdedupe.errors import (
+    DamagedError,
+    DataLossError,
+    FencedError,
+    InvalidRequestError,
+    NotFoundError,
+    OutcomeUnknownError,
+    PositionError,
+    SeqdedupeError,
+    UnavailableError,
+)
+from seqdedupe.message_id import MessageId, Position
+
+__all__ = [
+    "Admin",
+    "Batch",
+    "BatchReceipt",
+    "BatchResult",
+    "Binary",
+    "Client",
+    "Counters",
+    "DamagedError",
+    "DataLossError",
+    "FencedError",
+    "InvalidRequestError",
+    "Message",
+    "MessageId",
+    "NotFoundError",
+    "OutcomeUnknownError",
+    "Position",
+    "PositionError",
+    "Producer",
+    "ProducerConfig",
+    "Published",
+    "Reader",
+    "Receipt",
+    "SeqdedupeError",
+    "StoredBatch",
+    "UnavailableError",
+    "Verdict",
+]

@@ -1,0 +1,352 @@
+"""The client for threads: the same names as `seqdedupe.client`, and calls that block.
+
+All network work of a process runs on one event loop in one daemon thread, which is never closed (gRPC has one queue
+a process). Messages are gathered and sealed in the caller's thread; only sealed batches cross.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from seqdedupe.client import admin as _admin
+from seqdedupe.client import client as _client
+from seqdedupe.client import reader as _reader
+from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties
+from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.client.producer import ProducerBase
+from seqdedupe.client.reader import Message, Start, StoredBatch
+from seqdedupe.client.receipts import BatchResult, PendingBatch, Published
+from seqdedupe.errors import error
+from seqdedupe.message_id import Position
+from seqdedupe.v1 import admin_pb2
+
+__all__ = ["Admin", "BatchReceipt", "Client", "Producer", "Reader", "Receipt"]
+
+T = TypeVar("T")
+
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_lock = threading.Lock()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="seqdedupe-client", daemon=True).start()
+        return _loop
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Runs it on the loop and waits. If the wait is interrupted, so is the work."""
+    future = asyncio.run_coroutine_threadsafe(work, _event_loop())
+    try:
+        return future.result()
+    finally:
+        future.cancel()
+
+
+def _wait(pending: PendingBatch, timeout_seconds: float | None) -> None:
+    if pending.settled:
+        return
+    event = threading.Event()
+    pending.when_settled(event.set)
+    if not event.wait(timeout_seconds):
+        raise error("OUTCOME_UNKNOWN", f"no receipt within {timeout_seconds} seconds; the client goes on sending")
+
+
+class Receipt:
+    """The receipt of one message."""
+
+    __slots__ = ("_pending", "_row")
+
+    def __init__(self, pending: PendingBatch, row: int) -> None:
+        self._pending = pending
+        self._row = row
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._pending.settled
+
+    def result(self, timeout_seconds: float | None = None) -> Published:
+        """Waits for it. Raises what the message failed with, or OutcomeUnknownError if there is nothing yet."""
+        _wait(self._pending, timeout_seconds)
+        return self._pending.result()[self._row]
+
+
+class BatchReceipt:
+    """The receipt of a batch."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, pending: PendingBatch) -> None:
+        self._pending = pending
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._pending.settled
+
+    def result(self, timeout_seconds: float | None = None) -> BatchResult:
+        """Waits for it. Raises what the batch failed with, or OutcomeUnknownError if there is nothing yet."""
+        _wait(self._pending, timeout_seconds)
+        return self._pending.result()
+
+
+class Producer(ProducerBase):
+    """As `seqdedupe.client.Producer`, with calls that block. Threads may share it."""
+
+    def __init__(self, address: str, topic: str, name: str, config: ProducerConfig) -> None:
+        super().__init__(address, topic, name, config)
+        self._lock = threading.Lock()  # held by callers only; the loop's thread must never wait for it
+        # The first pair is written under the lock, the second by the loop's thread: no lock between them.
+        self._handed_over_batches = self._handed_over_bytes = 0
+        self._settled_batches = self._settled_bytes = 0
+        self._settled = threading.Event()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def open(self) -> None:
+        """Starts the session, see `seqdedupe.client.Producer.open`."""
+        self._begin()
+        _run(self._session.start())
+        self._builder = self._new_builder()
+
+    def send(
+        self,
+        payload: bytes | None,
+        sequence_id: int | None = None,
+        *,
+        key: bytes | str | None = None,
+        event_time: datetime | int | None = None,
+        properties: Properties | None = None,
+    ) -> Receipt:
+        """Queues a message, see `seqdedupe.client.Producer.send`; waits only for room in the queue."""
+        with self._lock:
+            if self._must_pause:
+                self._pause()
+            pending, row = self._builder.append(payload, sequence_id, key, event_time, properties)
+            if row == 0:
+                self._begin_batch()
+        return Receipt(pending, row)
+
+    def send_batch(
+        self,
+        payloads: Payloads,
+        sequence_ids: Numbers | None = None,
+        *,
+        keys: Keys | None = None,
+        event_times_ms: Numbers | None = None,
+        properties: Sequence[Properties | None] | None = None,
+    ) -> BatchReceipt:
+        """Queues a ready batch, see `seqdedupe.client.Producer.send_batch`."""
+        with self._lock:
+            if self._must_pause:
+                self._pause()
+            return BatchReceipt(self._builder.add_columns(payloads, sequence_ids, keys, event_times_ms, properties))
+
+    def flush(self) -> None:
+        """Waits until all that was sent before has its receipts. Raises what a message failed with."""
+        with self._lock:
+            self._builder.seal()
+        _run(self._session.flush())
+
+    def close(self) -> None:
+        """Flushes and ends, see `seqdedupe.client.Producer.close`."""
+        if self._end():
+            _run(self._session.close())
+
+    def abort(self) -> None:
+        """Ends at once: what has no receipt fails with `OutcomeUnknownError`."""
+        self._end()
+        _run(self._session.stop())
+
+    def _end(self) -> bool:
+        with self._lock:
+            was_open = self._state == "open"
+            self._state = "closed"
+            self._must_pause = True
+            self._builder.seal()
+        return was_open
+
+    def _begin_batch(self) -> None:
+        if self._builder.is_empty:
+            return
+        if self._handed_over_batches == self._settled_batches:
+            self._builder.seal()
+        else:
+            loop = _event_loop()
+            loop.call_soon_threadsafe(
+                loop.call_later, self._config.linger_ms / 1000, self._seal_lingering, self._builder.pending
+            )
+
+    def _seal_lingering(self, pending: PendingBatch) -> None:
+        """On the loop's thread: the batch has waited long enough. If a caller is at it, a little longer."""
+        if not self._lock.acquire(blocking=False):
+            _event_loop().call_later(self._config.linger_ms / 1000, self._seal_lingering, pending)
+            return
+        try:
+            if self._builder.pending is pending:
+                self._builder.seal()
+        finally:
+            self._lock.release()
+
+    def _emit(self, pending: PendingBatch) -> None:
+        size_bytes = pending.size_bytes
+        self._must_pause = True
+        self._handed_over_batches += 1
+        self._handed_over_bytes += size_bytes
+
+        def settled() -> None:
+            self._settled_batches += 1
+            self._settled_bytes += size_bytes
+            self._settled.set()
+
+        pending.when_settled(settled)
+        _event_loop().call_soon_threadsafe(self._session.add, pending)
+
+    def _is_full(self) -> bool:
+        return (
+            self._handed_over_batches - self._settled_batches >= self._config.max_in_flight_batches
+            or self._handed_over_bytes - self._settled_bytes >= self._config.max_in_flight_bytes
+        )
+
+    def _pause(self) -> None:
+        while self._is_full():
+            self._settled.clear()
+            if self._is_full():
+                self._settled.wait()
+        self._check_open()
+        self._must_pause = False
+
+
+class Reader:
+    """As `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread."""
+
+    def __init__(self, address: str, topic: str, start: Start, follow: bool) -> None:
+        self._reader = _reader.Reader(address, topic, start, follow=follow)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def topic(self) -> str:
+        return self._reader.topic
+
+    @property
+    def position(self) -> Position | None:
+        """After the last message handed out; before the first, where it was told to start if that is known."""
+        return self._reader.position
+
+    def __iter__(self) -> Iterator[Message]:
+        return self
+
+    def __next__(self) -> Message:
+        while (message := self._reader.next_in_hand()) is None:
+            if not _run(self._reader.fetch()):
+                raise StopIteration
+        return message
+
+    def batches(self) -> Iterator[StoredBatch]:
+        """Whole batches as stored; the first and last are cut to what was asked for."""
+        while (stored := self.next_batch()) is not None:
+            yield stored
+
+    def next_batch(self) -> StoredBatch | None:
+        """The next whole batch, or what single messages have left of one; None at the end."""
+        return _run(self._reader.next_batch())
+
+    def close(self) -> None:
+        """Ends it; another thread that waits in it gets the end."""
+        _run(self._reader.close())
+
+
+class Admin:
+    """As `seqdedupe.client.Admin`, with calls that block."""
+
+    def __init__(self, client: _client.Client) -> None:
+        self._client = client
+
+    def _run(self, call: Callable[[_admin.Admin], Coroutine[Any, Any, T]]) -> T:
+        async def on_the_loop() -> T:  # where the connection is made
+            return await call(self._client.admin)
+
+        return _run(on_the_loop())
+
+    def create_topic(self, topic: str, *, deduplication_enabled: bool = True) -> admin_pb2.Topic:
+        return self._run(lambda admin: admin.create_topic(topic, deduplication_enabled=deduplication_enabled))
+
+    def delete_topic(self, topic: str) -> None:
+        self._run(lambda admin: admin.delete_topic(topic))
+
+    def topic(self, topic: str) -> admin_pb2.Topic:
+        return self._run(lambda admin: admin.topic(topic))
+
+    def topics(self) -> list[admin_pb2.Topic]:
+        return self._run(lambda admin: admin.topics())
+
+    def set_topic_policy(self, topic: str, *, deduplication_enabled: bool) -> admin_pb2.Topic:
+        return self._run(lambda admin: admin.set_topic_policy(topic, deduplication_enabled=deduplication_enabled))
+
+    def producers(self, topic: str) -> list[admin_pb2.Producer]:
+        return self._run(lambda admin: admin.producers(topic))
+
+    def producer(self, topic: str, name: str) -> admin_pb2.Producer:
+        return self._run(lambda admin: admin.producer(topic, name))
+
+    def snapshot(self, topic: str) -> Position:
+        return self._run(lambda admin: admin.snapshot(topic))
+
+    def version(self) -> admin_pb2.GetVersionResponse:
+        return self._run(lambda admin: admin.version())
+
+
+class Client:
+    """As `seqdedupe.client.Client`, with calls that block. Threads may share it."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self.address = address
+        self._client = _client.Client(address)
+        self.admin = Admin(self._client)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of this object's connection. Producers and readers are closed by themselves."""
+        _run(self._client.close())
+
+    def producer(self, topic: str, name: str, config: ProducerConfig = ProducerConfig()) -> Producer:  # noqa: B008
+        """A producer, to be entered, see `Producer`."""
+        return Producer(self.address, topic, name, config)
+
+    def reader(self, topic: str, start: Start = "earliest", *, follow: bool = False) -> Reader:
+        """A reader, see `Reader`."""
+        return Reader(self.address, topic, start, follow)
+
+    def wait_ready(self, timeout_seconds: float) -> None:
+        """Until the sidecar says that it serves. Raises UnavailableError if it does not in time."""
+        _run(self._client.wait_ready(timeout_seconds))

@@ -1,0 +1,345 @@
+"""Messages to sealed batches: checks and gathers what a producer sends."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import numpy.typing as npt
+
+from seqdedupe.batch import NO_INT64S, Batch, Binary, Int64s, single_producer
+from seqdedupe.batch import properties as property_columns
+from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.errors import error
+from seqdedupe.names import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_ROWS,
+    MAX_PAYLOAD_BYTES,
+    MAX_SEQUENCE_ID,
+    NO_SEQUENCE_ID,
+)
+
+BATCH_OVERHEAD_BYTES = 512
+"""What an encoded batch takes at most beside its rows: the producer, and the columns' tags and lengths."""
+
+ROW_OVERHEAD_BYTES = 33
+"""What a row takes at most beside its payload, key and properties: its ID, times, offsets and bits."""
+
+PROPERTY_OVERHEAD_BYTES = 8
+"""What a property takes beside its name and value."""
+
+_EPOCH = datetime.fromtimestamp(0, UTC)
+_MILLISECOND = timedelta(milliseconds=1)
+
+Payloads = Binary | Sequence[bytes | None]
+Keys = Binary | Sequence[bytes | None]
+Numbers = npt.NDArray[np.int64] | Sequence[int]
+Properties = Mapping[str, str]
+
+
+class Builder:
+    """Gathers a producer's messages and hands each batch, sealed, to `emit`.
+
+    Sequence IDs rise strictly; the first may be any. `last_sequence_id` is the highest that was sent or that Open
+    answered: an ID that is not given is the next one.
+    """
+
+    def __init__(
+        self,
+        name: bytes,
+        persisted: int,
+        config: ProducerConfig,
+        emit: Callable[[PendingBatch], None],
+    ) -> None:
+        self._name = name
+        self._emit = emit
+        self._last_row = config.max_batch_rows - 1
+        self._max_batch_bytes = config.max_batch_bytes
+        self.last_sequence_id = persisted
+        self._last_sent = NO_SEQUENCE_ID
+        self._start()
+
+    def _start(self) -> None:
+        self.pending = PendingBatch()
+        """The batch of which the next message will be, unless that one seals it."""
+        self._sequence_ids: list[int] = []
+        self._payloads: list[bytes | None] = []
+        self._some_without_payload = False
+        self._keys: dict[int, bytes] = {}
+        self._event_times_ms: dict[int, int] = {}
+        self._properties: dict[int, Properties] = {}
+        self._size_bytes = BATCH_OVERHEAD_BYTES
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._payloads
+
+    def append(
+        self,
+        payload: bytes | None,
+        sequence_id: int | None,
+        key: bytes | str | None,
+        event_time: datetime | int | None,
+        properties: Properties | None,
+    ) -> tuple[PendingBatch, int]:
+        """Adds a message; the batch that it is in, and its row. Raises before anything is changed."""
+        if sequence_id is None and type(payload) is bytes and key is None and event_time is None and not properties:
+            # The common message, as long as there is room for it: the checks below in one.
+            payloads = self._payloads
+            row = len(payloads)
+            size_bytes = self._size_bytes + ROW_OVERHEAD_BYTES + len(payload)
+            if size_bytes < self._max_batch_bytes and row < self._last_row and self.last_sequence_id < MAX_SEQUENCE_ID:
+                payloads.append(payload)
+                self._size_bytes = size_bytes
+                self._last_sent = self.last_sequence_id = sequence_id = self.last_sequence_id + 1
+                self._sequence_ids.append(sequence_id)
+                return self.pending, row
+        return self._append(payload, sequence_id, key, event_time, properties)
+
+    def _append(
+        self,
+        payload: bytes | None,
+        sequence_id: int | None,
+        key: bytes | str | None,
+        event_time: datetime | int | None,
+        properties: Properties | None,
+    ) -> tuple[PendingBatch, int]:
+        sequence_id = self.last_sequence_id + 1 if sequence_id is None else operator.index(sequence_id)
+        if not self._last_sent < sequence_id <= MAX_SEQUENCE_ID:
+            raise self._bad_sequence_id(sequence_id)
+        if type(payload) is not bytes and payload is not None:
+            payload = _bytes_of("payload", payload)
+        size = len(payload or b"")
+        if size > MAX_PAYLOAD_BYTES:
+            raise _payload_too_large(size)
+        if isinstance(key, str):
+            key = _utf8("key", key)
+        elif key is not None:
+            key = _bytes_of("key", key)
+        event_time_ms = _milliseconds(event_time)
+        properties = _copy(properties)
+        size += len(key or b"") + ROW_OVERHEAD_BYTES
+        for name, value in properties.items():
+            size += len(_utf8("property", name)) + len(_utf8("property", value)) + PROPERTY_OVERHEAD_BYTES
+        if BATCH_OVERHEAD_BYTES + size > MAX_BATCH_BYTES:
+            raise _batch_too_large(BATCH_OVERHEAD_BYTES + size)
+        if self._size_bytes + size > MAX_BATCH_BYTES:
+            self.seal()
+        row = len(self._payloads)
+        if key is not None:
+            self._keys[row] = key
+        if event_time_ms:
+            self._event_times_ms[row] = event_time_ms
+        if properties:
+            self._properties[row] = properties
+        self._some_without_payload |= payload is None
+        pending = self.pending
+        self._payloads.append(payload)
+        self._sequence_ids.append(sequence_id)
+        self._last_sent = sequence_id
+        self.last_sequence_id = max(self.last_sequence_id, sequence_id)
+        self._size_bytes += size
+        if row >= self._last_row or self._size_bytes >= self._max_batch_bytes:
+            self.seal()
+        return pending, row
+
+    def seal(self) -> None:
+        """Hands over what is gathered, if there is anything."""
+        rows = len(self._payloads)
+        if not rows:
+            return
+        pending = self.pending
+        batch = single_producer(
+            self._name,
+            0,
+            NO_SEQUENCE_ID,
+            _id_column(self._sequence_ids),
+            _payload_column(self._payloads) if self._some_without_payload else Binary.of_all(self._payloads),  # type: ignore[arg-type]
+        )
+        if self._keys:
+            batch.keys = Binary.of([self._keys.get(row) for row in range(rows)])
+        if self._event_times_ms:
+            batch.event_times_ms = np.zeros(rows, np.int64)
+            batch.event_times_ms[list(self._event_times_ms)] = list(self._event_times_ms.values())
+        if self._properties:
+            _set_properties(batch, [self._properties.get(row) for row in range(rows)])
+        pending.seal(batch, self._size_bytes)
+        self._start()
+        self._emit(pending)
+
+    def add_columns(
+        self,
+        payloads: Payloads,
+        sequence_ids: Numbers | None,
+        keys: Keys | None,
+        event_times_ms: Numbers | None,
+        properties: Sequence[Properties | None] | None,
+    ) -> PendingBatch:
+        """Hands over a ready batch, behind what is gathered. Raises before anything is changed."""
+        batch = single_producer(
+            self._name,
+            0,
+            NO_SEQUENCE_ID,
+            NO_INT64S,
+            payloads if isinstance(payloads, Binary) else _payload_column(payloads),
+        )
+        rows = len(batch.payloads.offsets) - 1
+        if not 1 <= rows <= MAX_BATCH_ROWS:
+            raise error("INVALID_BATCH", f"a batch has {max(rows, 0)} rows: it should have 1 to {MAX_BATCH_ROWS}")
+        batch.sequence_ids = self._check_ids(sequence_ids, rows)
+        if keys is not None:
+            batch.keys = keys if isinstance(keys, Binary) else Binary.of(keys)
+        if event_times_ms is not None:
+            times = np.ascontiguousarray(event_times_ms, np.int64)
+            batch.event_times_ms = times if times.any() else NO_INT64S
+        if properties is not None:
+            _set_properties(batch, [_copy(row) for row in properties])
+        size_bytes = _check_columns(batch, rows)
+        self.seal()
+        pending = PendingBatch()
+        pending.seal(batch, size_bytes)
+        self._last_sent = pending.last_sequence_id
+        self.last_sequence_id = max(self.last_sequence_id, self._last_sent)
+        self._emit(pending)
+        return pending
+
+    def _check_ids(self, sequence_ids: Numbers | None, rows: int) -> Int64s:
+        if sequence_ids is None:
+            if self.last_sequence_id > MAX_SEQUENCE_ID - rows:
+                raise self._bad_sequence_id(self.last_sequence_id + rows)
+            return self.last_sequence_id + 1 + np.arange(rows, dtype=np.int64)
+        column: Int64s = np.ascontiguousarray(sequence_ids)
+        if column.dtype != np.int64:
+            raise error("INVALID_SEQUENCE_ID", f"sequence IDs are 64-bit signed integers, not {column.dtype}")
+        if column.shape != (rows,):
+            raise error("INVALID_BATCH", f"there are {len(column)} sequence IDs for {rows} payloads")
+        if int(column[0]) <= self._last_sent:
+            raise self._bad_sequence_id(int(column[0]))
+        if not (column[1:] > column[:-1]).all():
+            bad = 1 + int(np.argmin(column[1:] > column[:-1]))
+            raise error(
+                "NOT_ASCENDING",
+                f"sequence ID {column[bad]} stands behind {column[bad - 1]} in a batch",
+                sequence_id=column[bad],
+            )
+        return column
+
+    def _bad_sequence_id(self, sequence_id: int) -> Exception:
+        if not 0 <= sequence_id <= MAX_SEQUENCE_ID:
+            return error("INVALID_SEQUENCE_ID", f"{sequence_id} is not a sequence ID: they are 0 to 2^63 - 1")
+        return error(
+            "NOT_ASCENDING",
+            f"sequence ID {sequence_id} is not above {self._last_sent}, which this producer has sent before",
+            hint="Send rising sequence IDs. The client itself resends what has no receipt.",
+            sequence_id=sequence_id,
+            last_sequence_id=self._last_sent,
+        )
+
+
+def _id_column(sequence_ids: list[int]) -> Int64s:
+    rows = len(sequence_ids)
+    if sequence_ids[-1] - sequence_ids[0] == rows - 1:  # they rise, so there is no gap
+        return sequence_ids[0] + np.arange(rows, dtype=np.int64)
+    return np.array(sequence_ids, np.int64)
+
+
+def _payload_column(payloads: Sequence[bytes | None]) -> Binary:
+    """Unlike a key column it is never left out: with no payload at all, it says so of each row."""
+    values = [payload if payload is None else _bytes_of("payload", payload) for payload in payloads]
+    present = np.array([value is not None for value in values], np.uint8)
+    validity = b"" if present.all() else np.packbits(present, bitorder="little").tobytes()
+    return Binary.of_all([value or b"" for value in values], validity)
+
+
+def _set_properties(batch: Batch, rows: Sequence[Properties | None]) -> None:
+    if len(rows) != len(batch.payloads.offsets) - 1:
+        raise error("INVALID_BATCH", f"there are properties for {len(rows)} of {len(batch)} rows")
+    try:
+        batch.property_offsets, batch.property_names, batch.property_values = property_columns(
+            None if row is None else dict(row) for row in rows
+        )
+    except (UnicodeEncodeError, AttributeError) as e:
+        raise error("INVALID_BATCH", f"a property is not valid Unicode text: {e}") from e
+
+
+def _check_columns(batch: Batch, rows: int) -> int:
+    """Checks what the sidecar would refuse; the size of the batch in bytes, at most."""
+    for name, column in (("payloads", batch.payloads), ("keys", batch.keys)):
+        if column:
+            _check_binary(name, column, rows)
+    if len(batch.event_times_ms) not in (0, rows):
+        raise error("INVALID_BATCH", f"there are {len(batch.event_times_ms)} event times for {rows} rows")
+    if len(batch.payloads.data) > MAX_PAYLOAD_BYTES:
+        longest = int(np.diff(batch.payloads.offsets).max())
+        if longest > MAX_PAYLOAD_BYTES:
+            raise _payload_too_large(longest)
+    blobs = (batch.payloads, batch.keys, batch.property_names, batch.property_values)
+    size_bytes = (
+        BATCH_OVERHEAD_BYTES
+        + ROW_OVERHEAD_BYTES * rows
+        + PROPERTY_OVERHEAD_BYTES * len(batch.property_names.offsets)
+        + sum(len(blob.data) for blob in blobs)
+    )
+    if size_bytes > MAX_BATCH_BYTES:
+        raise _batch_too_large(size_bytes)
+    return size_bytes
+
+
+def _check_binary(name: str, column: Binary, rows: int) -> None:
+    offsets, validity = column.offsets, column.validity
+    if offsets.dtype != np.int32 or len(offsets) != rows + 1 or len(validity) not in (0, (rows + 7) // 8):
+        raise error("INVALID_BATCH", f"the column of {name} does not have {rows} rows with offsets of 32 bits")
+    if offsets[0] != 0 or offsets[-1] != len(column.data) or (offsets[1:] < offsets[:-1]).any():
+        raise error(
+            "INVALID_BATCH", f"the offsets of {name} do not rise from 0 to the {len(column.data)} bytes there are"
+        )
+
+
+def _bytes_of(what: str, value: object) -> bytes:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise error("INVALID_REQUEST", f"a {what} is bytes, not {type(value).__name__}")
+
+
+def _utf8(what: str, value: object) -> bytes:
+    if not isinstance(value, str):
+        raise error("INVALID_REQUEST", f"a {what} is text, not {type(value).__name__}")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as e:
+        raise error("INVALID_REQUEST", f"a {what} is not valid Unicode: {value[:80]!r}") from e
+
+
+def _copy(row: Properties | None) -> dict[str, str]:
+    return dict(row) if row else {}
+
+
+def _milliseconds(event_time: datetime | int | None) -> int:
+    """Milliseconds since 1970; 0 for none."""
+    if isinstance(event_time, datetime):
+        if event_time.tzinfo is None:
+            raise error("INVALID_REQUEST", f"the event time {event_time} has no time zone")
+        return (event_time - _EPOCH) // _MILLISECOND
+    milliseconds = operator.index(event_time or 0)
+    if not -MAX_SEQUENCE_ID <= milliseconds <= MAX_SEQUENCE_ID:
+        raise error("INVALID_REQUEST", f"the event time {milliseconds} ms is out of range")
+    return milliseconds
+
+
+def _payload_too_large(size_bytes: int) -> Exception:
+    return error(
+        "MESSAGE_TOO_LARGE",
+        f"a payload of {size_bytes} bytes: at most {MAX_PAYLOAD_BYTES} are taken",
+        size_bytes=size_bytes,
+        limit_bytes=MAX_PAYLOAD_BYTES,
+    )
+
+
+def _batch_too_large(size_bytes: int) -> Exception:
+    return error(
+        "BATCH_TOO_LARGE",
+        f"a batch of up to {size_bytes} bytes: at most {MAX_BATCH_BYTES} are taken",
+        size_bytes=size_bytes,
+        limit_bytes=MAX_BATCH_BYTES,
+    )

@@ -1,0 +1,86 @@
+"""The way in: a client of one sidecar."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+
+from seqdedupe.client.admin import Admin
+from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.connection import DEFAULT_ADDRESS, new_channel, typed_errors
+from seqdedupe.client.producer import Producer
+from seqdedupe.client.reader import Reader, Start
+from seqdedupe.errors import UnavailableError, error
+
+_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+_SERVING = b"\x08\x01"
+"""An encoded HealthCheckResponse with `status` (field 1) SERVING (1)."""
+
+_POLL_SECONDS = 0.05
+
+
+class Client:
+    """A client of the sidecar at `host:port` or `unix:path`: `async with Client(address) as client`.
+
+    Each producer and reader has a connection of its own, made when it is entered or first read; this object's is for
+    `admin` and `wait_ready`. It belongs to one event loop.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self.address = address
+        self._channel: grpc.aio.Channel | None = None
+        self._admin: Admin | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Lets go of this object's connection. Producers and readers are closed by themselves."""
+        channel, self._channel, self._admin = self._channel, None, None
+        if channel is not None:
+            await channel.close()
+
+    def producer(self, topic: str, name: str, config: ProducerConfig = ProducerConfig()) -> Producer:  # noqa: B008
+        """A producer, to be entered, see `Producer`."""
+        return Producer(self.address, topic, name, config)
+
+    def reader(self, topic: str, start: Start = "earliest", *, follow: bool = False) -> Reader:
+        """A reader, see `Reader`."""
+        return Reader(self.address, topic, start, follow=follow)
+
+    @property
+    def admin(self) -> Admin:
+        """The calls for operators."""
+        if self._admin is None:
+            self._admin = Admin(self.address, self._own_channel())
+        return self._admin
+
+    async def wait_ready(self, timeout_seconds: float) -> None:
+        """Until the sidecar says that it serves. Raises UnavailableError if it does not in time."""
+        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._own_channel().unary_unary(_HEALTH_CHECK)
+        why = "it says NOT_SERVING"
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while True:
+                    try:
+                        with typed_errors(self.address):
+                            if await check(b"", timeout=timeout_seconds) == _SERVING:
+                                return
+                        why = "it says NOT_SERVING"
+                    except UnavailableError as e:
+                        why = e.message
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError as e:
+            message = f"the sidecar at {self.address} is not ready after {timeout_seconds} seconds: {why}"
+            raise error("UNREACHABLE", message) from e
+
+    def _own_channel(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            self._channel = new_channel(self.address)
+        return self._channel

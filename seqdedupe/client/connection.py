@@ -1,0 +1,121 @@
+"""How the client reaches the sidecar, and the one place that looks at gRPC's errors."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import grpc.aio
+from google.protobuf.any_pb2 import Any
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, error
+
+DEFAULT_ADDRESS = "127.0.0.1:6650"
+
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+"""The longest answer taken: all receipts of a commit round come in one."""
+
+CALL_TIMEOUT_SECONDS = 30.0
+"""A unary call that is not answered by then has an unknown outcome. It is longer than any wait of the sidecar's own."""
+
+KEEPALIVE_SECONDS = 30
+"""So often a silent connection is asked whether it is still there; it has as long to answer."""
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Two channels never share a connection: one that stalls does not stall another, and a new one starts afresh.
+    ("grpc.use_local_subchannel_pool", 1),
+    # The sidecar stands beside its client; a proxy of the environment does not lead to it.
+    ("grpc.enable_http_proxy", 0),
+)
+
+_LOST = {
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+}
+"""What gRPC says, beside UNAVAILABLE, when a connection breaks within a call."""
+
+
+def new_channel(address: str) -> grpc.aio.Channel:
+    """A channel with a connection of its own. The address is `host:port` or `unix:path`."""
+    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+
+@contextmanager
+def typed_errors(address: str) -> Iterator[None]:
+    """Turns gRPC's errors into this project's."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as e:
+        raise _error_of_call(e, address) from e
+
+
+def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dict[str, str]) -> SeqdedupeError:
+    """The error that a sidecar named by its reason. A newer sidecar's unknown reason is kept as it is."""
+    if reason in REASONS:
+        return error(reason, message, retry_delay_ms=retry_delay_ms, **numbers)
+    kind = REASONS["UNREACHABLE"].kind if retry_delay_ms >= 0 else SeqdedupeError
+    return kind(reason, message, "See the sidecar's list of errors.", retry_delay_ms, numbers)
+
+
+def _error_of_call(failure: grpc.aio.AioRpcError, address: str) -> SeqdedupeError:
+    info, retry_delay_ms = _details(failure)
+    details = failure.details() or failure.code().name
+    if info is not None:
+        return error_of_reason(info.reason, details, retry_delay_ms, dict(info.metadata))
+    if failure.code() is grpc.StatusCode.UNAVAILABLE:
+        return error("UNREACHABLE", f"no connection to the sidecar at {address}: {details}")
+    if failure.code() in _LOST:
+        return error("OUTCOME_UNKNOWN", f"the call to {address} broke: {failure.code().name}: {details}")
+    return error("INTERNAL", f"{address} answered {failure.code().name}: {details}")
+
+
+def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo | None, int]:
+    """The ErrorInfo, if there is one, and the retry delay in milliseconds or NEVER."""
+    info, retry_delay_ms = None, NEVER
+    for detail in _status_details(failure):
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_delay_ms = retry.retry_delay.ToMilliseconds()
+    return info, retry_delay_ms
+
+
+def _status_details(failure: grpc.aio.AioRpcError) -> list[Any]:
+    try:
+        status: status_pb2.Status | None = rpc_status.from_call(failure)  # type: ignore[arg-type]
+    except ValueError:  # the rich status and the plain one differ: not ours
+        return []
+    return list(status.details) if status else []
+
+
+class Backoff:
+    """Delays that double from `first_seconds` to `longest_seconds`, each cut at random by up to a half."""
+
+    def __init__(self, first_seconds: float, longest_seconds: float) -> None:
+        self._first_seconds = first_seconds
+        self._longest_seconds = longest_seconds
+        self._next_seconds = first_seconds
+
+    def next_seconds(self) -> float:
+        delay = self._next_seconds
+        self._next_seconds = min(2 * delay, self._longest_seconds)
+        return delay * random.uniform(0.5, 1)
+
+    def reset(self) -> None:
+        """There was progress: the next delay is the first again."""
+        self._next_seconds = self._first_seconds

@@ -1,0 +1,208 @@
+"""What a producer has sent and what has a receipt: the client's duty (`publish.proto`), without any I/O.
+
+A batch keeps its place, its messages and its link from when it is queued until it is settled. What is sent again is
+the whole batch, in a new frame: rows that have a receipt already are then Dup, which changes nothing.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from seqdedupe.client.receipts import PendingBatch, ReceiptColumns, Verdict
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import NO_SEQUENCE_ID
+
+_FRAMES = itertools.count(1)
+"""Frame numbers, unique in the process."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a producer has seen. Rows that are sent again count again."""
+
+    rows_sent: int = 0
+    not_dup: int = 0
+    dup: int = 0
+    unknown: int = 0
+    frames_refused: int = 0
+    connections: int = 0
+
+
+class Outbox:
+    """A session's batches without a receipt, oldest first, and which of them are out on the stream.
+
+    On a refusal or an UNKNOWN nothing more goes out (`must_rewind`) until all that is out has been answered; after
+    the delay `rewind` then starts again from the oldest without a receipt.
+    """
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.failure: SeqdedupeError | None = None
+        """Why nothing more is taken."""
+        self.must_rewind = False
+        self.retry_delay_ms = 0
+        """With `must_rewind`: the longest delay that was asked for."""
+        self.size_bytes = 0
+        self._entries: deque[PendingBatch] = deque()
+        self._out = 0  # so many from the left have been sent since the last rewind
+        self._unanswered: dict[int, PendingBatch] = {}  # by frame
+        self._incarnation = self._term = 0
+        self._opened = NO_SEQUENCE_ID  # what Open answered last as persisted
+        self._last_queued = NO_SEQUENCE_ID
+        self._highest_sent = NO_SEQUENCE_ID
+        self._highest_receipt = NO_SEQUENCE_ID
+
+    def __len__(self) -> int:
+        """How many batches are not settled."""
+        return len(self._entries)
+
+    @property
+    def entries(self) -> Iterable[PendingBatch]:
+        """The batches that are not settled, oldest first."""
+        return tuple(self._entries)
+
+    @property
+    def unanswered(self) -> int:
+        """How many frames on this stream wait for their answer."""
+        return len(self._unanswered)
+
+    def add(self, pending: PendingBatch) -> None:
+        """Queues a sealed batch, with IDs above all queued before. Once there is a failure it fails at once."""
+        if self.failure is not None:
+            pending.fail(self.failure)
+            return
+        pending.previous_sequence_id = self._last_queued
+        if self._last_queued < self._opened < pending.first_sequence_id:
+            pending.previous_sequence_id = self._opened
+        self._last_queued = pending.last_sequence_id
+        self._entries.append(pending)
+        self.size_bytes += pending.size_bytes
+
+    def open(self, incarnation: int, term: int, persisted: int) -> None:
+        """Takes an answer of Open, the first or one to a resume. What was out on the old stream is out no more.
+
+        Raises FencedError, DataLossError.
+        """
+        if self.counters.connections:
+            self._check_resumed(incarnation, term, persisted)
+        self._incarnation, self._term, self._opened = incarnation, term, persisted
+        self._unanswered.clear()
+        self.rewind()
+        self.counters.connections += 1
+
+    def _check_resumed(self, incarnation: int, term: int, persisted: int) -> None:
+        floor = max(self._opened, self._highest_receipt)
+        if incarnation != self._incarnation or term < self._term or persisted < floor:
+            raise error(
+                "DATA_LOSS",
+                f"the sidecar answers a state older than one that it has answered before, or of another topic: "
+                f"persisted sequence ID {persisted} (at least {floor} before), term {term} ({self._term}), "
+                f"incarnation {incarnation} ({self._incarnation})",
+                persisted=persisted,
+                persisted_before=floor,
+                term=term,
+                term_before=self._term,
+                incarnation=incarnation,
+                incarnation_before=self._incarnation,
+            )
+        if persisted > max(self._opened, self._highest_sent):
+            raise error(
+                "FENCED",
+                f"another process has published under this name: sequence ID {persisted} is persisted, this one has "
+                f"sent none above {max(self._opened, self._highest_sent)}",
+                persisted=persisted,
+                highest_sent=self._highest_sent,
+            )
+
+    def next_frame(self) -> tuple[int, PendingBatch] | None:
+        """The next frame to send: its number and the batch. None if there is nothing to send now."""
+        if self.must_rewind:
+            return None
+        while self._out < len(self._entries):
+            pending = self._entries[self._out]
+            self._out += 1
+            if pending.settled:
+                continue
+            number = next(_FRAMES)
+            self._unanswered[number] = pending
+            self._highest_sent = max(self._highest_sent, pending.last_sequence_id)
+            self.counters.rows_sent += len(pending.sequence_ids)
+            return number, pending
+        return None
+
+    def rewind(self) -> None:
+        """Send again from the oldest without a receipt."""
+        self._out = 0
+        self.must_rewind = False
+        self.retry_delay_ms = 0
+
+    def counts(self, incarnation: int, term: int) -> bool:
+        """Whether an answer on the stream counts: not one of a lower term. Raises DataLossError."""
+        if incarnation != self._incarnation:
+            raise error(
+                "DATA_LOSS",
+                f"the topic was made anew under this producer: incarnation {incarnation}, before {self._incarnation}",
+                incarnation=incarnation,
+                incarnation_before=self._incarnation,
+            )
+        if term < self._term:
+            return False
+        self._term = term
+        return True
+
+    def rows_of(self, frame: int) -> int | None:
+        """The number of rows of a frame that waits for its answer."""
+        pending = self._unanswered.get(frame)
+        return None if pending is None else len(pending.sequence_ids)
+
+    def receipt(self, frame: int, receipt: ReceiptColumns) -> None:
+        """Takes a receipt. One of a frame that is not out changes nothing."""
+        pending = self._unanswered.pop(frame, None)
+        if pending is None:
+            return
+        self._count(receipt, len(pending.sequence_ids))
+        pending.record(receipt)
+        self._highest_receipt = max(self._highest_receipt, pending.decided_up_to)
+        if not pending.settled:
+            self.must_rewind = True
+        self._let_go()
+
+    def _count(self, receipt: ReceiptColumns, rows: int) -> None:
+        by_verdict = np.bincount(receipt.verdicts, minlength=4) if len(receipt.verdicts) else (0, rows, 0, 0)
+        self.counters.not_dup += int(by_verdict[Verdict.NOT_DUP])
+        self.counters.dup += int(by_verdict[Verdict.DUP])
+        self.counters.unknown += int(by_verdict[Verdict.UNKNOWN])
+
+    def refused(self, frame: int, refusal: SeqdedupeError) -> None:
+        """Takes a refusal. One of a frame that is not out changes nothing.
+
+        If sending again cannot help, this batch and all behind it fail; those before it go on.
+        """
+        pending = self._unanswered.pop(frame, None)
+        if pending is None:
+            return
+        self.counters.frames_refused += 1
+        if refusal.retry_delay_ms >= 0:
+            self.must_rewind = True
+            self.retry_delay_ms = max(self.retry_delay_ms, refusal.retry_delay_ms)
+            return
+        self.fail(refusal, pending)
+
+    def fail(self, failure: SeqdedupeError, first: PendingBatch | None = None) -> None:
+        """Fails the batches from `first` on (None: all), and whatever is added later."""
+        self.failure = self.failure or failure
+        kept = list(itertools.takewhile(lambda entry: entry is not first, self._entries)) if first else []
+        failed = [entry for entry in itertools.islice(self._entries, len(kept), None) if not entry.settled]
+        for entry in failed:
+            entry.fail(failure)
+        self._unanswered = {frame: entry for frame, entry in self._unanswered.items() if not entry.settled}
+        self._let_go()
+
+    def _let_go(self) -> None:
+        while self._entries and self._entries[0].settled:
+            pending = self._entries.popleft()
+            self.size_bytes -= pending.size_bytes
+            self._out = max(0, self._out - 1)

@@ -1,0 +1,196 @@
+"""The producer: messages in, receipts out."""
+
+import asyncio
+from collections.abc import Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Self
+
+from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
+from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.outbox import Counters
+from seqdedupe.client.receipts import BatchReceipt, PendingBatch, Receipt
+from seqdedupe.client.session import Session
+from seqdedupe.errors import error
+from seqdedupe.message_id import Position
+from seqdedupe.names import producer_name, topic_name
+
+
+class ProducerBase:
+    """What a producer is, for tasks and for threads alike. It is made by `Client.producer`."""
+
+    def __init__(self, address: str, topic: str, name: str, config: ProducerConfig) -> None:
+        self.topic = topic_name(topic)
+        self.name = name
+        self._encoded_name = producer_name(name)
+        self._config = config
+        self._session = Session(address, self.topic, name, config)
+        self._builder = self._new_builder()
+        self._must_pause = True  # before the next message: wait for room, or raise
+        self._state = "new"
+
+    def _new_builder(self) -> Builder:
+        return Builder(self._encoded_name, self._session.persisted, self._config, self._emit)
+
+    def _emit(self, pending: PendingBatch) -> None:
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        if self._state != "new":
+            raise error("INVALID_REQUEST", f"producer {self.name!r} was opened before: make a new one")
+        self._state = "open"
+
+    def _check_open(self) -> None:
+        if self._session.failure is not None:
+            raise self._session.failure.with_traceback(None)
+        if self._state != "open":
+            raise error("INVALID_REQUEST", f"producer {self.name!r} is not open")
+
+    @property
+    def last_sequence_id(self) -> int:
+        """The highest sequence ID sent, or persisted when the session started; -1 if there is none."""
+        return self._builder.last_sequence_id
+
+    @property
+    def persisted_sequence_id(self) -> int:
+        """The highest sequence ID that was persisted when the session started; -1 if there was none."""
+        return self._session.persisted
+
+    @property
+    def persisted_position(self) -> Position | None:
+        """Where that message stands in the log; None if it is no longer known, or there was none."""
+        return self._session.persisted_position
+
+    @property
+    def counters(self) -> Counters:
+        """What this producer has sent and been answered so far."""
+        return self._session.outbox.counters
+
+
+class Producer(ProducerBase):
+    """Publishes under a name. Use it as `async with client.producer(topic, name) as producer`.
+
+    Entering starts a session: it takes the name over from any other process that has it, waits until all that the
+    name had in flight is settled, and then `last_sequence_id` is the highest persisted sequence ID (-1: none).
+    From then on the producer resends, in order, what has no receipt, over broken connections and restarts of the
+    sidecar, for as long as it takes: each message is in the log at most once, and
+    once it has its receipt exactly once.
+
+    It ends for good, and every message without a receipt with it, with `FencedError` when another process has
+    taken the name over, with `DataLossError` when the sidecar has lost what it acknowledged, and with
+    `InvalidRequestError` when the sidecar refuses a batch for its content (those before it still get receipts).
+
+    Messages are gathered into batches, and `send` waits while too many are in flight, as `ProducerConfig` says. A
+    message that finds nothing in flight goes at once. A producer belongs to one event loop; tasks of it may share it.
+    """
+
+    _linger: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            await self.abort()
+
+    async def open(self) -> None:
+        """Starts the session. Raises `UnavailableError` if that has not succeeded within 30 seconds, or what the
+        sidecar refuses it for."""
+        self._begin()
+        await self._session.start()
+        self._builder = self._new_builder()
+
+    async def send(
+        self,
+        payload: bytes | None,
+        sequence_id: int | None = None,
+        *,
+        key: bytes | str | None = None,
+        event_time: datetime | int | None = None,
+        properties: Properties | None = None,
+    ) -> Receipt:
+        """Queues a message and returns its receipt, to be awaited when wanted. Waits only for room in the queue.
+
+        Without a `sequence_id` the message gets `last_sequence_id + 1`. Those given must rise from message to
+        message; the first may be any: one at or below `persisted_sequence_id` is answered DUP. `event_time` is an
+        aware datetime or milliseconds since 1970. A payload is at most 2 MiB.
+
+        Raises `InvalidRequestError` for a message that cannot be sent (it changes nothing) and, once the producer
+        has failed or is closed, what it failed with. If it is cancelled the message was not queued.
+        """
+        if self._must_pause:
+            await self._pause()
+        pending, row = self._builder.append(payload, sequence_id, key, event_time, properties)
+        if row == 0:
+            self._begin_batch()
+        return Receipt(pending, row)
+
+    async def send_batch(
+        self,
+        payloads: Payloads,
+        sequence_ids: Numbers | None = None,
+        *,
+        keys: Keys | None = None,
+        event_times_ms: Numbers | None = None,
+        properties: Sequence[Properties | None] | None = None,
+    ) -> BatchReceipt:
+        """Queues a ready batch of at most 65,536 messages and 4,000,000 bytes, behind what was sent before.
+
+        Columns that are numpy arrays of int64 and `Binary` (laid out as Arrow does) pass as they are, and must not be
+        changed afterwards. Otherwise as `send`.
+        """
+        if self._must_pause:
+            await self._pause()
+        return BatchReceipt(self._builder.add_columns(payloads, sequence_ids, keys, event_times_ms, properties))
+
+    async def flush(self) -> None:
+        """Sends what is gathered and waits until all that was sent before has its receipts. Raises what a message
+        failed with."""
+        self._builder.seal()
+        await self._session.flush()
+
+    async def close(self) -> None:
+        """Flushes and ends. What still has no receipt after 30 seconds fails, and this raises `OutcomeUnknownError`."""
+        if self._state != "open":
+            return
+        self._state = "closed"
+        self._must_pause = True
+        self._builder.seal()
+        await self._session.close()
+
+    async def abort(self) -> None:
+        """Ends at once: what has no receipt fails with `OutcomeUnknownError`."""
+        self._state = "closed"
+        self._must_pause = True
+        self._builder.seal()
+        await self._session.stop()
+
+    def _begin_batch(self) -> None:
+        """A batch has its first message, and may be full with it."""
+        if self._builder.is_empty:
+            return
+        if self._session.is_idle:
+            self._builder.seal()
+        else:
+            loop = asyncio.get_running_loop()
+            self._linger = loop.call_later(self._config.linger_ms / 1000, self._builder.seal)
+
+    def _emit(self, pending: PendingBatch) -> None:
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+        self._must_pause = True
+        self._session.add(pending)
+
+    async def _pause(self) -> None:
+        # At least once a batch: a sender that never waits would keep the loop from sending anything.
+        await asyncio.sleep(0)
+        while self._state == "open" and not self._session.has_room.is_set():
+            await self._session.has_room.wait()
+        self._check_open()
+        self._must_pause = False

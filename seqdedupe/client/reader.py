@@ -1,0 +1,337 @@
+"""The reader: a topic's messages in order, none skipped, none doubled, over broken connections and restarts."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import grpc.aio
+import numpy as np
+
+from seqdedupe import wire
+from seqdedupe.batch import Batch, decode
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, new_channel, typed_errors
+from seqdedupe.errors import UnavailableError, error
+from seqdedupe.message_id import MessageId, Position
+from seqdedupe.names import topic_name
+from seqdedupe.v1 import read_pb2
+from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
+
+Start = Position | MessageId | int | Literal["earliest", "latest"]
+"""After a position or a message ID, at an index, with the first message left, or with the next one published."""
+
+_READ_STREAM = "/seqdedupe.v1.ReadService/ReadStream"
+_FIRST_DELAY_SECONDS = 0.02
+_LONGEST_DELAY_SECONDS = 2.0
+_EPOCH = datetime.fromtimestamp(0, UTC)
+
+
+@dataclass(slots=True)
+class StoredBatch:
+    """A batch as the log stores it. Row i has index `base_index + i`."""
+
+    batch: Batch
+    base_index: int
+    publish_time_ms: int
+    incarnation: int
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def position(self, row: int) -> Position:
+        """The position of a row's message, from which to read on after it."""
+        index = self.base_index + row
+        return Position(self.incarnation, MessageId(self.incarnation, index), index)
+
+
+class Message:
+    """One message. Its columns are looked at when they are asked for."""
+
+    __slots__ = ("_row", "_stored")
+
+    def __init__(self, stored: StoredBatch, row: int) -> None:
+        self._stored = stored
+        self._row = row
+
+    @property
+    def payload(self) -> bytes | None:
+        return self._stored.batch.payloads[self._row]
+
+    @property
+    def key(self) -> bytes | None:
+        return self._stored.batch.keys[self._row]
+
+    @property
+    def properties(self) -> dict[str, str]:
+        return self._stored.batch.properties_of(self._row)
+
+    @property
+    def event_time_ms(self) -> int:
+        """Milliseconds since 1970 as the producer set them; 0 is none."""
+        times = self._stored.batch.event_times_ms
+        return int(times[self._row]) if len(times) else 0
+
+    @property
+    def event_time(self) -> datetime | None:
+        """The event time in UTC. Raises OverflowError for one that `datetime` cannot hold."""
+        return _EPOCH + timedelta(milliseconds=self.event_time_ms) if self.event_time_ms else None
+
+    @property
+    def publish_time_ms(self) -> int:
+        """When the log took the message, in milliseconds since 1970. Never falls within a topic."""
+        return self._stored.publish_time_ms
+
+    @property
+    def publish_time(self) -> datetime:
+        """The publish time in UTC."""
+        return _EPOCH + timedelta(milliseconds=self._stored.publish_time_ms)
+
+    @property
+    def producer_name(self) -> str:
+        batch = self._stored.batch
+        return (batch.producer_names[batch.producer_of(self._row)] or b"").decode()
+
+    @property
+    def sequence_id(self) -> int:
+        return int(self._stored.batch.sequence_ids[self._row])
+
+    @property
+    def index(self) -> int:
+        return self._stored.base_index + self._row
+
+    @property
+    def message_id(self) -> MessageId:
+        return MessageId(self._stored.incarnation, self.index)
+
+    @property
+    def position(self) -> Position:
+        """From which to read on after this message."""
+        return self._stored.position(self._row)
+
+    def __repr__(self) -> str:
+        return f"Message({self.producer_name!r}, sequence_id={self.sequence_id}, message_id={self.message_id})"
+
+
+class Reader:
+    """Reads a topic: `async for message in reader`, or `async for stored in reader.batches()` for whole batches.
+
+    It starts after a position or message ID, at an index, with the earliest message left, or with the latest: the
+    first one published after it has connected. It ends with the last message that was there when it connected, or
+    with `follow` never. Over a lost connection it reads on by itself, for as long as it takes, without skipping or
+    doubling a message: `position` is that of the last one handed out.
+
+    Raises `PositionError` if that cannot be (the messages are trimmed, or the topic was made anew), `NotFoundError`
+    for an unknown topic, `DamagedError` for what is damaged where it reads.
+    """
+
+    def __init__(self, address: str, topic: str, start: Start = "earliest", *, follow: bool = False) -> None:
+        self.topic = topic_name(topic)
+        self._address = address
+        self._start = start
+        self._follow = follow
+        self._incarnation: int | None = None
+        self._next_index: int | None = None  # None: not known before the first message
+        self._stop_index: int | None = None
+        self._after: Position | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
+        self._records: list[Any] = []  # of the last answer, in reverse
+        self._stored: StoredBatch | None = None  # the batch in hand, and the next row of it
+        self._row = 0
+        self.closed = False
+        self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        if isinstance(start, Position):
+            self._read_on_after(start)
+        elif isinstance(start, MessageId):
+            self._read_on_after(Position(start.ledger_id, start, start.entry_id))
+        elif isinstance(start, int):
+            if start < 0:
+                raise error("INVALID_POSITION", f"{start} is not an index: they are counted from 0")
+            self._next_index = start
+        elif start not in ("earliest", "latest"):
+            raise error("INVALID_POSITION", f"{start!r} is neither a position nor 'earliest' nor 'latest'")
+
+    def _read_on_after(self, position: Position) -> None:
+        self._after, self._incarnation, self._next_index = position, position.incarnation, position.index + 1
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def position(self) -> Position | None:
+        """After the last message handed out; before the first, where it was told to start if that is known."""
+        if self._stored is not None and self._row:
+            return self._stored.position(self._row - 1)
+        return self._after
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        while (message := self.next_in_hand()) is None:
+            if not await self.fetch():
+                raise StopAsyncIteration
+        return message
+
+    async def batches(self) -> AsyncIterator[StoredBatch]:
+        """Whole batches as stored; the first and last are cut to what was asked for."""
+        while (stored := await self.next_batch()) is not None:
+            yield stored
+
+    async def next_batch(self) -> StoredBatch | None:
+        """The next whole batch, or what single messages have left of one; None at the end."""
+        if (self._stored is None or self._row >= len(self._stored)) and not await self.fetch():
+            return None
+        return self.rest_in_hand()
+
+    def next_in_hand(self) -> Message | None:
+        """The next message that needs no waiting; None if there is none."""
+        if self._stored is None or self._row >= len(self._stored):
+            return None
+        self._row += 1
+        return Message(self._stored, self._row - 1)
+
+    def rest_in_hand(self) -> StoredBatch | None:
+        """What is left of the batch in hand, all of it handed out with this."""
+        stored, row = self._stored, self._row
+        if stored is None:
+            return None
+        self._row = len(stored)
+        if not row:
+            return stored
+        rest = stored.batch.take(np.arange(row, len(stored)))
+        return StoredBatch(rest, stored.base_index + row, stored.publish_time_ms, stored.incarnation)
+
+    async def fetch(self) -> bool:
+        """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
+        while not self.closed:
+            try:
+                if self._records:
+                    self._take_in_hand(self._records.pop())
+                    return True
+                with typed_errors(self._address):
+                    if self._call is None and not await self._connect():
+                        return False
+                    if not await self._receive():
+                        return False
+            except UnavailableError as e:
+                await self._disconnect()
+                await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
+            except BaseException as e:
+                # Cancelled or refused: what was under way is void, a later call starts from the position.
+                await self._disconnect()
+                if isinstance(e, asyncio.CancelledError) and _cancelled_by_close(self):
+                    return False
+                raise
+        return False
+
+    async def close(self) -> None:
+        """Ends it; a `fetch` under way ends too."""
+        self.closed = True
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        channel, call = self._channel, self._call
+        self._channel = self._call = None
+        self._records.clear()
+        if call is not None:
+            call.cancel()
+        if channel is not None:
+            await channel.close()
+
+    async def _connect(self) -> bool:
+        """Begins to read at the next index; false if there is nothing to read."""
+        self._channel = new_channel(self._address)
+        if self._incarnation is None or (self._stop_index is None and not self._follow):
+            await self._look_at_the_ends(self._channel)
+        if self._stop_index is not None and (self._next_index or 0) >= self._stop_index:
+            return False
+        request = read_pb2.ReadStreamRequest(topic=self.topic, start=self._read_start())
+        if self._stop_index is None:
+            request.follow = True
+        else:
+            request.stop_index = self._stop_index
+        self._call = self._channel.unary_stream(
+            _READ_STREAM,
+            request_serializer=read_pb2.ReadStreamRequest.SerializeToString,
+            response_deserializer=wire.ReadStreamResponse.FromString,
+        )(request)
+        return True
+
+    async def _look_at_the_ends(self, channel: grpc.aio.Channel) -> None:
+        """Fixes what "latest" and the end stand for, so that a new connection means the same."""
+        request = read_pb2.GetLastMessageIdRequest(topic=self.topic)
+        answer = await ReadServiceStub(channel).GetLastMessageId(request, timeout=CALL_TIMEOUT_SECONDS)
+        last = Position.from_proto(answer.last)
+        self._check_incarnation(last.incarnation)
+        if self._start == "latest" and self._after is None:
+            self._read_on_after(last)
+        if not self._follow:
+            self._stop_index = last.index + 1
+            if self._next_index is not None and self._next_index > self._stop_index:
+                raise error(
+                    "POSITION_UNKNOWN",
+                    f"index {self._next_index} is behind the end of {self.topic}, whose next one is {self._stop_index}",
+                    index=self._next_index,
+                    end_index=self._stop_index,
+                )
+
+    def _read_start(self) -> read_pb2.ReadStart:
+        if self._after is not None:
+            return read_pb2.ReadStart(after=self._after.to_proto())
+        if self._next_index is not None:
+            return read_pb2.ReadStart(index=self._next_index)
+        return read_pb2.ReadStart(earliest=True)
+
+    async def _receive(self) -> bool:
+        """Takes the next answer; false when the stream has ended as asked."""
+        call = self._call
+        if call is None:
+            return False
+        answer: Any = await call.read()
+        if answer is grpc.aio.EOF:
+            if self._stop_index is not None and (self._next_index or 0) >= self._stop_index:
+                return False
+            raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream before its end")
+        self._check_incarnation(answer.incarnation)
+        self._records = [record for record in reversed(answer.records) if record.HasField("batch")]
+        self._backoff.reset()
+        return True
+
+    def _check_incarnation(self, incarnation: int) -> None:
+        if self._incarnation not in (None, incarnation):
+            raise error(
+                "POSITION_UNKNOWN",
+                f"{self.topic} was made anew: its incarnation is {incarnation}, the position is of {self._incarnation}",
+                incarnation=incarnation,
+                position_incarnation=self._incarnation,
+            )
+        self._incarnation = incarnation
+
+    def _take_in_hand(self, record: Any) -> None:
+        self._check_incarnation(record.incarnation)
+        batch = decode(record.batch)
+        if record.rows != len(batch) or self._next_index not in (None, record.base_index):
+            raise error(
+                "LOG_DAMAGED",
+                f"{self.topic} was read up to index {self._next_index}, then came {record.base_index} with "
+                f"{len(batch)} of {record.rows} rows",
+                expected_index=self._next_index,
+                index=record.base_index,
+            )
+        self._stored = StoredBatch(batch, record.base_index, record.publish_time_ms, record.incarnation)
+        self._row = 0
+        self._read_on_after(self._stored.position(len(batch) - 1))
+
+
+def _cancelled_by_close(reader: Reader) -> bool:
+    """Whether it was `close` that cancelled the call, not somebody that cancelled the task."""
+    task = asyncio.current_task()
+    return reader.closed and task is not None and not task.cancelling()

@@ -1,0 +1,264 @@
+"""What a sender gets: receipts, to be awaited, and what they end in."""
+
+import asyncio
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from seqdedupe.batch import NO_INT64S, Batch, Int32s, Int64s
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.message_id import MessageId
+
+UNDECIDED = 0
+"""In a column of verdicts: not answered yet."""
+
+NO_INDEX = -1
+"""In a column of indexes: not known."""
+
+
+class Verdict(IntEnum):
+    """What the sidecar decided. `UNKNOWN` never ends a receipt: the client sends the message again."""
+
+    NOT_DUP = 1
+    """The message is new and is now in the log."""
+    DUP = 2
+    """The sequence ID is at or below the producer's highest persisted one; nothing was appended."""
+    UNKNOWN = 3
+    """A copy is in flight and its outcome is not known yet."""
+
+
+@dataclass(slots=True)
+class Published:
+    """What became of a message: it is durable.
+
+    With `DUP`, `message_id` and `index` are those of the original while the sidecar still knows them; otherwise
+    None and -1. Only then is DUP a proof for that very sequence ID; for one that was sent for the first time at or
+    below `persisted` it is none.
+    """
+
+    verdict: Verdict
+    message_id: MessageId | None
+    index: int
+    sequence_id: int
+
+
+@dataclass(slots=True)
+class ReceiptColumns:
+    """A receipt of the sidecar for one frame, see `Receipt` in `publish.proto`."""
+
+    verdicts: npt.NDArray[np.uint8]
+    """Empty: all rows are NOT_DUP."""
+    first_index: int
+    first_message_id: MessageId
+    known_rows: npt.NDArray[np.uint32]
+    known_indexes: Int64s
+    known_ledger_ids: Int64s
+    known_entry_ids: Int64s
+    known_batch_indexes: Int32s
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """What became of the messages of a batch, in columns. `result[row]` is one of them."""
+
+    sequence_ids: Int64s
+    verdicts: npt.NDArray[np.uint8]
+    indexes: Int64s
+    """-1 where the verdict is DUP and the original's index is no longer known."""
+    ledger_ids: Int64s
+    entry_ids: Int64s
+    batch_indexes: Int32s
+
+    @staticmethod
+    def undecided(sequence_ids: Int64s) -> "BatchResult":
+        rows = len(sequence_ids)
+        return BatchResult(
+            sequence_ids,
+            np.full(rows, UNDECIDED, np.uint8),
+            np.full(rows, NO_INDEX, np.int64),
+            np.full(rows, NO_INDEX, np.int64),
+            np.full(rows, NO_INDEX, np.int64),
+            np.full(rows, NO_INDEX, np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids)
+
+    def merge(self, receipt: ReceiptColumns) -> None:
+        """Adds what the receipt decides. Rows that are decided already stay as they are."""
+        rows = len(self)
+        verdicts = receipt.verdicts if len(receipt.verdicts) else np.full(rows, Verdict.NOT_DUP, np.uint8)
+        new = BatchResult.undecided(self.sequence_ids)
+        stored = np.flatnonzero(verdicts == Verdict.NOT_DUP)
+        steps = np.arange(len(stored))
+        first = receipt.first_message_id
+        alone = first.batch_index < 0
+        new.indexes[stored] = receipt.first_index + steps
+        new.ledger_ids[stored] = first.ledger_id
+        new.entry_ids[stored] = first.entry_id + (steps if alone else 0)
+        new.batch_indexes[stored] = first.batch_index + (0 if alone else steps)
+        new.indexes[receipt.known_rows] = receipt.known_indexes
+        new.ledger_ids[receipt.known_rows] = receipt.known_ledger_ids
+        new.entry_ids[receipt.known_rows] = receipt.known_entry_ids
+        if len(receipt.known_batch_indexes):
+            new.batch_indexes[receipt.known_rows] = receipt.known_batch_indexes
+        decided = (self.verdicts == UNDECIDED) & (verdicts != Verdict.UNKNOWN)
+        self.verdicts[decided] = verdicts[decided]
+        for mine, theirs in (
+            (self.indexes, new.indexes),
+            (self.ledger_ids, new.ledger_ids),
+            (self.entry_ids, new.entry_ids),
+            (self.batch_indexes, new.batch_indexes),
+        ):
+            mine[decided] = theirs[decided]
+
+    def __getitem__(self, row: int) -> Published:
+        index = int(self.indexes[row])
+        message_id = None
+        if index != NO_INDEX:
+            message_id = MessageId(int(self.ledger_ids[row]), int(self.entry_ids[row]), int(self.batch_indexes[row]))
+        return Published(Verdict(self.verdicts[row]), message_id, index, int(self.sequence_ids[row]))
+
+
+class PendingBatch:
+    """A batch from its first message to its last receipt. Receipts point to it and their row.
+
+    It is changed by the event loop's thread only; `settled` and `when_settled` may be used from any.
+    """
+
+    __slots__ = (
+        "_all_stored",
+        "_error",
+        "_result",
+        "_waiters",
+        "batch",
+        "decided_up_to",
+        "first_sequence_id",
+        "last_sequence_id",
+        "previous_sequence_id",
+        "queued_at",
+        "sequence_ids",
+        "settled",
+        "size_bytes",
+    )
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        """Set when the batch is sealed, let go of when it is settled."""
+        self.sequence_ids: Int64s = NO_INT64S
+        self.first_sequence_id = self.last_sequence_id = -1
+        self.previous_sequence_id = -1
+        """The link: the highest ID below the first one that was sent in this session or that Open answered."""
+        self.size_bytes = 0
+        self.queued_at = 0.0
+        self.settled = False
+        self.decided_up_to = -1
+        """The highest sequence ID with a receipt; -1 if there is none."""
+        self._all_stored: ReceiptColumns | None = None
+        self._result: BatchResult | None = None
+        self._error: SeqdedupeError | None = None
+        self._waiters: list[Callable[[], None]] = []
+
+    def seal(self, batch: Batch, size_bytes: int) -> None:
+        """Gives it its messages."""
+        self.batch = batch
+        self.sequence_ids = batch.sequence_ids
+        self.first_sequence_id = int(batch.sequence_ids[0])
+        self.last_sequence_id = int(batch.sequence_ids[-1])
+        self.size_bytes = size_bytes
+
+    def record(self, receipt: ReceiptColumns) -> None:
+        """Takes a receipt. Rows that have one already keep it. Settles the batch unless a row is left."""
+        if not len(receipt.verdicts) and self._result is None:
+            self._all_stored = receipt
+            self.decided_up_to = self.last_sequence_id
+            self._settle()
+            return
+        if self._result is None:
+            self._result = BatchResult.undecided(self.sequence_ids)
+        self._result.merge(receipt)
+        decided = np.flatnonzero(self._result.verdicts)
+        if len(decided):
+            self.decided_up_to = int(self.sequence_ids[decided[-1]])
+        if len(decided) == len(self.sequence_ids):
+            self._settle()
+
+    def fail(self, failure: SeqdedupeError) -> None:
+        """No more receipts will come."""
+        self._error = failure
+        self._settle()
+
+    def _settle(self) -> None:
+        self.batch = None
+        self.settled = True
+        for waiter in self._waiters:
+            waiter()
+        self._waiters.clear()
+
+    def when_settled(self, waiter: Callable[[], None]) -> None:
+        """Calls it once or twice when the batch is settled, from the event loop's thread or at once."""
+        self._waiters.append(waiter)
+        # It may have been settled meanwhile by the other thread, which then may have seen this waiter or not.
+        if self.settled:
+            waiter()
+
+    async def wait(self) -> None:
+        """Until it is settled."""
+        if self.settled:
+            return
+        # One future for each that waits: cancelling one of them must not cancel the others.
+        future = asyncio.get_running_loop().create_future()
+        self.when_settled(lambda: None if future.done() else future.set_result(None))
+        await future
+
+    def result(self) -> BatchResult:
+        """The receipts of a settled batch. Raises what it failed with."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        if self._result is None:
+            result = BatchResult.undecided(self.sequence_ids)
+            if self._all_stored is not None:
+                result.merge(self._all_stored)
+            self._result = result
+        return self._result
+
+
+class Receipt:
+    """The receipt of one message. Await it for `Published`; it raises what the message failed with."""
+
+    __slots__ = ("_pending", "_row")
+
+    def __init__(self, pending: PendingBatch, row: int) -> None:
+        self._pending = pending
+        self._row = row
+
+    def done(self) -> bool:
+        """Whether awaiting it would not wait."""
+        return self._pending.settled
+
+    def __await__(self) -> Generator[Any, None, Published]:
+        if not self._pending.settled:
+            yield from self._pending.wait().__await__()
+        return self._pending.result()[self._row]
+
+
+class BatchReceipt:
+    """The receipt of a batch. Await it for `BatchResult`; it raises what the batch failed with."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, pending: PendingBatch) -> None:
+        self._pending = pending
+
+    def done(self) -> bool:
+        """Whether awaiting it would not wait."""
+        return self._pending.settled
+
+    def __await__(self) -> Generator[Any, None, BatchResult]:
+        if not self._pending.settled:
+            yield from self._pending.wait().__await__()
+        return self._pending.result()

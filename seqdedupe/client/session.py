@@ -1,0 +1,325 @@
+"""A producer's session with the sidecar: opens, sends, takes the answers, reconnects and resumes, until closed."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc.aio
+import numpy as np
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from seqdedupe import wire
+from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.connection import (
+    CALL_TIMEOUT_SECONDS,
+    Backoff,
+    error_of_reason,
+    new_channel,
+    typed_errors,
+)
+from seqdedupe.client.outbox import Outbox
+from seqdedupe.client.receipts import PendingBatch, ReceiptColumns
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
+from seqdedupe.message_id import MessageId, Position
+from seqdedupe.v1 import publish_pb2
+from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
+
+OPEN_TIMEOUT_SECONDS = 30.0
+"""A session that could not be started by then is given up. A started one is resumed for as long as it takes."""
+
+ANSWER_TIMEOUT_SECONDS = 30.0
+"""If frames are out and nothing is answered for so long, the connection counts as broken."""
+
+CLOSE_TIMEOUT_SECONDS = 30.0
+"""What has no receipt so long after closing began has an unknown outcome."""
+
+_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
+_FIRST_DELAY_SECONDS = 0.02
+_LONGEST_DELAY_SECONDS = 2.0
+_NO_MESSAGE_ID = MessageId(-1, -1, -1)
+
+
+class Session:
+    """One producer name on one topic. All of it runs on one event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        topic: str,
+        name: str,
+        config: ProducerConfig,
+    ) -> None:
+        self.persisted = -1
+        self.persisted_position: Position | None = None
+        self.outbox = Outbox()
+        self.has_room = asyncio.Event()
+        """Set while a batch more may be added, and for ever once there is a failure."""
+        self._address = address
+        self._topic = topic
+        self._name = name
+        self._config = config
+        self._epochs: list[int] = []
+        self._started: asyncio.Future[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._work = asyncio.Event()  # something for the writer may have come up
+        self._answered_at = 0.0
+        self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        self.has_room.set()
+
+    @property
+    def failure(self) -> SeqdedupeError | None:
+        return self.outbox.failure
+
+    @property
+    def is_idle(self) -> bool:
+        return not len(self.outbox)
+
+    async def start(self) -> None:
+        """Opens the session. Raises what keeps it from that; UnavailableError after OPEN_TIMEOUT_SECONDS."""
+        self._started = asyncio.get_running_loop().create_future()
+        self._run_task(self._run())
+        if self._config.delivery_timeout_seconds is not None:
+            self._run_task(self._enforce_delivery_timeout(self._config.delivery_timeout_seconds))
+        try:
+            await self._started
+        except BaseException:
+            await self.stop()
+            raise
+
+    def add(self, pending: PendingBatch) -> None:
+        """Queues a sealed batch to be sent. After a failure, fails it."""
+        pending.queued_at = asyncio.get_running_loop().time()
+        self.outbox.add(pending)
+        self._update_room()
+        self._work.set()
+
+    async def flush(self) -> None:
+        """Until all that is queued now has its receipts. Raises what a batch failed with."""
+        for pending in self.outbox.entries:
+            await pending.wait()
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+
+    async def close(self) -> None:
+        """Flushes for at most CLOSE_TIMEOUT_SECONDS, then stops. Raises what is amiss with what was sent."""
+        try:
+            await asyncio.wait_for(self.flush(), CLOSE_TIMEOUT_SECONDS)
+        except TimeoutError:
+            await self.stop()
+            await self.flush()
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Stops now. What has no receipt fails with OutcomeUnknownError."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if left := len(self.outbox):
+            self._fail(
+                error("OUTCOME_UNKNOWN", f"producer {self._name!r} was closed with {left} batches without a receipt")
+            )
+
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """No task may end on a defect and leave others waiting for receipts."""
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._fail(error("INTERNAL", f"a defect in the client: {defect!r}"))
+
+    def _fail(self, failure: SeqdedupeError) -> None:
+        self.outbox.fail(failure)
+        self._update_room()
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(failure)
+
+    def _update_room(self) -> None:
+        outbox = self.outbox
+        full = (
+            len(outbox) >= self._config.max_in_flight_batches or outbox.size_bytes >= self._config.max_in_flight_bytes
+        )
+        if full and outbox.failure is None:
+            self.has_room.clear()
+        else:
+            self.has_room.set()
+
+    async def _enforce_delivery_timeout(self, timeout_seconds: float) -> None:
+        while self.failure is None:
+            await asyncio.sleep(timeout_seconds / 10)
+            oldest = next(iter(self.outbox.entries), None)
+            if oldest and asyncio.get_running_loop().time() - oldest.queued_at > timeout_seconds:
+                self._fail(error("OUTCOME_UNKNOWN", f"no receipt within {timeout_seconds} seconds"))
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + OPEN_TIMEOUT_SECONDS
+        while self.failure is None or len(self.outbox):
+            try:
+                await self._connect()
+            except UnavailableError as e:
+                if not self._epochs and loop.time() > give_up_at:
+                    self._fail(e)
+                    return
+                await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
+            except SeqdedupeError as e:
+                self._fail(e)
+                return
+
+    async def _connect(self) -> None:
+        """Opens or resumes, then sends and takes answers until the connection breaks."""
+        async with new_channel(self._address) as channel:
+            with typed_errors(self._address):
+                await self._open(channel)
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_PUBLISH_STREAM)()
+            tasks = [asyncio.create_task(work) for work in (self._write(call), self._read(call), self._watch())]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                call.cancel()
+
+    async def _open(self, channel: grpc.aio.Channel) -> None:
+        request = publish_pb2.OpenRequest(topic=self._topic, producer_names=[self._name], epochs=self._epochs)
+        try:
+            with typed_errors(self._address):
+                answer = await PublishServiceStub(channel).Open(request, timeout=CALL_TIMEOUT_SECONDS)
+        except InvalidRequestError as e:
+            if self._epochs and e.reason == "INVALID_EPOCH":
+                raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e
+            raise
+        self.outbox.open(answer.incarnation, answer.term, answer.persisted[0])
+        first, self._epochs = not self._epochs, list(answer.epochs)
+        if first and self._started is not None:
+            self.persisted = answer.persisted[0]
+            if answer.persisted_indexes[0] >= 0:
+                message_id = MessageId.from_proto(answer.persisted_message_ids[0])
+                self.persisted_position = Position(answer.incarnation, message_id, answer.persisted_indexes[0])
+            self._started.set_result(None)
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
+        epochs = np.array(self._epochs, np.int64)
+        with typed_errors(self._address):
+            try:
+                await call.write(publish_pb2.PublishStreamRequest(topic=self._topic).SerializeToString())
+                while True:
+                    if self.outbox.must_rewind and not self.outbox.unanswered:
+                        delay_seconds = self.outbox.retry_delay_ms / 1000
+                        await asyncio.sleep(max(self._backoff.next_seconds(), delay_seconds))
+                        self.outbox.rewind()
+                    frame = self.outbox.next_frame()
+                    if frame is None:
+                        self._work.clear()
+                        await self._work.wait()
+                    else:
+                        self._begin_waiting()
+                        await call.write(_encode_frame(*frame, epochs))
+            except asyncio.InvalidStateError:
+                # The call has ended: the reader learns why.
+                await asyncio.Event().wait()
+
+    async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
+        with typed_errors(self._address):
+            while True:
+                raw = await call.read()
+                if not isinstance(raw, bytes):  # grpc.aio.EOF
+                    raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream")
+                self._take_answer(raw)
+                if self.failure is not None and self.is_idle:
+                    return
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
+            silence = asyncio.get_running_loop().time() - self._answered_at
+            if self.outbox.unanswered and silence > ANSWER_TIMEOUT_SECONDS:
+                raise error("OUTCOME_UNKNOWN", f"{self._address} has not answered for {silence:.0f} seconds")
+
+    def _begin_waiting(self) -> None:
+        if self.outbox.unanswered == 1:
+            self._answered_at = asyncio.get_running_loop().time()
+
+    def _take_answer(self, raw: bytes) -> None:
+        self._answered_at = asyncio.get_running_loop().time()
+        answer = wire.PublishStreamResponse.FromString(raw)
+        if not self.outbox.counts(answer.incarnation, answer.term):
+            return
+        waiting = len(self.outbox)
+        if not all(_is_plain(receipt, self.outbox.rows_of(receipt.frame)) for receipt in answer.receipts):
+            answer = wire.PublishStreamResponse.FromString(_canonical(raw))
+        for receipt in answer.receipts:
+            self.outbox.receipt(receipt.frame, _receipt_columns(receipt))
+        for refusal in answer.refusals:
+            self.outbox.refused(refusal.frame, _refusal_error(refusal))
+        if len(self.outbox) < waiting:
+            self._backoff.reset()
+        self._update_room()
+        self._work.set()
+
+
+def _encode_frame(number: int, pending: PendingBatch, epochs: "np.ndarray[Any, np.dtype[np.int64]]") -> bytes:
+    batch = pending.batch
+    if batch is None:
+        raise error("INTERNAL", f"frame {number} has no batch")
+    batch.epochs = epochs
+    batch.previous_sequence_ids = np.array([pending.previous_sequence_id], np.int64)
+    parts = batch.encoded_parts()
+    size = sum(map(len, parts))
+    # An encoded PublishStreamRequest: `frame` is field 2, fixed64; `batch` is field 15.
+    return b"".join((b"\x11", number.to_bytes(8, "little"), b"\x7a", wire.varint(size), *parts))
+
+
+def _is_plain(receipt: Any, rows: int | None) -> bool:
+    """Whether the columns, read as bytes, are all there; a legal but unusual encoding would hide some."""
+    if rows is None:
+        return True
+    known = len(receipt.known_rows) // 4
+    return (
+        len(receipt.verdicts) in (0, rows)
+        and len(receipt.known_indexes) == len(receipt.known_ledger_ids) == len(receipt.known_entry_ids) == 8 * known
+        and len(receipt.known_batch_indexes) in (0, 4 * known)
+        and not len(UnknownFieldSet(receipt))
+    )
+
+
+def _canonical(raw: bytes) -> bytes:
+    answer = publish_pb2.PublishStreamResponse.FromString(raw)
+    answer.DiscardUnknownFields()
+    return answer.SerializeToString()
+
+
+def _receipt_columns(receipt: Any) -> ReceiptColumns:
+    first = _NO_MESSAGE_ID
+    if receipt.HasField("first_message_id"):
+        first = MessageId.from_proto(receipt.first_message_id)
+    return ReceiptColumns(
+        np.frombuffer(receipt.verdicts, np.uint8),
+        receipt.first_index,
+        first,
+        np.frombuffer(receipt.known_rows, "<u4"),
+        np.frombuffer(receipt.known_indexes, "<i8"),
+        np.frombuffer(receipt.known_ledger_ids, "<i8"),
+        np.frombuffer(receipt.known_entry_ids, "<i8"),
+        np.frombuffer(receipt.known_batch_indexes, "<i4"),
+    )
+
+
+def _refusal_error(refusal: Any) -> SeqdedupeError:
+    numbers: dict[str, str] = {}
+    for producer in refusal.producers:
+        numbers = {
+            "epoch": str(producer.epoch),
+            "current_epoch": str(producer.current_epoch),
+            "sequence_id": str(producer.sequence_id),
+            "previous_sequence_id": str(producer.previous_sequence_id),
+            "pushed": str(producer.pushed),
+            "persisted": str(producer.persisted),
+        }
+    return error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)

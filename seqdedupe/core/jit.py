@@ -1,0 +1,107 @@
+"""Kernels: plain loops over arrays, compiled where numba is installed.
+
+A kernel is written once, as Python that numba understands. With numba (the sidecar has it) it is compiled when its
+module is imported, from an explicit signature. Without numba the plain function is the kernel; the tests import
+this package a second time without it, as their oracle.
+
+Compiling all of them takes seconds, so what was compiled is kept in the user's cache folder (`$XDG_CACHE_HOME` or
+`~/.cache`), under a name made of a hash of this package's sources: numba alone would not notice that a kernel which
+another file's kernel calls has changed. Where nothing can be written there, each start compiles anew.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+try:
+    import numba
+    from llvmlite import binding, ir
+    from numba import njit
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+except ImportError:
+
+    def kernel(result: str, *arguments: str) -> Callable[[F], Any]:
+        """Leaves the function as it is."""
+        return lambda function: function
+
+    def load32(raw: Any, at: int) -> int:
+        """The signed 32-bit little-endian number at this place of a buffer."""
+        return int.from_bytes(bytes(raw[at : at + 4]), "little", signed=True)
+
+    def load64(raw: Any, at: int) -> int:
+        """The signed 64-bit little-endian number at this place of a buffer."""
+        return int.from_bytes(bytes(raw[at : at + 8]), "little", signed=True)
+
+    crc_step: Any = None
+    """CRC32C of eight more bytes as one instruction of the processor; None where there is none."""
+
+else:
+    _TYPES = {
+        "int": types.int64,
+        "bool": types.boolean,
+        # What was received or read: bytes that nobody may change.
+        "bytes": types.Array(types.uint8, 1, "C", readonly=True),
+        "uint8s": types.Array(types.uint8, 1, "C"),
+        "int64s": types.Array(types.int64, 1, "C"),
+        "int64s2": types.Array(types.int64, 2, "C"),
+    }
+
+    def _cache_folder() -> Path | None:
+        """Where compiled kernels of exactly these sources are kept; None if nothing can be written there."""
+        here = Path(__file__).parent
+        sources = hashlib.sha256(numba.__version__.encode())
+        for file in [*sorted(here.glob("*.py")), here.parent / "names.py"]:
+            sources.update(file.read_bytes())
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = home / "seqdedupe" / f"kernels-{sources.hexdigest()[:16]}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return None
+        return folder if os.access(folder, os.W_OK) else None
+
+    _CACHE = _cache_folder()
+    if _CACHE is not None:
+        numba.config.CACHE_DIR = str(_CACHE)  # type: ignore[attr-defined]
+
+    def kernel(result: str, *arguments: str) -> Callable[[F], Any]:
+        """Compiles the function for this result and these argument types, by their names in `_TYPES`."""
+        signature = _TYPES[result](*(_TYPES[name] for name in arguments))
+        return njit(signature, cache=_CACHE is not None, error_model="numpy")
+
+    def _load(bits: int) -> Any:
+        # One unaligned load, where composing the number from bytes costs compile time in every kernel.
+        def load(typing_context, raw, at):  # type: ignore[no-untyped-def]
+            def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+                array = context.make_array(signature.args[0])(context, builder, arguments[0])
+                place = builder.gep(array.data, [arguments[1]])
+                loaded = builder.load(builder.bitcast(place, ir.IntType(bits).as_pointer()))
+                loaded.align = 1
+                return builder.sext(loaded, ir.IntType(64)) if bits < 64 else loaded
+
+            return types.int64(raw, types.int64), generate
+
+        return intrinsic(load)
+
+    load32 = _load(32)
+    load64 = _load(64)
+
+    def _crc_step(typing_context, crc, word):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            int64 = ir.IntType(64)
+            function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+                builder.module, ir.FunctionType(int64, [int64, int64]), "llvm.x86.sse42.crc32.64.64"
+            )
+            return builder.call(function, arguments)
+
+        return types.int64(types.int64, types.int64), generate
+
+    # Settings that make numba compile for another processor than this one leave the instruction out.
+    _IS_FOR_THIS_PROCESSOR = not (numba.config.CPU_NAME or numba.config.CPU_FEATURES)  # type: ignore[attr-defined]
+    _HAS_INSTRUCTION = binding.get_host_cpu_features().get("sse4.2", False)
+    crc_step = intrinsic(_crc_step) if _IS_FOR_THIS_PROCESSOR and _HAS_INSTRUCTION else None

@@ -1,0 +1,220 @@
+"""Every error of this project, in one tree.
+
+    SeqdedupeError
+    ├── InvalidRequestError     the request cannot be carried out, now or later
+    │   └── NotFoundError
+    ├── FencedError             another process owns the producer name
+    ├── UnavailableError        not now: trying again helps
+    │   └── OutcomeUnknownError     what was sent may be in the log or not
+    ├── PositionError           a reader's position cannot be read on from
+    ├── DataLossError           data that was acknowledged is not there
+    │   └── DamagedError            a file is damaged, incomplete or of a newer version
+    └── ConfigurationError      the sidecar or a command was told something that cannot be
+
+An error carries a stable `reason`, one line for a person, a `hint` what to do, and the numbers that a person
+needs. `docs/errors.md` lists the reasons; a test holds that list and `REASONS` together.
+"""
+
+from dataclasses import dataclass
+
+NEVER = -1
+"""As a retry delay: trying again as it is cannot help."""
+
+
+class SeqdedupeError(Exception):
+    """The root of the tree. Made by `error()`, which looks the reason up.
+
+    Attributes: `reason`, a stable upper-case word; `hint`, what to do; `retry_delay_ms`, after which trying
+    again may help, or NEVER; `numbers`, by name, as text.
+    """
+
+    def __init__(self, reason: str, message: str, hint: str, retry_delay_ms: int, numbers: dict[str, str]) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.hint = hint
+        self.retry_delay_ms = retry_delay_ms
+        self.numbers = numbers
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.reason}]"
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str, int, dict[str, str]]]:
+        return type(self), (self.reason, self.message, self.hint, self.retry_delay_ms, self.numbers)
+
+
+class InvalidRequestError(SeqdedupeError):
+    """The request cannot be carried out, now or later. It changed nothing."""
+
+
+class NotFoundError(InvalidRequestError):
+    """The topic or producer does not exist."""
+
+
+class FencedError(SeqdedupeError):
+    """Another process owns the producer name. This one must stop using it."""
+
+
+class UnavailableError(SeqdedupeError):
+    """Not now. Trying again after `retry_delay_ms` helps."""
+
+
+class OutcomeUnknownError(UnavailableError):
+    """The connection was lost, or a limit of time reached: the messages may be in the log or not."""
+
+
+class PositionError(SeqdedupeError):
+    """There is no reading on from this position: something between it and what is left may be missing."""
+
+
+class DataLossError(SeqdedupeError):
+    """Data that was acknowledged is not there. Nothing goes on by itself."""
+
+
+class DamagedError(DataLossError):
+    """A file is damaged, incomplete or of a newer version. Nothing was changed."""
+
+
+class ConfigurationError(SeqdedupeError):
+    """The sidecar or a command was told something that cannot be."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What belongs to a reason: the class, the gRPC status code, the hint, the usual retry delay."""
+
+    kind: type[SeqdedupeError]
+    code: str
+    hint: str
+    retry_delay_ms: int = NEVER
+
+
+def _invalid(hint: str) -> Reason:
+    return Reason(InvalidRequestError, "INVALID_ARGUMENT", hint)
+
+
+def _damaged(hint: str) -> Reason:
+    return Reason(DamagedError, "DATA_LOSS", hint)
+
+
+def _configuration(hint: str) -> Reason:
+    return Reason(ConfigurationError, "FAILED_PRECONDITION", hint)
+
+
+REASONS: dict[str, Reason] = {
+    # What a caller sent.
+    "MALFORMED_MESSAGE": _invalid("Send the message that the published schema describes."),
+    "INVALID_TOPIC_NAME": _invalid("Name the topic persistent://tenant/namespace/name, or with a short name."),
+    "INVALID_NAME": _invalid("Give every producer a name of 1 to 255 bytes of UTF-8, each once in a request."),
+    "INVALID_BATCH": _invalid("Lay the batch's columns out as Batch in batch.proto says."),
+    "INVALID_SEQUENCE_ID": _invalid("Use sequence IDs from 0 to 2^63 - 1."),
+    "NOT_ASCENDING": _invalid("Let the sequence IDs of each producer rise strictly within a batch."),
+    "INVALID_PREDECESSOR": _invalid(
+        "Link to the highest ID below the batch's first one that was sent in this session or that Open answered."
+    ),
+    "LINK_REQUIRED": _invalid("Say the previous sequence ID: it may be left out only in a lone unary call."),
+    "INVALID_EPOCH": _invalid("Use the epoch that Open answered for this topic and name."),
+    "INVALID_REQUEST": _invalid("Correct the field that the message names."),
+    "INVALID_POSITION": _invalid("Give a position that this sidecar answered, or an index from 0 up."),
+    "MESSAGE_TOO_LARGE": _invalid("Send smaller payloads; the limit is in the message."),
+    "BATCH_TOO_LARGE": _invalid("Split the batch; the limit is in the message."),
+    "TOPIC_NOT_FOUND": Reason(
+        NotFoundError,
+        "NOT_FOUND",
+        "Create the topic, or let the sidecar do it: allow_auto_topic_creation = true.",
+    ),
+    "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the topic that is there, or another name."),
+    "PRODUCER_NOT_FOUND": Reason(NotFoundError, "NOT_FOUND", "List the topic's producers to see their names."),
+    "TOO_MANY_TOPICS": Reason(
+        InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."
+    ),
+    # Sessions and order.
+    "FENCED": Reason(
+        FencedError,
+        "FAILED_PRECONDITION",
+        "Another process opened this producer name later. Stop this one, or give it a name of its own.",
+    ),
+    "PREDECESSOR_MISSING": Reason(
+        UnavailableError, "FAILED_PRECONDITION", "Resend from the first message without a receipt.", 0
+    ),
+    # Not now.
+    "RECOVERING": Reason(UnavailableError, "UNAVAILABLE", "Wait: the topic's log is being read.", 100),
+    "DRAINING": Reason(UnavailableError, "UNAVAILABLE", "Wait for the sidecar's successor.", 200),
+    "LOG_REFUSED": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the log refuses writes (is the disk full?); retries go on.",
+        250,
+    ),
+    "QUEUE_FULL": Reason(
+        UnavailableError, "RESOURCE_EXHAUSTED", "Send less at once, or use a stream, which waits.", 50
+    ),
+    "TOO_MANY_STREAMS": Reason(
+        UnavailableError, "RESOURCE_EXHAUSTED", "Share streams: one carries any number of producers.", 1000
+    ),
+    "STORE_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the store refuses writes (is the disk full?); retries go on.",
+        250,
+    ),
+    "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
+    "OUTCOME_UNKNOWN": Reason(
+        OutcomeUnknownError,
+        "UNAVAILABLE",
+        "Send it again with the same sequence ID: that is what it is for.",
+        0,
+    ),
+    # Reading.
+    "POSITION_TRIMMED": Reason(
+        PositionError,
+        "OUT_OF_RANGE",
+        "Messages behind the position are gone by retention. Start again from the earliest if that is acceptable.",
+    ),
+    "POSITION_UNKNOWN": Reason(
+        PositionError,
+        "OUT_OF_RANGE",
+        "The topic was made anew, or has lost its end, since the position was taken. Find out which first.",
+    ),
+    # Data that is not there.
+    "DATA_LOSS": Reason(
+        DataLossError, "DATA_LOSS", "Acknowledged messages are missing: was an old copy of the data restored?"
+    ),
+    "LOG_DAMAGED": _damaged("Restore the log from a copy. Nothing was changed; do not start on it in the meantime."),
+    "STORE_DAMAGED": _damaged("Restore the store from a copy that is not older than the log."),
+    "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
+    "STORE_MISSING": _damaged(
+        "The log has no record in the store. Put both back together, or start with --rebuild-store to make "
+        "the record anew from the log."
+    ),
+    # What an operator or a user of the command told.
+    "INVALID_CONFIGURATION": _configuration("Correct the key that the message names; docs/configuration.md has all."),
+    "INSECURE_LISTEN": _configuration(
+        "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
+    ),
+    "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
+    "INVALID_SOURCE": _configuration("Correct the file, or name the column and format that it has."),
+    "SOURCE_CHANGED": _configuration(
+        "The file is not the one published before under this producer name. Use another name for another file."
+    ),
+    "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "This is a defect: report it with the sidecar's log."),
+}
+
+
+def error(
+    reason: str,
+    message: str,
+    *,
+    retry_delay_ms: int | None = None,
+    hint: str | None = None,
+    **numbers: object,
+) -> SeqdedupeError:
+    """The error of that reason, to be raised. The numbers go to callers as metadata, as text."""
+    known = REASONS[reason]
+    return known.kind(
+        reason,
+        message,
+        known.hint if hint is None else hint,
+        known.retry_delay_ms if retry_delay_ms is None else retry_delay_ms,
+        {name: str(value) for name, value in numbers.items()},
+    )

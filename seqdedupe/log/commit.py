@@ -1,0 +1,344 @@
+"""Group commit: one thread writes and syncs for all topics of a sidecar.
+
+It takes everything that has arrived, writes it with one call a topic, syncs each topic that has something new, and
+tells the event loop topic by topic. What arrives meanwhile is the next group.
+"""
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from seqdedupe.core import records
+from seqdedupe.log.contract import Failure, Outcome
+from seqdedupe.log.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
+
+IOV_MAX = 1024
+"""So many buffers one `writev` takes on Linux."""
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the entries of a folder durable. Raises OSError."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+class Opening:
+    """One opening for writing. Made on the event loop; `marked` and `failed` belong to the thread."""
+
+    def __init__(self, writer: "Writer", term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
+        self.writer = writer
+        self.term = term
+        self.token = token
+        self.settle = settle
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.opened = False
+        """Whether the event loop knows that the marker is durable."""
+        self.marked = False
+        self.failed = False
+        self._batches: deque[tuple[bytes, int, int]] = deque()
+        self._queued = True
+
+    def append(self, batch: bytes, rows: int, column_bytes: int, queue: "SimpleQueue[Work]") -> None:
+        """Hands a batch to the thread, and wakes it if it does not know yet that there is something."""
+        self._batches.append((batch, rows, column_bytes))
+        if not self._queued:
+            self._queued = True
+            queue.put(self)
+
+    def take(self) -> list[tuple[bytes, int, int]]:
+        """What has been appended. In this order: an append after the flag is cleared wakes the thread again."""
+        self._queued = False
+        return [self._batches.popleft() for _ in range(len(self._batches))]
+
+
+class Closing(NamedTuple):
+    """Asks the thread to let go of a writer's file."""
+
+    writer: "Writer"
+    closed: "asyncio.Future[None]"
+
+
+class Written(NamedTuple):
+    """What became of an opening's marker or of some of its batches, for the event loop."""
+
+    opening: Opening
+    batches: int
+    base_index: int
+    """Of the segment written to, which may be new."""
+
+    end: int
+    """Up to here that segment is durable."""
+
+    next_index: int
+    points: list[Point]
+    """What the sparse index gets."""
+
+    failure: Failure | None = None
+    why: str = ""
+
+
+Work = Opening | Closing | None
+
+
+class FatalError(Exception):
+    """What is on the disk is not known any more, or could not be undone: the process must end."""
+
+
+class Writer:
+    """The end of one topic's log. Belongs to the commit thread.
+
+    `on_news` is called on the event loop with what was written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        incarnation: int,
+        file: int,
+        *,
+        base_index: int,
+        end: int,
+        next_index: int,
+        publish_time_ms: int,
+        last_point: int,
+        segment_bytes: int,
+        on_news: Callable[[Written], None],
+    ) -> None:
+        self.file = file
+        self.on_news = on_news
+        self._folder = folder
+        self._incarnation = incarnation
+        self._base_index = base_index
+        self._end = end
+        self._synced = end
+        self._next_index = next_index
+        self._publish_time_ms = publish_time_ms
+        self._last_point = last_point
+        self._segment_bytes = segment_bytes
+        self._opening: Opening | None = None
+        self._broken = False
+
+    def write(self, opening: Opening, now_ms: int) -> Written | None:
+        """Writes what an opening has handed over, its marker first, and does not sync yet.
+
+        None if there is nothing to do: an older opening's appends, and those behind a failure, are dropped. A
+        failed write is undone before it is returned as refused. Raises FatalError if that fails.
+        """
+        batches = opening.take()
+        if self._broken:
+            return None
+        if not opening.marked:
+            opening.marked = True
+            self._opening = opening
+        elif self._opening is not opening or opening.failed or not batches:
+            return None
+        self._publish_time_ms = max(self._publish_time_ms, now_ms)
+        try:
+            self._roll()
+            if batches:
+                buffers, end, next_index, points = self._pack(batches)
+            else:
+                buffers, end, next_index, points = self._pack_marker(opening)
+            _write_all(self.file, buffers, self._end)
+        except OSError as e:
+            self._undo()
+            opening.failed = True
+            return self._written(opening, 0, [], Failure.REFUSED, f"the log cannot be written: {e}")
+        if points:
+            self._last_point = points[-1].offset
+        self._end, self._next_index = end, next_index
+        return self._written(opening, len(batches), points)
+
+    def sync(self) -> None:
+        """Makes what was written durable. Raises FatalError."""
+        if self._broken:
+            # A sync that succeeds after one that failed proves nothing.
+            raise FatalError(f"{self._path()} could not be synced before")
+        if self._synced < self._end:
+            try:
+                os.fdatasync(self.file)
+            except OSError as e:
+                self._broken = True
+                raise FatalError(f"{self._path()} cannot be synced: {e}") from e
+            self._synced = self._end
+
+    def _written(
+        self,
+        opening: Opening,
+        batches: int,
+        points: list[Point],
+        failure: Failure | None = None,
+        why: str = "",
+    ) -> Written:
+        return Written(opening, batches, self._base_index, self._end, self._next_index, points, failure, why)
+
+    def _path(self) -> Path:
+        return self._folder / f"{self._base_index:020d}{SUFFIX}"
+
+    def _roll(self) -> None:
+        """Goes on in a new segment if this one is long enough. Raises OSError if there can be none now."""
+        if self._end < self._segment_bytes or self._next_index == self._base_index:
+            return
+        self.sync()
+        path = self._folder / f"{self._next_index:020d}{SUFFIX}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.close(self.file)
+        self.file = file
+        self._base_index, self._end, self._synced = self._next_index, 0, 0
+        self._last_point = -POINT_INTERVAL_BYTES
+        try:
+            sync_folder(self._folder)
+        except OSError as e:
+            self._broken = True
+            raise FatalError(f"{self._folder} cannot be synced: {e}") from e
+
+    def _undo(self) -> None:
+        """Cuts off what a failed write has left. What was written before it is synced too."""
+        try:
+            os.ftruncate(self.file, self._end)
+            os.fsync(self.file)
+        except OSError as e:
+            self._broken = True
+            raise FatalError(f"{self._path()} cannot be cut after a failed write: {e}") from e
+        self._synced = self._end
+
+    def _pack(self, batches: list[tuple[bytes, int, int]]) -> tuple[list[bytes], int, int, list[Point]]:
+        buffers: list[bytes] = []
+        points: list[Point] = []
+        end, next_index, last_point = self._end, self._next_index, self._last_point
+        for batch, rows, column_bytes in batches:
+            if end >= last_point + POINT_INTERVAL_BYTES:
+                points.append(Point(next_index, end, self._publish_time_ms))
+                last_point = end
+            header = records.batch_header(
+                batch,
+                rows=rows,
+                column_bytes=column_bytes,
+                incarnation=self._incarnation,
+                file_offset=end,
+                base_index=next_index,
+                publish_time_ms=self._publish_time_ms,
+                synced_offset=self._synced,
+            )
+            buffers.append(header)
+            buffers.append(batch)
+            end += len(header) + len(batch)
+            next_index += rows
+        return buffers, end, next_index, points
+
+    def _pack_marker(self, opening: Opening) -> tuple[list[bytes], int, int, list[Point]]:
+        points: list[Point] = []
+        if self._end >= self._last_point + POINT_INTERVAL_BYTES:
+            points.append(Point(self._next_index, self._end, self._publish_time_ms))
+        record = records.marker_record(
+            opening.term,
+            opening.token,
+            incarnation=self._incarnation,
+            file_offset=self._end,
+            next_index=self._next_index,
+            publish_time_ms=self._publish_time_ms,
+            synced_offset=self._synced,
+        )
+        return [record], self._end + len(record), self._next_index, points
+
+
+def _write_all(file: int, buffers: list[bytes], offset: int) -> None:
+    """Writes the buffers one behind the other. Raises OSError; then any part of them may have been written."""
+    for first in range(0, len(buffers), IOV_MAX):
+        group = buffers[first : first + IOV_MAX]
+        size = sum(map(len, group))
+        written = os.pwritev(file, group, offset)
+        if written < size:
+            # Short, as on a disk that is filling up: writing the rest tells why.
+            rest = memoryview(b"".join(group))
+            while written < size:
+                written += os.pwrite(file, rest[written:], offset + written)
+        offset += size
+
+
+class Committer:
+    """The commit thread. Made on the event loop that is told what was written.
+
+    `fatal` is called, in the thread, with the reason why the process must end.
+    """
+
+    def __init__(self, clock_ms: Callable[[], int], fatal: Callable[[str], None]) -> None:
+        self.queue: SimpleQueue[Work] = SimpleQueue()
+        self._clock_ms = clock_ms
+        self._fatal = fatal
+        self._loop = asyncio.get_running_loop()
+        self._news: deque[Written | Closing] = deque()
+        self._announced = False
+        self._thread = threading.Thread(target=self._run, name="seqdedupe-commit", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Ends the thread when it has done what was handed over."""
+        self.queue.put(None)
+        await self._loop.run_in_executor(None, self._thread.join)
+
+    def _run(self) -> None:
+        ended = False
+        try:
+            while not ended:
+                work = [self.queue.get()]
+                work += [self.queue.get() for _ in range(self.queue.qsize())]
+                ended = None in work
+                self._round([item for item in work if item is not None])
+        finally:
+            if not ended:
+                self._fatal("the commit thread has failed")
+
+    def _round(self, work: list[Opening | Closing]) -> None:
+        """Writes everything, then syncs file by file: the first sync often pays for the others' metadata."""
+        now_ms = self._clock_ms()
+        written = []
+        for item in work:
+            if isinstance(item, Closing):
+                continue
+            try:
+                news = item.writer.write(item, now_ms)
+            except FatalError as e:
+                self._fatal(str(e))
+                continue
+            if news is not None:
+                written.append(news)
+        for news in written:
+            try:
+                news.opening.writer.sync()
+            except FatalError as e:
+                self._fatal(str(e))
+                continue
+            self._tell(news)
+        for item in work:
+            if isinstance(item, Closing):
+                os.close(item.writer.file)
+                self._tell(item)
+
+    def _tell(self, news: Written | Closing) -> None:
+        self._news.append(news)
+        if not self._announced:
+            self._announced = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._announced = False
+        try:
+            while self._news:
+                news = self._news.popleft()
+                if isinstance(news, Written):
+                    news.opening.writer.on_news(news)
+                elif not news.closed.done():
+                    news.closed.set_result(None)
+        finally:
+            # A caller's exception goes to the loop's handler; the news of the others must not wait for more.
+            if self._news:
+                self._loop.call_soon(self._deliver)

@@ -1,0 +1,408 @@
+"""The embedded log: one folder of append-only segment files a topic. `docs/formats.md` draws the files.
+
+Made for one machine. An append is confirmed when the file has been synced, and it has no unknown outcome: a failed
+write is undone before it is answered as refused; where that cannot be done the process ends.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.commit import Closing, Committer, Opening, Writer, Written, sync_folder
+from seqdedupe.log.contract import Outcome
+from seqdedupe.log.reading import WINDOW_BYTES, ReadAhead, Window
+from seqdedupe.log.segment import (
+    BASE,
+    CHUNK_BYTES,
+    COUNT,
+    END,
+    POINT_INTERVAL_BYTES,
+    START,
+    SUFFIX,
+    TIME_MS,
+    Piece,
+    Segment,
+    damaged,
+)
+from seqdedupe.log.tail import Tail, base_indexes, open_segments
+from seqdedupe.message_id import MessageId
+
+_log = logging.getLogger("seqdedupe.log")
+
+DEFAULT_SEGMENT_BYTES = 128 * 1024 * 1024
+READ_THREADS = 4
+
+
+class EmbeddedLogs:
+    """All topics' logs of a sidecar, in one folder, which no other process may use.
+
+    `clock_ms` gives publish times. `fatal` is called, in a thread, with a reason when what is on the disk is not
+    known any more: it must end the process. A segment is left behind when it exceeds `segment_bytes`; whole segments
+    are dropped, once `trim` allows it, while the others hold at least `retention_size_bytes` or when all that is in
+    them is older than `retention_time_ms`; None is no such limit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        clock_ms: Callable[[], int],
+        fatal: Callable[[str], None],
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        retention_size_bytes: int | None = None,
+        retention_time_ms: int | None = None,
+    ) -> None:
+        self.clock_ms = clock_ms
+        self.segment_bytes = segment_bytes
+        self.retention_size_bytes = retention_size_bytes
+        self.retention_time_ms = retention_time_ms
+        self.read_ahead = ReadAhead()
+        self.threads = ThreadPoolExecutor(READ_THREADS, "seqdedupe-log")
+        self._folder = folder
+        self._fatal = fatal
+        self._committer: Committer | None = None
+
+    @property
+    def committer(self) -> Committer:
+        """The commit thread, started when it is first asked for, on the event loop."""
+        if self._committer is None:
+            self._committer = Committer(self.clock_ms, self._fatal)
+        return self._committer
+
+    def incarnations(self) -> list[int]:
+        """The logs that are there, whole or not: creating or deleting one may have been interrupted."""
+        if not self._folder.exists():
+            return []
+        return sorted(int(entry.name) for entry in os.scandir(self._folder) if entry.name.isdecimal())
+
+    async def create(self, incarnation: int) -> None:
+        """Makes an empty log, durable on return. One that is there stays as it is. Raises OSError."""
+        await asyncio.get_running_loop().run_in_executor(self.threads, self._create, incarnation)
+
+    def _create(self, incarnation: int) -> None:
+        folder = self._folder / str(incarnation)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not base_indexes(folder):
+            os.close(os.open(folder / f"{0:020d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        for made in (folder, self._folder, self._folder.parent):
+            sync_folder(made)
+
+    async def delete(self, incarnation: int) -> None:
+        """Removes a log that is not open, if it is there, durably. Raises OSError."""
+        await asyncio.get_running_loop().run_in_executor(self.threads, self._delete, incarnation)
+
+    def _delete(self, incarnation: int) -> None:
+        folder = self._folder / str(incarnation)
+        if folder.exists():
+            shutil.rmtree(folder)
+            sync_folder(self._folder)
+
+    async def open(self, incarnation: int, covered_index: int) -> "EmbeddedLog":
+        """Opens a log that is there. Everything below `covered_index` is known to have been stored.
+
+        A torn tail, which a crash leaves, is cut; it is logged, and counted in the log's `cut_bytes` and
+        `cut_records`. Raises LOG_DAMAGED or NEWER_FORMAT, and then has changed nothing; LOG_REFUSED if the
+        disk does not take what has to be written again, which can be tried again.
+        """
+        folder = self._folder / str(incarnation)
+        opened = await asyncio.get_running_loop().run_in_executor(
+            self.threads, open_segments, folder, incarnation, covered_index
+        )
+        return EmbeddedLog(self, folder, *opened)
+
+    async def close(self) -> None:
+        """Ends the threads. The logs must have been closed."""
+        if self._committer is not None:
+            await self._committer.close()
+        self.threads.shutdown()
+
+
+class EmbeddedLog:
+    """One topic's log, which satisfies `seqdedupe.log.contract.Log`. Made by `EmbeddedLogs.open`.
+
+    A message ID's ledger is the incarnation, its entry the index. `cut_bytes` and `cut_records` (about) are what
+    opening cut off.
+    """
+
+    def __init__(self, logs: EmbeddedLogs, folder: Path, segments: list[Segment], tail: Tail, file: int) -> None:
+        self.incarnation = tail.segment.incarnation
+        self.cut_bytes = tail.cut_bytes
+        self.cut_records = tail.cut_records
+        self._logs = logs
+        self._folder = folder
+        self._segments = segments
+        self._next_index = tail.next_index
+        self._opening: Opening | None = None
+        self._closed = False
+        self._trim_below = 0
+        self._trimming: asyncio.Task[None] | None = None
+        points = tail.segment.points
+        self._writer = Writer(
+            folder,
+            self.incarnation,
+            file,
+            base_index=tail.segment.base_index,
+            end=tail.segment.end,
+            next_index=tail.next_index,
+            publish_time_ms=tail.publish_time_ms,
+            last_point=points[-1].offset if points else -POINT_INTERVAL_BYTES,
+            segment_bytes=logs.segment_bytes,
+            on_news=self._on_news,
+        )
+
+    @property
+    def first_index(self) -> int:
+        return self._segments[0].base_index
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(segment.end for segment in self._segments)
+
+    def message_id(self, index: int) -> MessageId:
+        return MessageId(self.incarnation, index)
+
+    # Writing.
+
+    async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
+        opening = Opening(self._writer, term, token, settle)
+        self._opening = opening
+        self._logs.committer.queue.put(opening)
+        await opening.ready
+
+    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+        if self._opening is None:
+            raise error("INTERNAL", "an append to a log that was not opened for writing")
+        self._opening.append(batch, rows, column_bytes, self._logs.committer.queue)
+
+    def _on_news(self, news: Written) -> None:
+        """What was written is readable from now on; then whoever waits for it hears."""
+        if news.base_index != self._segments[-1].base_index:
+            self._segments.append(Segment(self._folder, self.incarnation, news.base_index, 0))
+        self._segments[-1].grow(news.end, news.points)
+        self._next_index = news.next_index
+        opening = news.opening
+        if opening.opened:
+            if opening is self._opening:
+                opening.settle(Outcome(news.batches, news.failure, news.why))
+            return
+        opening.opened = news.failure is None
+        if opening.ready.cancelled():
+            return
+        if news.failure is None:
+            opening.ready.set_result(None)
+        else:
+            opening.ready.set_exception(error("LOG_REFUSED", news.why))
+
+    # Reading.
+
+    async def replay(self, from_index: int) -> AsyncIterator[bytes]:
+        self._check_is_there(from_index)
+        at_end = from_index == self._next_index
+        # Markers behind the last message may stand at the end of its segment and in the one after it.
+        first = self._place_of(from_index - 1 if at_end else from_index)
+        wanted = [(segment, segment.end) for segment in self._segments[first:]]
+        offset, index = wanted[0][0].before_index(from_index)
+        skipping = True
+        for i, (segment, end) in enumerate(wanted):
+            if i:
+                offset = 0
+                if index != segment.base_index:
+                    raise damaged(segment.path, 0, f"the record with index {index} should be here")
+            while offset < end:
+                piece = await self._read(segment, offset, end, index, CHUNK_BYTES)
+                offset, index = piece.end, piece.next_index(index)
+                start = 0
+                if skipping:
+                    held = piece.table[:, BASE] if at_end else piece.table[:, BASE] + piece.table[:, COUNT] - 1
+                    hit = int(np.searchsorted(held, from_index))
+                    if hit == len(held):
+                        continue
+                    skipping = False
+                    start = int(piece.table[hit, START])
+                yield piece.raw[start : piece.size]
+        if skipping and not at_end:
+            raise damaged(segment.path, end, f"the message with index {from_index} should be here")
+
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:
+        self._check_is_there(from_index)
+        ahead = self._logs.read_ahead
+        window = ahead.take(self.incarnation, from_index)
+        if window is None or window.is_empty:
+            window = await self._window(from_index, max_bytes, window)
+        records = window.cut(stop_index, max_bytes)
+        ahead.keep(self.incarnation, window)
+        return records
+
+    async def _window(self, from_index: int, max_bytes: int, before: Window | None) -> Window:
+        """Checked records from the one that holds the index on; many for a reader that has finished a window."""
+        segment = self._segments[self._place_of(from_index)]
+        size = max_bytes + POINT_INTERVAL_BYTES if before is None else max(max_bytes, WINDOW_BYTES)
+        offset, index = segment.before_index(from_index)
+        if before is not None and before.segment is segment:
+            offset, index = before.end, from_index
+        found = await self._find(segment, offset, index, _holds(from_index), size=size, payloads=True)
+        if found is None:
+            raise damaged(segment.path, segment.end, f"the message with index {from_index} should be here")
+        return Window(segment, *found)
+
+    async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
+        segments = list(self._segments)
+        low, high = 0, len(segments)
+        while low < high:
+            middle = (low + high) // 2
+            if await self._begins_before(segments[middle], publish_time_ms):
+                low = middle + 1
+            else:
+                high = middle
+        if low:
+            segment = segments[low - 1]
+            offset, index = segment.before_time(publish_time_ms)
+            found = await self._find(segment, offset, index, lambda piece: piece.table[:, TIME_MS] >= publish_time_ms)
+            if found:
+                piece, i = found
+                return min(int(piece.table[i, BASE]), stop_index)
+        return min(segments[low].base_index, stop_index) if low < len(segments) else stop_index
+
+    async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
+        self._check_is_there(from_index)
+        segments = self._segments[self._place_of(from_index) :]
+        offset, index = segments[0].before_index(from_index)
+        found = await self._find(segments[0], offset, index, _holds(from_index))
+        if found is None:
+            raise damaged(segments[0].path, segments[0].end, f"the message {from_index} should be here")
+        piece, i = found
+        goal = piece.offset + int(piece.table[i, START]) + size_bytes
+        for segment in segments:
+            if goal <= segment.end:
+                break
+            goal -= segment.end
+        else:
+            return stop_index
+        offset, index = segment.before_offset(goal)
+        found = await self._find(segment, offset, index, lambda piece: piece.table[:, END] + piece.offset >= goal)
+        if found is None:
+            return stop_index
+        piece, i = found
+        return min(max(int(piece.table[i, BASE] + piece.table[i, COUNT]), from_index + 1), stop_index)
+
+    async def _find(
+        self,
+        segment: Segment,
+        offset: int,
+        index: int,
+        wanted: Callable[[Piece], np.ndarray],
+        *,
+        size: int = CHUNK_BYTES,
+        payloads: bool = False,
+    ) -> tuple[Piece, int] | None:
+        """The first wanted record of a segment from an offset on: its place in the piece that was read with it."""
+        end = segment.end
+        while offset < end:
+            piece = await self._read(segment, offset, end, index, size, payloads)
+            hits = np.flatnonzero(wanted(piece))
+            if len(hits):
+                return piece, int(hits[0])
+            offset, index, size = piece.end, piece.next_index(index), CHUNK_BYTES
+        return None
+
+    async def _read(
+        self, segment: Segment, offset: int, end: int, index: int, size: int, payloads: bool = False
+    ) -> Piece:
+        """A piece of a segment, read and checked in a thread. Raises what is damaged or has been trimmed."""
+        self._check_is_there(segment.base_index)
+        behind = self._place_of(segment.base_index) + 1
+        next_base = self._segments[behind].base_index if behind < len(self._segments) else None
+        try:
+            piece = await asyncio.get_running_loop().run_in_executor(
+                self._logs.threads, segment.read, offset, end, index, size, payloads
+            )
+        except FileNotFoundError as e:
+            self._check_is_there(segment.base_index)
+            raise damaged(segment.path, offset, "the file is missing") from e
+        segment.learn(piece)
+        ends_with = piece.next_index(index)
+        if next_base is not None and piece.end == segment.end and ends_with != next_base:
+            raise damaged(segment.path, piece.end, f"messages {ends_with} to {next_base - 1} should be here")
+        return piece
+
+    async def _begins_before(self, segment: Segment, publish_time_ms: int) -> bool:
+        """Whether the first record of a segment was published before that time; not if there is none yet."""
+        if not segment.points and segment.end:
+            await self._read(segment, 0, segment.end, segment.base_index, POINT_INTERVAL_BYTES)
+        return bool(segment.points) and segment.points[0].publish_time_ms < publish_time_ms
+
+    def _place_of(self, index: int) -> int:
+        """Which segment holds an index, or would."""
+        return max(0, bisect_right(self._segments, index, key=lambda segment: segment.base_index) - 1)
+
+    def _check_is_there(self, index: int) -> None:
+        if index < self.first_index:
+            raise error(
+                "POSITION_TRIMMED",
+                f"index {index} is gone by retention: the first one left is {self.first_index}",
+                index=index,
+                first_index=self.first_index,
+            )
+        if index > self._next_index:
+            raise error(
+                "POSITION_UNKNOWN",
+                f"index {index} is behind the end: the next message gets {self._next_index}",
+                index=index,
+                next_index=self._next_index,
+            )
+
+    # Retention.
+
+    def trim(self, below_index: int) -> None:
+        self._trim_below = max(self._trim_below, below_index)
+        if self._trimming is None or self._trimming.done():
+            self._trimming = asyncio.get_running_loop().create_task(self._trim())
+
+    async def _trim(self) -> None:
+        try:
+            while await self._first_may_go():
+                path = self._segments.pop(0).path
+                # One after the other, so that never an earlier file is left when a later one is gone.
+                await asyncio.get_running_loop().run_in_executor(self._logs.threads, _remove, path)
+        except (OSError, SeqdedupeError) as e:
+            _log.warning("%s: retention has stopped: %s", self._folder, e)
+
+    async def _first_may_go(self) -> bool:
+        """Whether retention drops the first segment: never the active one, nor the last snapshot's own entry."""
+        if len(self._segments) < 2 or self._segments[1].base_index >= self._trim_below:
+            return False
+        first, second = self._segments[:2]
+        size, age = self._logs.retention_size_bytes, self._logs.retention_time_ms
+        if size is not None and self.size_bytes - first.end >= size:
+            return True
+        # Whoever is published before the next segment's first is older than that one.
+        return age is not None and await self._begins_before(second, self._logs.clock_ms() - age)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._trimming is not None:
+            await self._trimming
+        closing = Closing(self._writer, asyncio.get_running_loop().create_future())
+        self._logs.committer.queue.put(closing)
+        await closing.closed
+        self._logs.read_ahead.forget(self.incarnation)
+
+
+def _holds(index: int) -> Callable[[Piece], np.ndarray]:
+    """Wants the record that holds a message."""
+    return lambda piece: piece.table[:, BASE] + piece.table[:, COUNT] > index
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    sync_folder(path.parent)

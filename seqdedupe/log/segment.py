@@ -1,0 +1,207 @@
+"""One segment file: reading and checking its records, and a sparse index of where they stand."""
+
+import os
+import threading
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from seqdedupe.core import records
+from seqdedupe.core.columns import (
+    BASE_INDEX,
+    PUBLISH_TIME_MS,
+    RECORD_END,
+    RECORD_START,
+    ROWS,
+    SYNCED_OFFSET,
+)
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import MAX_BATCH_BYTES
+
+SUFFIX = ".log"
+MAX_RECORD_BYTES = records.HEADER_BYTES + MAX_BATCH_BYTES
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""What a scan reads at once. The largest record fits."""
+
+POINT_INTERVAL_BYTES = 64 * 1024
+"""How far apart the points of the sparse index are, at least."""
+
+_TABLE_RECORDS = 2048
+_COLUMNS = [RECORD_START, RECORD_END, BASE_INDEX, ROWS, PUBLISH_TIME_MS, SYNCED_OFFSET]
+# The columns of a piece's table.
+START, END, BASE, COUNT, TIME_MS, SYNCED = range(len(_COLUMNS))
+
+_scratch = threading.local()
+
+
+class Point(NamedTuple):
+    """Where a record begins."""
+
+    base_index: int
+    offset: int
+    publish_time_ms: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """Whole intact records that stand one behind the other in a file, and why there are no more of them."""
+
+    offset: int
+    """Where `raw` begins in the file."""
+
+    raw: bytes
+    table: np.ndarray
+    """A row for each record: START and END within `raw`, BASE (index), COUNT (rows), TIME_MS, SYNCED."""
+
+    size: int
+    """How many bytes of `raw` the records take."""
+
+    why: int
+    """`records.END` where the file or what was read ends, else what stopped the scan."""
+
+    @property
+    def end(self) -> int:
+        """Where the records end in the file."""
+        return self.offset + self.size
+
+    def next_index(self, before: int) -> int:
+        """The index behind the records, if the one in front of them is `before`."""
+        return int(self.table[-1, BASE] + self.table[-1, COUNT]) if len(self.table) else before
+
+
+def scan_bytes(
+    raw: bytes, incarnation: int, offset: int, next_index: int, *, payloads: bool
+) -> tuple[np.ndarray, int, int]:
+    """The records of a buffer as a piece's table, how many bytes they take, and why there are no more."""
+    if not hasattr(_scratch, "table"):
+        # Kept for each thread: fresh memory of this size costs more than the scan.
+        _scratch.table = records.new_table(_TABLE_RECORDS)
+    places, result = _scratch.table, np.zeros(2, np.int64)
+    whole = np.frombuffer(raw, np.uint8)
+    tables = []
+    at, why = 0, records.FULL
+    while why == records.FULL:
+        part = whole[at:]
+        why = records.scan(part, incarnation, offset + at, next_index, places, result)
+        count, size = int(result[0]), int(result[1])
+        bad = records.first_bad_payload(part, places, count) if payloads else -1
+        if bad >= 0:
+            why, count, size = records.DAMAGED, bad, int(places[bad, RECORD_START])
+        table = places[:count, _COLUMNS]
+        table[:, (START, END)] += at
+        tables.append(table)
+        if count:
+            next_index = int(table[-1, BASE] + table[-1, COUNT])
+        at += size
+    return np.concatenate(tables) if len(tables) > 1 else tables[0], at, why
+
+
+def read_piece(
+    file: int,
+    incarnation: int,
+    offset: int,
+    end: int,
+    next_index: int,
+    *,
+    size: int = CHUNK_BYTES,
+    payloads: bool = False,
+) -> Piece:
+    """The records from an offset of an open file on: about `size` bytes of them, at least one, none behind `end`.
+
+    `next_index` is the index that the first one must have, -1 to believe it. Payloads are checked if asked for.
+    """
+    raw = os.pread(file, min(size, end - offset), offset)
+    table, taken, why = scan_bytes(raw, incarnation, offset, next_index, payloads=payloads)
+    if why == records.INCOMPLETE and offset + len(raw) < end:
+        if taken:
+            why = records.END
+        elif len(raw) >= MAX_RECORD_BYTES:
+            why = records.DAMAGED
+        elif size < CHUNK_BYTES:
+            return read_piece(file, incarnation, offset, end, next_index, payloads=payloads)
+    return Piece(offset, raw, table, taken, why)
+
+
+def damaged(path: Path, offset: int, what: str, why: int = records.DAMAGED) -> SeqdedupeError:
+    """The error for a file in which something else stands than should."""
+    if why == records.NEWER:
+        return error(
+            "NEWER_FORMAT", f"{path} is of a newer format version from byte {offset} on", file=path, offset=offset
+        )
+    return error("LOG_DAMAGED", f"{path} is damaged at byte {offset}: {what}", file=path, offset=offset)
+
+
+WHAT_STANDS_THERE = {
+    records.INCOMPLETE: "the file ends within a record",
+    records.DAMAGED: "there is no intact record",
+    records.NEWER: "a record of a newer format version",
+    records.NOT_CONTIGUOUS: "a record whose index is not the next one",
+}
+
+
+class Segment:
+    """A segment file as readers see it: up to `end`, which is what is durable.
+
+    Belongs to the event loop: only `read` is called in other threads.
+    """
+
+    def __init__(self, folder: Path, incarnation: int, base_index: int, end: int) -> None:
+        self.path = folder / f"{base_index:020d}{SUFFIX}"
+        self.incarnation = incarnation
+        self.base_index = base_index
+        self.end = end
+        self.points: list[Point] = []
+        self.indexed_end = 0
+        """Up to here the file was scanned and `points` are complete."""
+
+    def read(self, offset: int, end: int, next_index: int, size: int, payloads: bool) -> Piece:
+        """`read_piece` of this file, for use in any thread. Raises LOG_DAMAGED unless it gives what is asked for.
+
+        Raises FileNotFoundError if retention was faster.
+        """
+        file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            piece = read_piece(file, self.incarnation, offset, end, next_index, size=size, payloads=payloads)
+        finally:
+            os.close(file)
+        if piece.why != records.END:
+            raise damaged(self.path, piece.end, WHAT_STANDS_THERE[piece.why], piece.why)
+        return piece
+
+    def learn(self, piece: Piece) -> None:
+        """Adds what a piece shows to the sparse index, if it goes on where that ends."""
+        if not len(piece.table) or not piece.offset <= self.indexed_end < piece.end:
+            return
+        starts = piece.table[:, START] + piece.offset
+        while True:
+            wanted = self.points[-1].offset + POINT_INTERVAL_BYTES if self.points else 0
+            i = int(np.searchsorted(starts, wanted))
+            if i == len(starts):
+                break
+            row = piece.table[i]
+            self.points.append(Point(int(row[BASE]), int(starts[i]), int(row[TIME_MS])))
+        self.indexed_end = piece.end
+
+    def grow(self, end: int, points: list[Point]) -> None:
+        """What was appended is durable up to `end`."""
+        self.points += points
+        self.end = self.indexed_end = end
+
+    def before_index(self, index: int) -> tuple[int, int]:
+        """An offset, and the index there, before the record that holds the index and the markers before it."""
+        return self._before(bisect_left(self.points, index, key=lambda point: point.base_index))
+
+    def before_time(self, publish_time_ms: int) -> tuple[int, int]:
+        """An offset, and the index there, at or before the first record published at or after that time."""
+        return self._before(bisect_left(self.points, publish_time_ms, key=lambda point: point.publish_time_ms))
+
+    def before_offset(self, offset: int) -> tuple[int, int]:
+        """An offset, and the index there, at or before the record that holds this offset."""
+        return self._before(bisect_left(self.points, offset, key=lambda point: point.offset))
+
+    def _before(self, i: int) -> tuple[int, int]:
+        return (self.points[i - 1].offset, self.points[i - 1].base_index) if i else (0, self.base_index)

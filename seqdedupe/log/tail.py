@@ -1,0 +1,233 @@
+"""Opening the last segment of a log: telling a torn tail, which a crash leaves, from damage.
+
+A record says up to where its file was synced when it was written. Below the highest such offset that any intact
+record names, also one behind the damage, everything had been stored and perhaps confirmed: what is wrong there
+is damage. At and above it a crash may have left anything.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from seqdedupe.core import records
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.segment import (
+    CHUNK_BYTES,
+    SUFFIX,
+    SYNCED,
+    TIME_MS,
+    WHAT_STANDS_THERE,
+    Piece,
+    Segment,
+    damaged,
+    read_piece,
+)
+
+_log = logging.getLogger("seqdedupe.log")
+
+
+@dataclass(slots=True)
+class Tail:
+    """What opening a segment found out."""
+
+    segment: Segment
+    next_index: int
+    publish_time_ms: int
+    """The last record's; 0 if there is none."""
+
+    synced_offset: int
+    """The highest that an intact record names."""
+
+    why: int
+    """What stands behind the last record kept: `records.END` for nothing."""
+
+    cut_bytes: int = 0
+    cut_records: int = 0
+
+
+def base_indexes(folder: Path) -> list[int]:
+    """Those of the segment files in a folder, in order. Raises OSError."""
+    return sorted(
+        int(entry.name.removesuffix(SUFFIX))
+        for entry in os.scandir(folder)
+        if entry.name.endswith(SUFFIX) and entry.name.removesuffix(SUFFIX).isdecimal()
+    )
+
+
+def open_segments(folder: Path, incarnation: int, covered_index: int) -> tuple[list[Segment], Tail, int]:
+    """A log's segments, what its end is, and the last one's file, open. See `EmbeddedLogs.open`."""
+    bases = base_indexes(folder) if folder.exists() else []
+    if not bases:
+        raise error("LOG_DAMAGED", f"{folder} has no segment files", file=folder)
+    if bases[0] >= max(covered_index, 1):
+        raise error(
+            "LOG_DAMAGED",
+            f"{folder} begins with index {bases[0]}: messages from {max(covered_index - 1, 0)} on should be there",
+            file=folder,
+            first_index=bases[0],
+            covered_index=covered_index,
+        )
+    segments = []
+    for base in bases[:-1]:
+        segment = Segment(folder, incarnation, base, 0)
+        segment.end = segment.path.stat().st_size
+        segments.append(segment)
+    tail, file = recover(folder, incarnation, bases[-1])
+    try:
+        if segments and tail.publish_time_ms == 0:
+            # Nothing is in the last segment: the end of the log is in the one before, which was synced whole.
+            before = _survey_sealed(segments[-1], folder, bases[-1])
+            segments[-1], tail.publish_time_ms = before.segment, before.publish_time_ms
+        if tail.next_index < covered_index:
+            raise error(
+                "LOG_DAMAGED",
+                f"{tail.segment.path} ends with index {tail.next_index - 1} at byte {tail.segment.end}: messages up to "
+                f"{covered_index - 1} were stored",
+                file=tail.segment.path,
+                offset=tail.segment.end,
+                next_index=tail.next_index,
+                covered_index=covered_index,
+            )
+        try:
+            mend(tail, file)
+        except OSError as e:
+            raise error("LOG_REFUSED", f"{tail.segment.path} cannot be written: {e}") from e
+    except SeqdedupeError:
+        os.close(file)
+        raise
+    return [*segments, tail.segment], tail, file
+
+
+def _survey_sealed(segment: Segment, folder: Path, next_base: int) -> Tail:
+    with open(segment.path, "rb") as file:
+        tail = survey(folder, segment.incarnation, segment.base_index, file.fileno(), segment.end)
+    if tail.why != records.END or tail.next_index != next_base:
+        raise damaged(segment.path, tail.segment.end, f"records up to index {next_base - 1} should be there", tail.why)
+    return tail
+
+
+def survey(folder: Path, incarnation: int, base_index: int, file: int, end: int) -> Tail:
+    """The intact records from the beginning of a segment on, up to an offset. Payloads are not looked at."""
+    segment = Segment(folder, incarnation, base_index, 0)
+    tail = Tail(segment, base_index, 0, 0, records.END)
+    while segment.end < end and tail.why == records.END:
+        piece = read_piece(file, incarnation, segment.end, end, tail.next_index)
+        _add(tail, piece)
+    return tail
+
+
+def _add(tail: Tail, piece: Piece) -> None:
+    tail.why = piece.why
+    tail.segment.learn(piece)
+    tail.segment.end = piece.end
+    if len(piece.table):
+        tail.next_index = piece.next_index(tail.next_index)
+        tail.publish_time_ms = int(piece.table[-1, TIME_MS])
+        tail.synced_offset = max(tail.synced_offset, int(piece.table[:, SYNCED].max()))
+
+
+def recover(folder: Path, incarnation: int, base_index: int) -> tuple[Tail, int]:
+    """The last segment up to its last intact record, and its file, open. Changes nothing: see `mend`.
+
+    Raises LOG_DAMAGED if something is wrong below the synced offset, NEWER_FORMAT.
+    """
+    segment = Segment(folder, incarnation, base_index, 0)
+    file = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return _recover(folder, incarnation, base_index, file), file
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _recover(folder: Path, incarnation: int, base_index: int, file: int) -> Tail:
+    size = os.fstat(file).st_size
+    tail = survey(folder, incarnation, base_index, file, size)
+    path, end, why = tail.segment.path, tail.segment.end, tail.why
+    if why in (records.NEWER, records.NOT_CONTIGUOUS):
+        raise damaged(path, end, WHAT_STANDS_THERE[why], why)
+    synced = max(tail.synced_offset, _synced_behind(tail, file, size))
+    if end < synced:
+        raise damaged(path, end, f"{WHAT_STANDS_THERE[why]}, but the file was synced up to {synced}")
+    kept = _intact_end(tail, file, synced)
+    if kept < end:
+        tail = survey(folder, incarnation, base_index, file, kept)
+    tail.synced_offset = synced
+    tail.cut_bytes = size - kept
+    tail.cut_records = _headers(incarnation, file, kept, size)
+    return tail
+
+
+def mend(tail: Tail, file: int) -> None:
+    """Cuts the torn tail off, writes again what is kept above the synced offset, and syncs.
+
+    After a failed sync the kernel takes pages for written that the disk does not have: writing them again is what
+    brings them there. Raises OSError.
+    """
+    end = tail.segment.end
+    if tail.cut_bytes:
+        _log.warning(
+            "%s: cut a torn tail of %d bytes (about %d records) at byte %d",
+            tail.segment.path,
+            tail.cut_bytes,
+            tail.cut_records,
+            end,
+        )
+        os.ftruncate(file, end)
+    at = tail.synced_offset
+    while at < end:
+        at += os.pwrite(file, os.pread(file, min(CHUNK_BYTES, end - at), at), at)
+    os.fsync(file)
+
+
+def _synced_behind(tail: Tail, file: int, size: int) -> int:
+    """The highest synced offset that an intact record behind the first damage names; 0 if there is none."""
+    incarnation, highest = tail.segment.incarnation, 0
+    at = _next_header(incarnation, file, tail.segment.end + 1, size)
+    while at < size:
+        piece = read_piece(file, incarnation, at, size, -1)
+        if piece.why == records.NEWER:
+            raise damaged(tail.segment.path, piece.end, WHAT_STANDS_THERE[records.NEWER], piece.why)
+        if len(piece.table):
+            highest = max(highest, int(piece.table[:, SYNCED].max()))
+            at = piece.end
+        else:
+            at += 1
+        if piece.why != records.END:
+            at = _next_header(incarnation, file, at, size)
+    return highest
+
+
+def _intact_end(tail: Tail, file: int, at: int) -> int:
+    """Up to where the records from an offset on have intact payloads."""
+    while at < tail.segment.end:
+        piece = read_piece(file, tail.segment.incarnation, at, tail.segment.end, -1, payloads=True)
+        at = piece.end
+        if piece.why != records.END:
+            break
+    return at
+
+
+def _headers(incarnation: int, file: int, at: int, size: int) -> int:
+    """How many headers can be made out from an offset on."""
+    count = 0
+    while (at := _next_header(incarnation, file, at, size)) < size:
+        count += 1
+        at += records.HEADER_BYTES
+    return count
+
+
+def _next_header(incarnation: int, file: int, at: int, size: int) -> int:
+    """Where the next header stands that names this topic and its own place; `size` if there is none."""
+    while at + records.HEADER_BYTES <= size:
+        raw = os.pread(file, CHUNK_BYTES, at)
+        if len(raw) < records.HEADER_BYTES:
+            break
+        found = records.find_record(np.frombuffer(raw, np.uint8), incarnation, at)
+        if found >= 0:
+            return at + int(found)
+        at += len(raw) - records.HEADER_BYTES + 1
+    return size

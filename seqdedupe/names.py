@@ -1,0 +1,56 @@
+"""Names of topics and producers, and the limits that everybody keeps to."""
+
+import re
+
+from seqdedupe.errors import error
+
+MAX_NAME_BYTES = 255
+"""A topic's or producer's name, in UTF-8."""
+
+MAX_SEQUENCE_ID = 2**63 - 1
+NO_SEQUENCE_ID = -1
+"""Stands for *none*: no message yet, no predecessor."""
+
+LINK_LEFT_OUT = -2
+"""In `Batch.previous_sequence_ids`: the producer does not say what it sent before."""
+
+MAX_BATCH_BYTES = 4_000_000
+"""An encoded batch. With its record and answer around it, it stays below gRPC's default limit of 4 MiB a message."""
+
+MAX_BATCH_ROWS = 65_536
+MAX_PAYLOAD_BYTES = 2 * 1024 * 1024
+MAX_OPEN_NAMES = 65_536
+"""Names in one `Open`."""
+
+_SHORT_NAME = re.compile(r"[\w.:=\-]+")
+_FULL_NAME = re.compile(r"persistent://([\w.=\-]+)/([\w.=\-]+)/([\w.:=\-]+)")
+
+
+def topic_name(name: str) -> str:
+    """The full name, `persistent://tenant/namespace/name`, of a full or short topic name.
+
+    A short name stands for `persistent://public/default/name`, as in Pulsar. Parts are made of letters, digits,
+    `_`, `-`, `.`, `=`, and in the last one `:`. Raises INVALID_TOPIC_NAME.
+    """
+    full = f"persistent://public/default/{name}" if _SHORT_NAME.fullmatch(name) else name
+    if not _FULL_NAME.fullmatch(full) or len(full.encode()) > MAX_NAME_BYTES:
+        raise error(
+            "INVALID_TOPIC_NAME",
+            f"{name[:80]!r} is not a topic name: it should be persistent://tenant/namespace/name or a short name, "
+            f"of letters, digits and any of _-.=:, at most {MAX_NAME_BYTES} bytes in all",
+        )
+    return full
+
+
+def producer_name(name: str) -> bytes:
+    """The UTF-8 form of a producer name, 1 to 255 bytes. Raises INVALID_NAME."""
+    try:
+        encoded = name.encode()
+    except UnicodeEncodeError as e:
+        raise error("INVALID_NAME", f"the producer name {name[:80]!r} is not valid Unicode") from e
+    if not 1 <= len(encoded) <= MAX_NAME_BYTES:
+        raise error(
+            "INVALID_NAME",
+            f"a producer name is {len(encoded)} bytes long: it should be 1 to {MAX_NAME_BYTES}",
+        )
+    return encoded

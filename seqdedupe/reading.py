@@ -1,0 +1,154 @@
+"""Pages of a topic for readers: where to start, how far to go, batches cut at both ends."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from seqdedupe import batch as batches
+from seqdedupe.core.columns import (
+    BASE_INDEX,
+    COLUMNS_END,
+    PLACES,
+    PUBLISH_TIME_MS,
+    RECORD_END,
+    RECORD_START,
+    ROWS,
+)
+from seqdedupe.core.layout import layout_columns
+from seqdedupe.core.records import END, batch_header, body_of, scan_record
+from seqdedupe.errors import error
+from seqdedupe.message_id import Position
+from seqdedupe.topic import Topic
+
+PAGE_BYTES = 256 * 1024
+"""What a streamed answer holds, about: large enough that gRPC's cost a message does not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Stored records, whole or cut, and where the next page starts."""
+
+    records: bytes
+    next_index: int
+
+
+def index_after(topic: Topic, position: Position) -> int:
+    """The index at which to read on after a position.
+
+    Raises POSITION_UNKNOWN for another incarnation, behind the end, or an ID that does not belong to the index.
+    """
+    incarnation = topic.log.incarnation
+    if position.incarnation != incarnation:
+        raise error(
+            "POSITION_UNKNOWN",
+            f"the position {position} belongs to another incarnation of topic {topic.name}: it was deleted and made "
+            f"anew, and is {incarnation} now",
+            incarnation=incarnation,
+        )
+    if position.index < -1 or (position.index == -1) != (position.message_id is None):
+        raise error("INVALID_POSITION", f"{position} is not a position: index and message ID do not fit together")
+    if position.index >= topic.confirmed_index:
+        raise error(
+            "POSITION_UNKNOWN",
+            f"the position {position} is behind the end of topic {topic.name}, which is index {topic.confirmed_index}",
+            end_index=topic.confirmed_index,
+        )
+    if position.message_id is not None and topic.log.message_id(position.index) != position.message_id:
+        raise error(
+            "POSITION_UNKNOWN",
+            f"the message at index {position.index} of topic {topic.name} is not {position.message_id}",
+            end_index=topic.confirmed_index,
+        )
+    return position.index + 1
+
+
+def check_index(topic: Topic, index: int) -> None:
+    """Raises INVALID_POSITION, POSITION_TRIMMED or POSITION_UNKNOWN unless reading can start at this index."""
+    if index < 0:
+        raise error("INVALID_POSITION", f"{index} is not an index: they begin with 0")
+    if index < topic.log.first_index:
+        raise error(
+            "POSITION_TRIMMED",
+            f"topic {topic.name} begins with index {topic.log.first_index} by now, {index} is gone",
+            first_index=topic.log.first_index,
+        )
+    if index > topic.confirmed_index:
+        raise error(
+            "POSITION_UNKNOWN",
+            f"index {index} is behind the end of topic {topic.name}, which is {topic.confirmed_index}",
+            end_index=topic.confirmed_index,
+        )
+
+
+async def read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
+    """The records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
+
+    `from_index` below `stop_index`, and `stop_index` at most the topic's confirmed index.
+    """
+    raw = await topic.log.read(from_index, stop_index, max_bytes)
+    places = np.empty(PLACES, np.int64)
+    view = np.frombuffer(raw, np.uint8)
+    if scan_record(view, 0, topic.log.incarnation, -1, places) != END:
+        raise error("LOG_DAMAGED", f"the record of topic {topic.name} at index {from_index} cannot be read")
+    head = b""
+    start = 0
+    if places[BASE_INDEX] < from_index or places[BASE_INDEX] + places[ROWS] > stop_index:
+        head = _cut(topic, raw, places, from_index, stop_index)
+        start = int(places[RECORD_END])
+    if start == len(raw):
+        return Page(head, min(int(places[BASE_INDEX] + places[ROWS]), stop_index))
+    last = _last_record(raw)
+    if scan_record(view, last, topic.log.incarnation, -1, places) != END:
+        raise error("LOG_DAMAGED", f"a record of topic {topic.name} behind index {from_index} cannot be read")
+    end_index = int(places[BASE_INDEX] + places[ROWS])
+    if end_index > stop_index:
+        tail = _cut(topic, raw, places, from_index, stop_index)
+        return Page(b"".join((head, raw[start : places[RECORD_START]], tail)), stop_index)
+    return Page(head + raw[start:] if start else raw, end_index)
+
+
+def _last_record(raw: bytes) -> int:
+    """Where the last record of a slice begins: its header's length leads from one to the next."""
+    at = 0
+    while True:
+        size = sum((raw[at + 1 + i] & 0x7F) << (7 * i) for i in range(5))
+        if at + 6 + size >= len(raw):
+            return at
+        at += 6 + size
+
+
+def _cut(topic: Topic, raw: bytes, places: np.ndarray, from_index: int, stop_index: int) -> bytes:
+    """A record with only those of its rows that were asked for."""
+    base = int(places[BASE_INDEX])
+    first, last = max(from_index - base, 0), min(stop_index - base, int(places[ROWS]))
+    encoded = batches.decode(body_of(raw, places)).take(np.arange(first, last)).encode()
+    cut = np.empty(PLACES, np.int64)
+    layout_columns(np.frombuffer(encoded, np.uint8), 0, len(encoded), cut)
+    header = batch_header(
+        encoded,
+        rows=last - first,
+        column_bytes=int(cut[COLUMNS_END]),
+        incarnation=topic.log.incarnation,
+        file_offset=0,
+        base_index=base + first,
+        publish_time_ms=int(places[PUBLISH_TIME_MS]),
+        synced_offset=0,
+    )
+    return header + encoded
+
+
+async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> AsyncIterator[Page]:
+    """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
+
+    Ends early when the topic closes.
+    """
+    here = from_index
+    while stop_index is None or here < stop_index:
+        await topic.wait_for_message(here)
+        end = topic.confirmed_index if stop_index is None else min(stop_index, topic.confirmed_index)
+        if end <= here:
+            return
+        page = await read_page(topic, here, end, PAGE_BYTES)
+        yield page
+        here = page.next_index

@@ -1,0 +1,136 @@
+"""Taking over a topic's log: open for writing, mark, read up to one's own marker. Only then may anybody decide.
+
+At start the reading begins at the snapshot's position; after an append with an unknown outcome, at the last confirmed
+message. Both are this procedure.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from seqdedupe.core.columns import BASE_INDEX, ROWS, TERM
+from seqdedupe.core.records import END, FULL, TOKEN_BYTES, marker_token, new_table, scan
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.contract import Log, Outcome
+
+log_of_recovery = logging.getLogger("seqdedupe.recovery")
+
+RECORDS_A_STEP = 8192
+"""So many scanned records are merged at once, in one step of the event loop."""
+
+MAX_TERM = 2**31 - 1
+
+Table = npt.NDArray[np.int64]
+Merge = Callable[[bytes, Table, int], None]
+"""Is given a chunk, the table of its scanned records, and how many there are. Markers have ROWS 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """What taking over a log came to."""
+
+    term: int
+    next_index: int
+    """The index that the next message gets."""
+
+
+def damaged(why: str, index: int) -> SeqdedupeError:
+    return error("LOG_DAMAGED", f"the log cannot be replayed at index {index}: {why}", index=index)
+
+
+class _Replay:
+    """Reads a log forward, checks that nothing is missing, and hands the records on to be merged."""
+
+    def __init__(self, log: Log, next_index: int, merge: Merge, skip_below: int) -> None:
+        self._log = log
+        self.next_index = next_index
+        self._merge = merge
+        self._skip_below = skip_below
+        self._table = new_table(RECORDS_A_STEP)
+        self._result = np.zeros(2, np.int64)
+        self.rows = 0
+        self.tokens: dict[bytes, int] = {}
+
+    async def run(self) -> None:
+        """Reads up to the end there is."""
+        first = True
+        async for chunk in self._log.replay(self.next_index):
+            if first and len(chunk):
+                self._check_start(chunk)
+                first = False
+            self._chunk(chunk)
+
+    def _check_start(self, chunk: bytes) -> None:
+        # The first record may begin before the index asked for: a batch is stored whole.
+        scan(np.frombuffer(chunk, np.uint8), self._log.incarnation, -1, -1, self._table[:1], self._result)
+        places = self._table[0]
+        if self._result[0] and places[BASE_INDEX] <= self.next_index <= places[BASE_INDEX] + places[ROWS]:
+            self.next_index = int(places[BASE_INDEX])
+
+    def _chunk(self, chunk: bytes) -> None:
+        while chunk:
+            view = np.frombuffer(chunk, np.uint8)
+            why = scan(view, self._log.incarnation, -1, self.next_index, self._table, self._result)
+            count, end = int(self._result[0]), int(self._result[1])
+            if why not in (END, FULL):
+                raise damaged("a record is damaged or missing", self.next_index)
+            if count == 0:
+                return
+            self._records(chunk, count)
+            chunk = chunk[end:]
+
+    def _records(self, chunk: bytes, count: int) -> None:
+        table = self._table[:count]
+        for k in np.flatnonzero(table[:, TERM] > 0):
+            self.tokens[marker_token(chunk, table[k])] = int(table[k, TERM])
+        last = table[count - 1]
+        self.next_index = int(last[BASE_INDEX] + last[ROWS])
+        # A batch that is known already is merged a second time only by maximum, but must not enter the ring twice.
+        known = int(np.searchsorted(table[:, BASE_INDEX] + table[:, ROWS], self._skip_below, side="right"))
+        known = known if self._skip_below > 0 else 0
+        if known < count:
+            self._merge(chunk, np.ascontiguousarray(table[known:]), count - known)
+        self.rows += int(table[known:, ROWS].sum())
+
+
+async def take_over(
+    log: Log,
+    *,
+    term: int,
+    confirmed_index: int,
+    merge: Merge,
+    settle: Callable[[Outcome], None],
+    random_bytes: Callable[[int], bytes],
+    name: str = "",
+) -> Ownership:
+    """Makes this process the owner of the log, and merges what is in it from `confirmed_index` on.
+
+    `term` is one that is above all known. Where the log holds a marker of a term that is not lower, another one is
+    written with a higher term. If `confirmed_index` is above 0, the record before it must be there: if it is not, the
+    end of the log is gone, which is LOG_DAMAGED. Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
+    """
+    replay = _Replay(log, max(confirmed_index - 1, 0), merge, skip_below=confirmed_index)
+    while True:
+        token = random_bytes(TOKEN_BYTES)
+        await log.open_for_writing(term, token, settle)
+        await replay.run()
+        if replay.next_index < confirmed_index:
+            raise error(
+                "LOG_DAMAGED",
+                f"the log of {name} ends before index {replay.next_index}, but a snapshot covers it up to "
+                f"{confirmed_index}: its end is gone",
+                index=replay.next_index,
+                covered_index=confirmed_index,
+            )
+        if token not in replay.tokens:
+            raise damaged("the marker that was just written is not in it", replay.next_index)
+        highest = max((t for other, t in replay.tokens.items() if other != token), default=0)
+        if highest < term:
+            log_of_recovery.info(
+                "recovered topic=%s term=%d rows=%d next_index=%d", name, term, replay.rows, replay.next_index
+            )
+            return Ownership(term, replay.next_index)
+        term = highest + 1

@@ -1,0 +1,248 @@
+"""One RocksDB directory a sidecar: written to, made durable and, after a failure, opened again here alone.
+
+Writes are small and unsynced, on the event loop; `flush` syncs them in the store's one thread, off the GIL.
+After a failed write or sync RocksDB takes nothing more, so the store closes it and opens it again. What was
+not durable by then may be lost, and with it the ground under later writes: every write answers the number of
+the opening it went to, and `flush` succeeds only for writes of the opening that it synced.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from rocksdict import Rdict, ReadOptions, WriteBatch
+
+from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
+from seqdedupe.store.mark import Mark
+from seqdedupe.store.records import (
+    LAST_INCARNATION,
+    MAX_NUMBER,
+    damaged,
+    seal,
+    snapshot_range,
+    topic_key,
+    unseal,
+)
+from seqdedupe.store.rocksdb import close_rocksdb, create_rocksdb, open_rocksdb, rocksdb_errors, write
+from seqdedupe.store.topics import TopicRecord
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Opening:
+    number: int
+    db: Rdict
+
+
+class Store:
+    """The store of one sidecar. Coroutines and writes belong to one event loop, reads to any thread.
+
+    Everything raises STORE_UNAVAILABLE while RocksDB is not open; that starts opening it again, once at a
+    time, so trying again later helps. Reads and opening raise STORE_DAMAGED and NEWER_FORMAT.
+    """
+
+    def __init__(self, folder: Path, mark: Mark, db: Rdict) -> None:
+        self._folder = folder
+        self._mark = mark
+        self._opening: _Opening | None = _Opening(1, db)
+        self._openings = 1
+        self._broken: Rdict | None = None
+        self._why: SeqdedupeError | None = None
+        self._lock = threading.Lock()
+        self._reopening: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._closed = False
+        self._this_flush: asyncio.Task[int] | None = None
+        self._next_flush: asyncio.Task[int] | None = None
+        self._last_incarnation = 0
+
+    @staticmethod
+    def open(folder: Path) -> "Store":
+        """Opens the store in this folder, or creates it if the folder is not there or is empty. Blocks.
+
+        Raises DIRECTORY_IN_USE, STORE_DAMAGED (some files missing included), NEWER_FORMAT, STORE_UNAVAILABLE.
+        """
+        with rocksdb_errors(folder):
+            if not folder.exists() or not any(folder.iterdir()):
+                create_rocksdb(folder)
+            mark = Mark.open(folder)
+        try:
+            store = Store(folder, mark, open_rocksdb(folder, mark))
+        except BaseException:
+            mark.close()
+            raise
+        try:
+            store._last_incarnation = store._stored_last_incarnation()
+            store.topics()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def close(self) -> None:
+        """Waits for what runs in the store's thread and closes. What was not flushed may be lost."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._thread.shutdown(wait=True)
+        for db in (self._opening.db if self._opening else None, self._broken):
+            if db is not None:
+                close_rocksdb(db)
+        self._mark.close()
+
+    # Topics.
+
+    def topics(self) -> list[TopicRecord]:
+        """All topics, the oldest first."""
+        stored = self.scan(topic_key(0), topic_key(MAX_NUMBER))
+        topics = [TopicRecord.decode(key, value) for key, value in stored]
+        for topic in topics:
+            if topic.incarnation > self._last_incarnation:
+                raise damaged(topic_key(topic.incarnation), "its incarnation is above the last one given")
+        return topics
+
+    def next_incarnation(self, now_us: int) -> int:
+        """An incarnation for a new topic: the time, or one above the last one given, if that is later."""
+        self._last_incarnation = max(now_us, self._last_incarnation + 1)
+        return self._last_incarnation
+
+    async def put_topic(self, record: TopicRecord) -> None:
+        """Writes a topic's record, and that its incarnation has been given. Durable on return."""
+        self._last_incarnation = max(self._last_incarnation, record.incarnation)
+        key = topic_key(record.incarnation)
+        batch = WriteBatch(raw_mode=True)
+        batch.put(key, seal(key, record.encode()))
+        batch.put(LAST_INCARNATION, seal(LAST_INCARNATION, self._last_incarnation.to_bytes(8, "little")))
+        await self.flush(self.write(batch))
+
+    async def remove_topic(self, incarnation: int) -> None:
+        """Removes a topic's record and snapshots, durable on return. Nothing of it may be under way."""
+        batch = WriteBatch(raw_mode=True)
+        batch.delete(topic_key(incarnation))
+        batch.delete_range(*snapshot_range(incarnation))
+        await self.flush(self.write(batch))
+
+    def _stored_last_incarnation(self) -> int:
+        for key, value in self.scan(LAST_INCARNATION, LAST_INCARNATION + b"\0"):
+            return int.from_bytes(unseal(key, value), "little")
+        return 0
+
+    # Reading and writing.
+
+    @property
+    def opening(self) -> int:
+        """How often RocksDB was opened. When it changes, what was written and not flushed may be lost."""
+        return self._current().number
+
+    def scan(self, start: bytes, stop: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Keys and values from `start` to before `stop`, as they were when the reading began. Blocks."""
+        opening = self._current()
+        with self._failures(opening):
+            bounds = ReadOptions()
+            bounds.set_iterate_upper_bound(stop)
+            rows = opening.db.iter(bounds)
+            rows.seek(start)
+            while rows.valid():
+                yield rows.key(), rows.value()
+                rows.next()
+            # An error ends the iteration like the end does.
+            rows.status()
+
+    def write(self, batch: WriteBatch) -> int:
+        """Writes a batch whole, unsynced; `await flush()` with the number returned makes it durable.
+
+        Batches become durable in the order in which they were written. Holds the GIL: give it little at once.
+        """
+        opening = self._current()
+        with self._failures(opening):
+            write(opening.db, batch)
+        return opening.number
+
+    async def flush(self, opening: int) -> None:
+        """All that was written before, in this opening of RocksDB, is durable on return.
+
+        Callers share flushes: who comes while one runs waits for the next. Raises STORE_UNAVAILABLE, also if
+        RocksDB was opened again after the write: then it may be lost and has to be written again.
+        """
+        if self._next_flush is None:
+            self._next_flush = asyncio.create_task(self._flush_after(self._this_flush))
+            self._next_flush.add_done_callback(_retrieve)
+        if await asyncio.shield(self._next_flush) != opening:
+            raise error("STORE_UNAVAILABLE", "the store was opened again: what was written may be lost")
+
+    async def _flush_after(self, running: asyncio.Task[int] | None) -> int:
+        if running is not None:
+            await asyncio.wait([running])
+        self._this_flush, self._next_flush = self._next_flush, None
+        opening = self._current()
+        await self.in_thread(self._sync, opening)
+        return opening.number
+
+    def _sync(self, opening: _Opening) -> None:
+        with self._failures(opening):
+            sequence = opening.db.latest_sequence_number()
+            opening.db.flush_wal(True)
+            self._mark.move(sequence)
+
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs something in the store's thread, where it cannot meet a reopening."""
+        if self._closed:
+            raise error("STORE_UNAVAILABLE", "the store is closed")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args, **kwargs))
+
+    # Failure.
+
+    def _current(self) -> _Opening:
+        opening = self._opening
+        if opening is not None and not self._closed:
+            return opening
+        why = self._why
+        self._reopen()
+        if isinstance(why, DamagedError):
+            raise why
+        raise error("STORE_UNAVAILABLE", why.message if why else "the store is closed")
+
+    @contextmanager
+    def _failures(self, opening: _Opening) -> Iterator[None]:
+        """Turns RocksDB's errors into ours. After one that is not damage, this opening is of no more use."""
+        try:
+            with rocksdb_errors(self._folder):
+                yield
+        except UnavailableError as e:
+            with self._lock:
+                if self._opening is opening:
+                    self._opening, self._broken, self._why = None, opening.db, e
+            raise
+
+    def _reopen(self) -> None:
+        with self._lock:
+            running = self._reopening is not None and not self._reopening.done()
+            if not running and not self._closed and self._opening is None:
+                self._reopening = self._thread.submit(self._open_again)
+
+    def _open_again(self) -> None:
+        try:
+            if self._broken is not None:
+                close_rocksdb(self._broken)
+                self._broken = None
+            db = open_rocksdb(self._folder, self._mark)
+        except SeqdedupeError as e:
+            self._why = e
+            return
+        self._openings += 1
+        self._opening = _Opening(self._openings, db)
+
+
+def _retrieve(flush: asyncio.Task[int]) -> None:
+    """A flush whose callers have all gone may fail unheard."""
+    if not flush.cancelled():
+        flush.exception()

@@ -1,0 +1,87 @@
+"""The file DURABLE: the store's lock, its format version, and up to where its writes were durable.
+
+RocksDB takes a write-ahead log that was cut short, or is missing, for one whose end was never written. The
+number of RocksDB's last synced write, kept here, tells the two apart: a store that opens with a lower one has
+lost something that was durable.
+"""
+
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+import google_crc32c
+
+from seqdedupe.errors import error
+from seqdedupe.store.records import FORMAT_VERSION, newer
+
+FILE_NAME = "DURABLE"
+
+_MAGIC = b"seqdedupe-store\n"
+_CHECKED = struct.Struct("<16sIQ")
+_SIZE_BYTES = _CHECKED.size + 4
+
+
+class Mark:
+    """The file, open and locked. `sequence` is RocksDB's sequence number of the last durable write."""
+
+    def __init__(self, descriptor: int, sequence: int) -> None:
+        self._descriptor = descriptor
+        self.sequence = sequence
+
+    @staticmethod
+    def create(folder: Path) -> None:
+        """Writes the file anew, durable on return."""
+        with (folder / FILE_NAME).open("xb") as file:
+            file.write(_encoded(0))
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def open(folder: Path) -> "Mark":
+        """Raises DIRECTORY_IN_USE, STORE_DAMAGED, NEWER_FORMAT."""
+        try:
+            descriptor = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as e:
+            raise error("STORE_DAMAGED", f"the store {folder} has no file {FILE_NAME}") from e
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return Mark(descriptor, _decoded(os.pread(descriptor, _SIZE_BYTES + 1, 0)))
+        except BlockingIOError as e:
+            os.close(descriptor)
+            raise error("DIRECTORY_IN_USE", f"another process uses the store {folder}") from e
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def move(self, sequence: int) -> None:
+        """Everything up to this number is durable. Durable on return, and so few bytes that they are never
+        torn.
+
+        Raises `OSError`.
+        """
+        if sequence > self.sequence:
+            os.pwrite(self._descriptor, _encoded(sequence), 0)
+            os.fdatasync(self._descriptor)
+            self.sequence = sequence
+
+    def close(self) -> None:
+        """Lets go of the lock."""
+        os.close(self._descriptor)
+
+
+def _encoded(sequence: int) -> bytes:
+    checked = _CHECKED.pack(_MAGIC, FORMAT_VERSION, sequence)
+    crc: int = google_crc32c.value(checked)
+    return checked + crc.to_bytes(4, "little")
+
+
+def _decoded(data: bytes) -> int:
+    if len(data) != _SIZE_BYTES or google_crc32c.value(data[:-4]).to_bytes(4, "little") != data[-4:]:
+        raise error("STORE_DAMAGED", f"the store's file {FILE_NAME} is damaged: its length or checksum is wrong")
+    magic, version, sequence = _CHECKED.unpack_from(data)
+    if magic != _MAGIC:
+        raise error("STORE_DAMAGED", f"the store's file {FILE_NAME} is not one of this program")
+    if version != FORMAT_VERSION:
+        raise newer("the store", version)
+    return int(sequence)

@@ -1,0 +1,157 @@
+"""The parts of a stored snapshot, and how each is encoded: header, names, pages, deltas.
+
+All numbers are little-endian; keys are not (see `records`). Decoders raise STORE_DAMAGED and NEWER_FORMAT.
+"""
+
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqdedupe.message_id import MessageId
+from seqdedupe.store.records import damaged, part_number, unseal
+
+PAGE_PRODUCERS = 4096
+"""Producers in a full page, and names at which a record of names is full."""
+
+Numbers = NDArray[np.int64]
+Slots = NDArray[np.int32]
+
+_POSITION = struct.Struct("<QQQBqqq")
+_HEADER = struct.Struct("<QQ")
+_COUNT = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPosition:
+    """Up to where a snapshot goes: term, the log's next index, number of producers, last message."""
+
+    term: int
+    next_index: int
+    producers: int
+    message_id: MessageId | None
+
+    def encode(self) -> bytes:
+        present = self.message_id is not None
+        return _POSITION.pack(self.term, self.next_index, self.producers, present, *(self.message_id or (0, 0, 0)))
+
+    @staticmethod
+    def decode(body: bytes, at: int) -> "StoredPosition":
+        term, next_index, producers, present, *message_id = _POSITION.unpack_from(body, at)
+        return StoredPosition(term, next_index, producers, MessageId(*message_id) if present else None)
+
+    def is_behind(self, other: "StoredPosition") -> bool:
+        """Whether it goes less far than the other one in anything. A later snapshot never does."""
+        return self.term < other.term or self.next_index < other.next_index or self.producers < other.producers
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What compaction has done: the deltas up to number `through` are in the pages, and gone.
+
+    `position` is that of the last of them, and every page of its producers is there. Names before number
+    `packed_names` stand in full records.
+    """
+
+    through: int
+    packed_names: int
+    position: StoredPosition
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(self.through, self.packed_names) + self.position.encode()
+
+    @staticmethod
+    def decode(key: bytes, value: bytes) -> "Header":
+        body = unseal(key, value)
+        if len(body) != _HEADER.size + _POSITION.size:
+            raise damaged(key, "its length is wrong")
+        through, packed_names = _HEADER.unpack_from(body)
+        return Header(through, packed_names, StoredPosition.decode(body, _HEADER.size))
+
+
+START = Header(0, 0, StoredPosition(0, 0, 0, None))
+"""Stands for the header before the first compaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDelta:
+    """What changed from one snapshot to the next, names apart. Producer numbers (`slots`) rise strictly."""
+
+    position: StoredPosition
+    slots: Slots
+    persisted: Numbers
+    epochs: Numbers
+
+    def encode(self) -> bytes:
+        return b"".join(
+            (
+                self.position.encode(),
+                _COUNT.pack(len(self.slots)),
+                self.slots.astype("<i4").tobytes(),
+                self.persisted.astype("<i8").tobytes(),
+                self.epochs.astype("<i8").tobytes(),
+            )
+        )
+
+    @staticmethod
+    def decode(key: bytes, value: bytes) -> "StoredDelta":
+        body = unseal(key, value)
+        at = _POSITION.size + _COUNT.size
+        if len(body) < at:
+            raise damaged(key, "it is too short")
+        (rows,) = _COUNT.unpack_from(body, _POSITION.size)
+        if len(body) != at + 20 * rows:
+            raise damaged(key, "its length is wrong")
+        delta = StoredDelta(
+            StoredPosition.decode(body, 0),
+            np.frombuffer(body, "<i4", rows, at),
+            np.frombuffer(body, "<i8", rows, at + 4 * rows),
+            np.frombuffer(body, "<i8", rows, at + 12 * rows),
+        )
+        if not delta.is_sound():
+            raise damaged(key, "its producer numbers do not rise or are out of range")
+        return delta
+
+    def is_sound(self) -> bool:
+        """Whether its columns are of one length and its producer numbers rise, all of known producers."""
+        slots = self.slots
+        if not len(slots) == len(self.persisted) == len(self.epochs):
+            return False
+        if not len(slots):
+            return True
+        return bool(slots[0] >= 0 and slots[-1] < self.position.producers and (slots[1:] > slots[:-1]).all())
+
+
+def encode_page(persisted: Numbers, epochs: Numbers) -> bytes:
+    return persisted.astype("<i8").tobytes() + epochs.astype("<i8").tobytes()
+
+
+def decode_page(key: bytes, value: bytes) -> tuple[Numbers, Numbers]:
+    """Persisted and epochs of the producers from the page's number on."""
+    body = unseal(key, value)
+    rows = len(body) // 16
+    if len(body) != 16 * rows or not 1 <= rows <= PAGE_PRODUCERS or part_number(key) % PAGE_PRODUCERS:
+        raise damaged(key, "its length or number is wrong")
+    return np.frombuffer(body, "<i8", rows), np.frombuffer(body, "<i8", rows, 8 * rows)
+
+
+def encode_names(names: list[bytes]) -> bytes:
+    offsets = np.zeros(len(names) + 1, "<u4")
+    np.cumsum(np.fromiter(map(len, names), "<u4", len(names)), out=offsets[1:])
+    return _COUNT.pack(len(names)) + offsets.tobytes() + b"".join(names)
+
+
+def decode_names(key: bytes, value: bytes) -> list[bytes]:
+    """The names from the record's number on."""
+    body = unseal(key, value)
+    count = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else 0
+    start = _COUNT.size + 4 * (count + 1)
+    if count < 1 or len(body) < start:
+        raise damaged(key, "it is too short")
+    offsets = np.frombuffer(body, "<u4", count + 1, _COUNT.size)
+    blob = body[start:]
+    if offsets[0] != 0 or offsets[-1] != len(blob) or (offsets[1:] < offsets[:-1]).any():
+        raise damaged(key, "its offsets do not run from 0 to its end")
+    return [blob[a:b] for a, b in pairwise(offsets.tolist())]

@@ -1,0 +1,83 @@
+"""Keys and the form of every value in the store. `docs/formats-store.md` draws them.
+
+A value is sealed: CRC32C of the key and of all that follows it, version, body. So a damaged record, or one
+that stands under another's key, is never read as a good one.
+"""
+
+import struct
+
+import google_crc32c
+
+from seqdedupe.errors import SeqdedupeError, error
+
+FORMAT_VERSION = 1
+"""Of the store as a whole and of every record in it."""
+
+LAST_INCARNATION = b"I"
+"""The key of the last incarnation that a topic was written with."""
+
+# Parts of a topic's snapshot.
+HEADER = b"H"
+NAMES = b"N"
+PAGE = b"P"
+DELTA = b"D"
+
+MAX_NUMBER = 2**64 - 1
+
+_TOPIC = struct.Struct(">cQ")
+_PART = struct.Struct(">cQcQ")
+_SEAL = struct.Struct("<IB")
+
+
+def topic_key(incarnation: int) -> bytes:
+    """Where the record of a topic is."""
+    return _TOPIC.pack(b"T", incarnation)
+
+
+def part_key(incarnation: int, part: bytes, number: int) -> bytes:
+    """Where a part of a snapshot is: the header (0), names and pages by producer number, deltas by theirs."""
+    return _PART.pack(b"S", incarnation, part, number)
+
+
+def part_number(key: bytes) -> int:
+    """The last element of a `part_key`."""
+    return int.from_bytes(key[-8:], "big")
+
+
+def snapshot_range(incarnation: int) -> tuple[bytes, bytes]:
+    """The keys of a topic's whole snapshot, from the first to before the second."""
+    return _TOPIC.pack(b"S", incarnation), _TOPIC.pack(b"S", incarnation + 1)
+
+
+def seal(key: bytes, body: bytes) -> bytes:
+    """The value of a record."""
+    checked = bytes((FORMAT_VERSION,)) + body
+    crc: int = google_crc32c.extend(google_crc32c.value(key), checked)
+    return crc.to_bytes(4, "little") + checked
+
+
+def unseal(key: bytes, value: bytes) -> bytes:
+    """The body of a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT."""
+    if len(value) < _SEAL.size:
+        raise damaged(key, f"it is {len(value)} bytes long")
+    crc, version = _SEAL.unpack_from(value)
+    if google_crc32c.extend(google_crc32c.value(key), value[4:]) != crc:
+        raise damaged(key, "its checksum is wrong")
+    if version != FORMAT_VERSION:
+        raise newer(f"the record {key.hex()}", version)
+    return value[_SEAL.size :]
+
+
+def damaged(key: bytes, what: str) -> SeqdedupeError:
+    """The error of a record that cannot be right."""
+    return error("STORE_DAMAGED", f"the store's record {key.hex()} is damaged: {what}")
+
+
+def newer(what: str, version: int) -> SeqdedupeError:
+    """The error of something of another format version than this code knows."""
+    return error(
+        "NEWER_FORMAT",
+        f"{what} has format version {version}, known is {FORMAT_VERSION}",
+        version=version,
+        known_version=FORMAT_VERSION,
+    )

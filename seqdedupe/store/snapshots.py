@@ -1,0 +1,236 @@
+"""Snapshots of a topic: deltas written while it serves, loaded again after a restart.
+
+A delta is what changed since the last one, packed, with the position up to which the log is in it, in one
+atomic write. Now and then they are merged into pages (`compaction`). Loading merges pages and deltas by
+maximum, so a page that already holds what a delta says again changes nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from rocksdict import WriteBatch
+
+from seqdedupe.errors import error
+from seqdedupe.message_id import MessageId
+from seqdedupe.names import NO_SEQUENCE_ID
+from seqdedupe.store.compaction import compact
+from seqdedupe.store.db import Store
+from seqdedupe.store.parts import (
+    PAGE_PRODUCERS,
+    START,
+    Header,
+    Numbers,
+    Slots,
+    StoredDelta,
+    StoredPosition,
+    decode_names,
+    decode_page,
+    encode_names,
+)
+from seqdedupe.store.records import (
+    DELTA,
+    HEADER,
+    MAX_NUMBER,
+    NAMES,
+    PAGE,
+    damaged,
+    part_key,
+    part_number,
+    seal,
+)
+
+MAX_DELTAS = 1024
+"""More of them since the last compaction, and the next one is due."""
+
+MAX_DELTA_BYTES = 4 * 1024 * 1024
+"""The same for their size."""
+
+NO_EPOCH = 0
+"""The epoch of a producer that no snapshot gave one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What changed in a topic since its last durable snapshot, and the position up to which the log is in it.
+
+    `message_id` is that of message `next_index - 1`; None if there is no message yet. `first_name` is a
+    number of producers that a durable snapshot knew, and `names` are all from that number on. `slots` are the
+    numbers of the producers that changed, rising strictly, new ones or not; `persisted` (-1: none) and
+    `epochs` are theirs.
+    """
+
+    term: int
+    next_index: int
+    message_id: MessageId | None
+    first_name: int
+    names: list[bytes]
+    slots: Slots
+    persisted: Numbers
+    epochs: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A topic as its newest snapshot has it: columns by producer number, and the position as in `Delta`."""
+
+    term: int
+    next_index: int
+    message_id: MessageId | None
+    names: list[bytes]
+    persisted: Numbers
+    epochs: Numbers
+
+
+class Snapshots:
+    """The snapshots of one topic. Writing and compacting belong to the store's event loop."""
+
+    def __init__(self, store: Store, incarnation: int) -> None:
+        self._store = store
+        self._incarnation = incarnation
+        # What is stored, as of an opening of the store; 0 is none.
+        self._opening = 0
+        self._header = START
+        self._last_delta = 0
+        self._position = START.position
+        self._delta_bytes = 0
+        self._compacting = False
+
+    def load(self) -> Loaded | None:
+        """The topic as its newest snapshot has it; None if there is none. Blocks, in any thread.
+
+        Nothing may be written of this topic meanwhile. Raises STORE_DAMAGED, NEWER_FORMAT, STORE_UNAVAILABLE.
+        """
+        opening = self._store.opening
+        header = self._stored_header()
+        names: list[bytes] = []
+        for key, value in self._parts(NAMES):
+            if part_number(key) != len(names):
+                raise damaged(key, f"it does not follow on the {len(names)} names before it")
+            names += decode_names(key, value)
+        persisted = np.full(len(names), NO_SEQUENCE_ID, np.int64)
+        epochs = np.full(len(names), NO_EPOCH, np.int64)
+        self._merge_pages(header, persisted, epochs)
+        position = header.position
+        last_delta = header.through
+        delta_bytes = 0
+        for key, value in self._parts(DELTA):
+            delta = StoredDelta.decode(key, value)
+            last_delta += 1
+            if part_number(key) != last_delta:
+                raise damaged(key, f"it is not number {last_delta}, which should be there")
+            if delta.position.is_behind(position) or delta.position.producers > len(names):
+                raise damaged(key, "it is behind the snapshot before it, or before its names")
+            merge(persisted, delta.slots, delta.persisted)
+            merge(epochs, delta.slots, delta.epochs)
+            position = delta.position
+            delta_bytes += len(value)
+        if position.producers != len(names):
+            raise damaged(self._key(NAMES, position.producers), "no snapshot knows of the names there")
+        self._opening, self._header, self._last_delta = opening, header, last_delta
+        self._position, self._delta_bytes = position, delta_bytes
+        if last_delta == 0:
+            return None
+        return Loaded(position.term, position.next_index, position.message_id, names, persisted, epochs)
+
+    def write_delta(self, delta: Delta) -> int:
+        """Writes a snapshot, whole or not at all, unsynced; `await store.flush()` with the number returned.
+
+        If either fails, the next delta has to say again all that changed since the last durable one, with
+        `first_name` as it was then. Raises STORE_UNAVAILABLE.
+        """
+        self._catch_up()
+        known = self._position.producers
+        producers = delta.first_name + len(delta.names)
+        position = StoredPosition(delta.term, delta.next_index, producers, delta.message_id)
+        stored = StoredDelta(position, delta.slots, delta.persisted, delta.epochs)
+        if delta.first_name > known or position.is_behind(self._position) or not stored.is_sound():
+            raise error("INTERNAL", f"the snapshot {position} cannot follow on {self._position}")
+        batch = WriteBatch(raw_mode=True)
+        # Names below `known` are stored, though perhaps not durable yet: this write becomes durable after
+        # them.
+        for first in range(known, producers, PAGE_PRODUCERS):
+            at = first - delta.first_name
+            self._put(batch, NAMES, first, encode_names(delta.names[at : at + PAGE_PRODUCERS]))
+        size_bytes = self._put(batch, DELTA, self._last_delta + 1, stored.encode())
+        opening = self._store.write(batch)
+        self._last_delta += 1
+        self._position = position
+        self._delta_bytes += size_bytes
+        return opening
+
+    async def compact_if_due(self) -> bool:
+        """Merges the deltas into pages if there are many, a page at a time; whether it did.
+
+        Snapshots may be written meanwhile. Raises STORE_UNAVAILABLE, STORE_DAMAGED; nothing is lost then.
+        """
+        self._catch_up()
+        deltas = self._last_delta - self._header.through
+        if self._compacting or (deltas <= MAX_DELTAS and self._delta_bytes <= MAX_DELTA_BYTES):
+            return False
+        self._compacting = True
+        try:
+            compacted = await compact(self._store, self._incarnation, self._header)
+            self._header = compacted.header
+            self._delta_bytes -= compacted.delta_bytes
+        except BaseException:
+            # How far it came is found out when it matters.
+            self._opening = 0
+            raise
+        finally:
+            self._compacting = False
+        return True
+
+    def _catch_up(self) -> None:
+        """Finds out what is stored, if RocksDB was opened (again) since that was known."""
+        opening = self._store.opening
+        if self._opening == opening:
+            return
+        header = self._stored_header()
+        position = header.position
+        last_delta = header.through
+        delta_bytes = 0
+        for key, value in self._parts(DELTA):
+            position = StoredDelta.decode(key, value).position
+            last_delta = part_number(key)
+            delta_bytes += len(value)
+        self._opening, self._header, self._last_delta = opening, header, last_delta
+        self._position, self._delta_bytes = position, delta_bytes
+
+    def _merge_pages(self, header: Header, persisted: Numbers, epochs: Numbers) -> None:
+        """Merges the pages; those behind the header's producers are of a compaction that did not end."""
+        producers = header.position.producers
+        covered = 0
+        for key, value in self._parts(PAGE):
+            page = decode_page(key, value)
+            first = part_number(key)
+            stop = first + len(page[0])
+            if stop > len(persisted) or (covered < producers and first != covered):
+                raise damaged(key, "a page is missing before it, or it has too many producers")
+            merge(persisted, slice(first, stop), page[0])
+            merge(epochs, slice(first, stop), page[1])
+            covered = stop
+        if covered < producers:
+            raise damaged(self._key(PAGE, covered), "producers from this number on are missing")
+
+    def _stored_header(self) -> Header:
+        for key, value in self._parts(HEADER):
+            return Header.decode(key, value)
+        return START
+
+    def _parts(self, part: bytes) -> Iterator[tuple[bytes, bytes]]:
+        return self._store.scan(self._key(part, 0), self._key(part, MAX_NUMBER))
+
+    def _key(self, part: bytes, number: int) -> bytes:
+        return part_key(self._incarnation, part, number)
+
+    def _put(self, batch: WriteBatch, part: bytes, number: int, body: bytes) -> int:
+        key = self._key(part, number)
+        value = seal(key, body)
+        batch.put(key, value)
+        return len(value)
+
+
+def merge(numbers: Numbers, where: Slots | slice, others: Numbers) -> None:
+    """Raises the numbers there to the others. `where` names each place once."""
+    numbers[where] = np.maximum(numbers[where], others)

@@ -1,0 +1,43 @@
+"""What the store knows of a topic besides its snapshot."""
+
+import struct
+from dataclasses import dataclass
+from enum import Enum
+
+from seqdedupe.store.records import damaged, unseal
+
+_BODY = struct.Struct("<QBB")
+
+
+class TopicState(Enum):
+    """Where a topic is in its life. Start-up finishes what CREATING and DELETING left half done."""
+
+    CREATING = 1
+    """The record is there, the log perhaps not yet."""
+    ACTIVE = 2
+    DELETING = 3
+    """The log is perhaps gone already, the record goes last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopicRecord:
+    """A topic: full name, incarnation (creation time in µs, its id everywhere), state, and policy."""
+
+    name: str
+    incarnation: int
+    state: TopicState
+    deduplication_enabled: bool = True
+
+    def encode(self) -> bytes:
+        """The body of its record."""
+        return _BODY.pack(self.incarnation, self.state.value, self.deduplication_enabled) + self.name.encode()
+
+    @staticmethod
+    def decode(key: bytes, value: bytes) -> "TopicRecord":
+        """The topic in a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT."""
+        body = unseal(key, value)
+        try:
+            incarnation, state, enabled = _BODY.unpack_from(body)
+            return TopicRecord(body[_BODY.size :].decode(), incarnation, TopicState(state), bool(enabled))
+        except (struct.error, ValueError) as e:
+            raise damaged(key, str(e)) from e

@@ -1,0 +1,78 @@
+"""The same wire bytes, read faster: columns as `bytes`.
+
+In protobuf's encoding a packed `repeated sfixed64` field and a `bytes` field look the same. So next to the published
+schema there is an alias of it, made here when imported, in which every repeated number is `bytes` and every `Batch`
+inside another message is `bytes` too. Columns then go to numpy and back without a Python object a value.
+
+A legal encoder may split a repeated field or not pack it; the alias then shows too few bytes. Whoever reads with it
+checks the lengths, and on a mismatch parses with the published schema.
+"""
+
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
+
+_PACKABLE = {
+    descriptor_pb2.FieldDescriptorProto.TYPE_SFIXED32,
+    descriptor_pb2.FieldDescriptorProto.TYPE_SFIXED64,
+    descriptor_pb2.FieldDescriptorProto.TYPE_FIXED32,
+    descriptor_pb2.FieldDescriptorProto.TYPE_ENUM,
+}
+
+
+def _aliases() -> dict[str, Any]:
+    pool = descriptor_pool.DescriptorPool()
+    for module in (batch_pb2, publish_pb2, read_pb2):
+        file = descriptor_pb2.FileDescriptorProto()
+        module.DESCRIPTOR.CopyToProto(file)
+        file.package = "seqdedupe.alias"
+        file.name = file.name.replace("/v1/", "/alias/")
+        file.dependency[:] = [name.replace("/v1/", "/alias/") for name in file.dependency]
+        file.ClearField("service")
+        for message in file.message_type:
+            for field in message.field:
+                repeated = field.label == field.LABEL_REPEATED
+                if (repeated and field.type in _PACKABLE) or field.type_name == ".seqdedupe.v1.Batch":
+                    field.label = field.LABEL_OPTIONAL
+                    field.type = field.TYPE_BYTES
+                    field.ClearField("type_name")
+                    field.ClearField("options")
+                if field.type_name:
+                    field.type_name = field.type_name.replace(".seqdedupe.v1.", ".seqdedupe.alias.")
+        pool.Add(file)
+    names = ("Batch", "Record", "PublishRequest", "PublishStreamRequest", "PublishStreamResponse", "Receipt",
+             "ReadResponse", "ReadStreamResponse")  # fmt: skip
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"seqdedupe.alias.{name}")) for name in names
+    }
+
+
+_ALIASES = _aliases()
+
+Batch = _ALIASES["Batch"]
+Record = _ALIASES["Record"]
+PublishRequest = _ALIASES["PublishRequest"]
+PublishStreamRequest = _ALIASES["PublishStreamRequest"]
+PublishStreamResponse = _ALIASES["PublishStreamResponse"]
+Receipt = _ALIASES["Receipt"]
+ReadResponse = _ALIASES["ReadResponse"]
+ReadStreamResponse = _ALIASES["ReadStreamResponse"]
+
+
+def varint(value: int) -> bytes:
+    """A protobuf varint of a number from 0 up, in the fewest bytes."""
+    if value < 0x80:
+        return bytes((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def length_delimited(field: int, value: bytes | memoryview) -> list[bytes | memoryview]:
+    """The parts of an encoded `bytes` or message field, to be joined; none if it is empty."""
+    return [varint(field << 3 | 2) + varint(len(value)), value] if len(value) else []

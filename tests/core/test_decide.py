@@ -1,0 +1,275 @@
+"""The rule, against Pulsar's own tables, against a model of one line, and compiled against plain."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqdedupe.core import decide, layout, recent
+from seqdedupe.core.columns import BASE_INDEX, PLACES
+from seqdedupe.core.decide import (
+    DUP,
+    EPOCH,
+    FENCED,
+    INVALID_PREDECESSOR,
+    LINK_REQUIRED,
+    NOT_DUP,
+    PERSISTED,
+    PREDECESSOR_MISSING,
+    PUSHED,
+    UNKNOWN,
+)
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.recent import RECENT_MESSAGES
+from tests.batches import batch
+from tests.plain import PLAIN
+
+N, D, U = NOT_DUP, DUP, UNKNOWN
+
+
+class OneTopic:
+    """Producers, compiled and plain side by side, fed with batches; both must always agree."""
+
+    def __init__(self, *names: str) -> None:
+        self.both = [Producers(), PLAIN["producers"].Producers()]
+        self.stored = 0
+        for producers in self.both:
+            for name in names:
+                producers.set_epoch(producers.add(name.encode()), 1)
+
+    def _each(self, encoded: bytes):  # type: ignore[no-untyped-def]
+        view = np.frombuffer(encoded, np.uint8)
+        for producers in self.both:
+            places = np.zeros(PLACES, np.int64)
+            assert layout.layout(view, 0, len(encoded), places) == layout.CANONICAL
+            slots = producers.known(encoded, places)
+            assert slots is not None
+            yield producers, view, places, slots
+
+    def refusal(self, b, lone: bool = False) -> int:  # type: ignore[no-untyped-def]
+        answers = {p.refusal(view, places, slots, lone) for p, view, places, slots in self._each(b.encode())}
+        assert len(answers) == 1
+        return answers.pop()
+
+    def decide(self, b, deduplicate: bool = True) -> list[int]:  # type: ignore[no-untyped-def]
+        answers = []
+        for producers, view, places, slots in self._each(b.encode()):
+            new, verdicts = producers.decide(view, places, slots, deduplicate)
+            assert new == (verdicts == NOT_DUP).sum()
+            answers.append(list(verdicts))
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    def persist(self, b) -> None:  # type: ignore[no-untyped-def]
+        for producers, view, places, slots in self._each(b.encode()):
+            places[BASE_INDEX] = self.stored
+            producers.persist(view, places, slots)
+        self.stored += len(b)
+
+    def fail(self) -> None:
+        for producers in self.both:
+            producers.fail_in_flight()
+
+    def originals(self, b) -> dict[int, int]:  # type: ignore[no-untyped-def]
+        answers = []
+        for producers, view, places, slots in self._each(b.encode()):
+            rows, indexes = producers.originals(view, places, slots, np.full(len(b), DUP, np.uint8))
+            answers.append(dict(zip(rows.tolist(), indexes.tolist(), strict=True)))
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    def numbers(self, name: str) -> tuple[int, int]:
+        answers = {
+            (int(p.numbers[p.number(name.encode()), PUSHED]), int(p.numbers[p.number(name.encode()), PERSISTED]))
+            for p in self.both
+        }
+        assert len(answers) == 1
+        return answers.pop()
+
+
+def test_pulsars_core_table() -> None:
+    """MessageDuplicationTest.testIsDuplicate of Apache Pulsar, single messages."""
+    topic = OneTopic("p1", "p2")
+    for name, sequence_id, verdict, pushed in [
+        ("p1", 0, N, 0), ("p2", 1, N, 1), ("p1", 1, N, 1), ("p1", 5, N, 5), ("p1", 0, U, 5),
+    ]:  # fmt: skip
+        assert topic.decide(batch([(name, sequence_id)])) == [verdict]
+        assert topic.numbers(name)[0] == pushed
+    topic.persist(batch([("p1", 0)]))
+    assert topic.decide(batch([("p1", 0)])) == [D]
+    assert topic.numbers("p1") == (5, 0)
+
+
+def test_pulsars_failure_table() -> None:
+    """testIsDuplicateWithFailure: what failed may be sent again, what was stored may not."""
+    topic = OneTopic("p1")
+    for sequence_id in (0, 1, 5):
+        assert topic.decide(batch([("p1", sequence_id)])) == [N]
+        topic.persist(batch([("p1", sequence_id)]))
+    assert topic.decide(batch([("p1", 0)])) == [D]
+    assert topic.decide(batch([("p1", 6)])) == [N]
+    assert topic.decide(batch([("p1", 6)])) == [U]
+    topic.persist(batch([("p1", 6)]))
+    assert topic.decide(batch([("p1", 7)])) == [N]
+    topic.fail()
+    assert topic.numbers("p1") == (6, 6)
+    assert topic.decide(batch([("p1", 6)])) == [D]
+    assert topic.decide(batch([("p1", 8)])) == [N]
+    topic.persist(batch([("p1", 8)]))
+    assert topic.numbers("p1") == (8, 8)
+
+
+def test_a_batch_that_mixes_old_and_new_is_judged_per_message() -> None:
+    topic = OneTopic("a")
+    old = batch([("a", i) for i in range(1, 6)])
+    assert topic.decide(old) == [N] * 5
+    topic.persist(old)
+    assert topic.decide(batch([("a", 6)])) == [N]
+    assert topic.decide(batch([("a", i) for i in range(4, 9)])) == [D, D, U, N, N]
+
+
+def test_with_deduplication_off_everything_is_new_and_numbers_never_fall() -> None:
+    topic = OneTopic("a")
+    b = batch([("a", 5), ("a", 9)])
+    for _ in range(2):
+        assert topic.decide(b, deduplicate=False) == [N, N]
+        topic.persist(b)
+    assert topic.decide(batch([("a", 3)]), deduplicate=False) == [N]
+    assert topic.numbers("a") == (9, 9)
+
+
+@pytest.mark.parametrize(
+    ("pushed", "link", "first", "why"),
+    [
+        (-1, -1, 0, 0),
+        (-1, -1, 100, 0),
+        (4, 4, 6, 0),
+        (4, 3, 6, 0),
+        (4, 5, 6, PREDECESSOR_MISSING),
+        (4, 5, 4, INVALID_PREDECESSOR),
+        (4, 4, 4, INVALID_PREDECESSOR),
+        (4, -3, 4, INVALID_PREDECESSOR),
+        (-1, 0, 1, PREDECESSOR_MISSING),
+        (9, 2, 3, 0),
+        (9, 20, 30, PREDECESSOR_MISSING),
+        (9, 20, 9, INVALID_PREDECESSOR),
+    ],
+)
+def test_the_link(pushed: int, link: int, first: int, why: int) -> None:
+    topic = OneTopic("a")
+    if pushed >= 0:
+        topic.persist(batch([("a", pushed)]))
+    assert topic.refusal(batch([("a", first)], links={"a": link})) == why
+
+
+def test_a_link_may_be_left_out_only_by_a_lone_call_with_nothing_in_flight() -> None:
+    topic = OneTopic("a")
+    b = batch([("a", 3)], links={"a": -2})
+    assert topic.refusal(b) == LINK_REQUIRED
+    assert topic.refusal(b, lone=True) == 0
+    topic.decide(b)
+    assert topic.refusal(batch([("a", 4)], links={"a": -2}), lone=True) == LINK_REQUIRED
+    topic.persist(b)
+    assert topic.refusal(batch([("a", 4)], links={"a": -2}), lone=True) == 0
+
+
+def test_one_wrong_producer_refuses_the_whole_frame_and_changes_nothing() -> None:
+    topic = OneTopic("a", "b", "c")
+    fine = [("a", 1), ("b", 1), ("c", 1)]
+    assert topic.refusal(batch(fine)) == 0
+    assert topic.refusal(batch(fine, epochs={"b": 2})) == FENCED
+    assert topic.refusal(batch(fine, links={"c": 0})) == PREDECESSOR_MISSING
+    assert topic.refusal(batch(fine, links={"c": 0}, epochs={"a": 0})) == FENCED
+    assert topic.refusal(batch(fine, links={"c": 0, "b": 1})) == INVALID_PREDECESSOR
+    assert [topic.numbers(n) for n in "abc"] == [(-1, -1)] * 3
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["send", "send", "send", "persist", "fail"]),
+        st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12)), min_size=1, max_size=4),
+    ),
+    max_size=30,
+)
+
+
+@given(OPERATIONS, st.booleans())
+def test_the_rule_is_its_one_line_definition(operations: list, deduplicate: bool) -> None:  # type: ignore[type-arg]
+    topic = OneTopic("a", "b")
+    pushed, persisted = {"a": -1, "b": -1}, {"a": -1, "b": -1}
+    in_flight = []
+    for operation, drawn in operations:
+        rows = sorted(set(drawn))
+        b = batch(rows)
+        if operation == "send":
+            expected = []
+            for name, sequence_id in rows:
+                new = sequence_id > pushed[name] or not deduplicate
+                expected.append(N if new else D if sequence_id <= persisted[name] else U)
+                pushed[name] = max(pushed[name], sequence_id) if new else pushed[name]
+            assert topic.decide(b, deduplicate) == expected
+            kept = [row for row, verdict in zip(rows, expected, strict=True) if verdict == N]
+            in_flight += [batch(kept)] if kept else []
+        elif operation == "persist" and in_flight:
+            stored = in_flight.pop(0)
+            topic.persist(stored)
+            for row, p in enumerate(stored.producer_indexes if len(stored.epochs) > 1 else [0] * len(stored)):
+                name = stored.names()[p]
+                persisted[name] = max(persisted[name], int(stored.sequence_ids[row]))
+        elif operation == "fail":
+            topic.fail()
+            in_flight.clear()
+            pushed = dict(persisted)
+        assert {n: topic.numbers(n) for n in "ab"} == {n: (pushed[n], persisted[n]) for n in "ab"}
+
+
+@given(st.lists(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), min_size=1, max_size=5), max_size=12))
+def test_originals_are_found_exactly(batches_drawn: list) -> None:  # type: ignore[type-arg]
+    """Whatever was stored is found at the index of its newest copy that a falling walk meets, or not at all."""
+    topic = OneTopic("a", "b", "c")
+    where: dict[tuple[str, int], set[int]] = {}
+    highest = {"a": -1, "b": -1, "c": -1}
+    for drawn in batches_drawn:
+        rows = [(name, i) for name, i in sorted(set(drawn)) if i > highest[name]]
+        if not rows:
+            continue
+        for offset, (name, i) in enumerate(rows):
+            where.setdefault((name, i), set()).add(topic.stored + offset)
+            highest[name] = i
+        topic.persist(batch(rows))
+    asked = [(name, i) for name in "abc" for i in range(31)]
+    found = topic.originals(batch(asked))
+    assert found == {row: where[key].pop() for row, key in enumerate(asked) if key in where}
+
+
+def test_the_ring_forgets_the_oldest_and_only_them() -> None:
+    topic = OneTopic("a", "b")
+    topic.both = topic.both[:1] * 2
+    per_batch = 4096
+    topic.persist(batch([("b", 7)]))
+    for start in range(0, RECENT_MESSAGES, per_batch):
+        rows = [("a", i) for i in range(start, start + per_batch)]
+        encoded = batch(rows, payloads=[b""] * per_batch).encode()
+        view = np.frombuffer(encoded, np.uint8)
+        places = np.zeros(PLACES, np.int64)
+        layout.layout(view, 0, len(encoded), places)
+        places[BASE_INDEX] = topic.stored
+        producers = topic.both[0]
+        slots = producers.known(encoded, places)
+        assert slots is not None
+        producers.persist(view, places, slots)
+        topic.stored += per_batch
+    assert topic.originals(batch([("b", 7)])) == {}, "one message more than the ring holds has entered since"
+    assert topic.originals(batch([("a", 0), ("a", RECENT_MESSAGES - 1)])) == {0: 1, 1: RECENT_MESSAGES}
+
+
+def test_epochs_come_back_from_the_log_by_maximum() -> None:
+    topic = OneTopic("a")
+    topic.persist(batch([("a", 1)], epochs={"a": 9}))
+    topic.persist(batch([("a", 2)], epochs={"a": 4}))
+    assert all(p.numbers[0, EPOCH] == 9 for p in topic.both)
+
+
+def test_constants_of_the_two_modules_agree() -> None:
+    assert (decide.NOT_DUP, decide.DUP, decide.UNKNOWN) == (1, 2, 3)
+    assert recent.RECENT_MESSAGES == 65_536

@@ -1,0 +1,22 @@
+"""Small canonical batches for the tests of logs."""
+
+from seqdedupe.v1 import batch_pb2
+
+
+def encoded_batch(first_id: int, rows: int, payload_bytes: int = 10) -> tuple[bytes, int, int]:
+    """A batch of one producer, its rows and column bytes. Payloads differ from row to row and batch to batch."""
+    columns = batch_pb2.Batch(
+        producer_name_offsets=[0, 1],
+        producer_names=b"p",
+        epochs=[1],
+        previous_sequence_ids=[first_id - 1],
+        sequence_ids=range(first_id, first_id + rows),
+    )
+    payloads = b"".join(
+        (i % 251).to_bytes(1, "big") * payload_bytes for i in range(first_id, first_id + rows)
+    )
+    rest = batch_pb2.Batch(payload_offsets=range(0, payload_bytes * rows + 1, payload_bytes), payloads=payloads)
+    if not payload_bytes:
+        rest = batch_pb2.Batch(payload_offsets=[0] * (rows + 1))
+    column_part = columns.SerializeToString()
+    return column_part + rest.SerializeToString(), rows, len(column_part)

@@ -1,0 +1,434 @@
+"""What every log must do: run it on a log of your own by subclassing `LogConformance` with a `harness` fixture.
+
+    class TestMyLog(LogConformance):
+        @pytest.fixture
+        def harness(self, tmp_path):
+            return MyHarness(tmp_path)
+
+What was stored is read back with the published schema alone, not with the code that wrote it.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+
+import pytest
+
+from seqdedupe.errors import PositionError, UnavailableError
+from seqdedupe.log.contract import Failure, Log, Outcome
+from seqdedupe.v1 import batch_pb2, read_pb2
+from tests.log.batches import encoded_batch
+
+LIMIT_SECONDS = 30
+"""Nothing here takes so long."""
+
+
+class LogHarness(ABC):
+    """One topic's log, which can be opened, closed and opened again."""
+
+    now_ms = 1_000_000
+    """The log's clock."""
+
+    @abstractmethod
+    async def open(self) -> Log:
+        """The topic's log: empty the first time; then what an earlier one, which was closed, has left.
+
+        It drops all that `trim` allows, in units of at most about 64 KiB.
+        """
+
+    @abstractmethod
+    def refuse_writes(self, log: Log) -> None:
+        """From now on the log cannot write, and says that what it is given is refused."""
+
+    @abstractmethod
+    def allow_writes(self, log: Log) -> None:
+        """From now on it can."""
+
+    async def close(self) -> None:
+        """The end of the test."""
+        return None
+
+
+class Owner:
+    """An opening for writing, what was appended by it, and what it has heard."""
+
+    def __init__(self, log: Log, term: int) -> None:
+        self.log = log
+        self.term = term
+        self.token = b"token%011d" % term
+        self.stored = 0
+        self.failure: Failure | None = None
+        self.calls = 0
+        self._appending = False
+        self._heard = asyncio.Event()
+
+    async def open(self) -> "Owner":
+        await self.log.open_for_writing(self.term, self.token, self._settle)
+        return self
+
+    def append(self, first_id: int, rows: int, payload_bytes: int = 10) -> None:
+        self._appending = True
+        self.log.append(*encoded_batch(first_id, rows, payload_bytes))
+        self._appending = False
+
+    def _settle(self, outcome: Outcome) -> None:
+        assert not self._appending, "settle is called from within append"
+        assert self.failure is None, "something is settled after a failure"
+        assert outcome.stored >= 0
+        assert asyncio.get_running_loop()
+        self.calls += 1
+        self.stored += outcome.stored
+        self.failure = outcome.failure
+        self._heard.set()
+
+    async def until_stored(self, count: int) -> None:
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while self.stored < count:
+                assert self.failure is None, self.failure
+                self._heard.clear()
+                await self._heard.wait()
+        assert self.stored == count
+
+    async def until_failed(self) -> Failure:
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while self.failure is None:
+                self._heard.clear()
+                await self._heard.wait()
+        return self.failure
+
+
+def parsed(records: bytes) -> list[batch_pb2.Record]:
+    """The records in a chunk, by the published schema."""
+    return list(read_pb2.ReadStreamResponse.FromString(records).records)
+
+
+def what(record: batch_pb2.Record) -> tuple[str, int, int]:
+    """A record in short: a marker's term, or a batch's first sequence ID and rows."""
+    if record.HasField("marker"):
+        return "marker", record.marker.term, 0
+    return "batch", record.batch.sequence_ids[0], record.rows
+
+
+async def replayed(log: Log, from_index: int = 0) -> list[batch_pb2.Record]:
+    return [record for chunk in [chunk async for chunk in log.replay(from_index)] for record in parsed(chunk)]
+
+
+async def until(condition: "object") -> None:
+    """Waits until a function without arguments is true."""
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.001)
+
+
+class LogConformance:
+    """The suite. See the module."""
+
+    async def test_appends_are_stored_in_order_with_contiguous_indexes(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        for i in range(50):
+            owner.append(100 * i, 1 + i % 7)
+        await owner.until_stored(50)
+        records = await replayed(log)
+        assert [what(r) for r in records] == [
+            ("marker", 1, 0),
+            *(("batch", 100 * i, 1 + i % 7) for i in range(50)),
+        ]
+        assert records[0].marker.token == owner.token
+        next_index = 0
+        for record in records:
+            assert record.base_index == next_index
+            assert record.incarnation == log.incarnation
+            next_index += record.rows
+        batches = [r.batch.SerializeToString() for r in records[1:]]
+        assert batches == [encoded_batch(100 * i, 1 + i % 7)[0] for i in range(50)]
+        await log.close()
+
+    async def test_batches_of_many_sizes_come_back_byte_by_byte(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        sizes = [(1, 0), (1, 1), (300, 100), (1, 200_000), (3, 65_536), (1000, 10), (1, 1_900_000)]
+        for i, (rows, payload_bytes) in enumerate(sizes):
+            owner.append(10_000 * i, rows, payload_bytes)
+        await owner.until_stored(len(sizes))
+        stored = [r.batch.SerializeToString() for r in await replayed(log) if r.rows]
+        assert stored == [encoded_batch(10_000 * i, *size)[0] for i, size in enumerate(sizes)]
+        at, end, read = 0, sum(rows for rows, _ in sizes), []
+        while at < end:
+            page = parsed(await log.read(at, end, 256 * 1024))
+            read += [r.batch.SerializeToString() for r in page]
+            at = page[-1].base_index + page[-1].rows
+        assert read == stored
+        await log.close()
+
+    async def test_everything_survives_closing_and_opening(self, harness: LogHarness) -> None:
+        expected, index = [], 0
+        for term in range(1, 5):
+            log = await harness.open()
+            assert [what(r) for r in await replayed(log, log.first_index)] == expected
+            owner = await Owner(log, term).open()
+            for i in range(3):
+                owner.append(1000 * term + 10 * i, 5)
+            await owner.until_stored(3)
+            expected += [("marker", term, 0), *(("batch", 1000 * term + 10 * i, 5) for i in range(3))]
+            records = await replayed(log, log.first_index)
+            assert [what(r) for r in records] == expected
+            assert records[-1].base_index == index + 10
+            index += 15
+            await log.close()
+
+    async def test_read_from_every_index_shows_messages_and_no_markers(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        bases, end = [], 0
+        for term in (1, 2, 3):
+            owner = await Owner(log, term).open()
+            for i in range(4):
+                owner.append(100 * term + 10 * i, 3)
+                bases.append(end)
+                end += 3
+            await owner.until_stored(4)
+        for start in range(end):
+            for stop in range(start + 1, end + 1):
+                for max_bytes in (1, 500, 1_000_000):
+                    data = await log.read(start, stop, max_bytes)
+                    records = parsed(data)
+                    assert records
+                    assert all(r.HasField("batch") for r in records)
+                    assert records[0].base_index <= start < records[0].base_index + records[0].rows
+                    assert records[-1].base_index < stop
+                    assert [r.base_index for r in records] == bases[start // 3 : start // 3 + len(records)]
+                    assert len(records) == 1 or len(data) <= max_bytes
+        await log.close()
+
+    async def test_reading_on_covers_everything_once(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        ids, end = [], 0
+        for term in (1, 2):
+            owner = await Owner(log, term).open()
+            for i in range(40):
+                owner.append(100_000 * term + 100 * i, 20, 100)
+                ids += range(100_000 * term + 100 * i, 100_000 * term + 100 * i + 20)
+                end += 20
+            await owner.until_stored(40)
+        for max_bytes in (1, 5_000, 64 * 1024, 10_000_000):
+            at, read = 0, []
+            while at < end:
+                for record in parsed(await log.read(at, end, max_bytes)):
+                    assert record.base_index == at
+                    read += list(record.batch.sequence_ids)
+                    at += record.rows
+            assert read == ids
+        await log.close()
+
+    async def test_replay_begins_with_the_record_that_holds_the_index(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        for term in (1, 2):
+            owner = await Owner(log, term).open()
+            owner.append(10 * term, 3)
+            owner.append(10 * term + 5, 3)
+            await owner.until_stored(2)
+        await Owner(log, 3).open()
+        await Owner(log, 4).open()
+        everything = [what(r) for r in await replayed(log)]
+        assert [name for name, _, _ in everything] == ["marker", *["batch"] * 2] * 2 + ["marker"] * 2
+        whole = [what(r) for r in await replayed(log, 0)]
+        assert whole[-7:] == everything[-7:]
+        for index, place in ((1, 1), (2, 1), (3, 2), (5, 2), (6, 4), (8, 4), (9, 5), (11, 5), (12, 6)):
+            assert [what(r) for r in await replayed(log, index)][-8 + place :] == everything[place:], index
+            first = (await replayed(log, index))[0]
+            assert first.base_index + first.rows > index or index == 12, index
+        assert [what(r) for r in await replayed(log, 12)] == [("marker", 3, 0), ("marker", 4, 0)]
+        with pytest.raises(PositionError):
+            await replayed(log, 13)
+        await log.close()
+
+    async def test_replay_of_an_empty_log(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        assert await replayed(log) == []
+        assert log.first_index == 0
+        await Owner(log, 1).open()
+        assert [what(r) for r in await replayed(log)] == [("marker", 1, 0)]
+        await log.close()
+
+    async def test_an_opening_shuts_the_one_before_out(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        old = await Owner(log, 1).open()
+        for i in range(20):
+            old.append(i, 1)
+        await old.until_stored(20)
+        for i in range(20, 40):
+            old.append(i, 1)
+        heard_from_old = old.stored
+        new = await Owner(log, 2).open()
+        calls = old.calls
+        before = [what(r) for r in await replayed(log)]
+        place = before.index(("marker", 2, 0))
+        stored = [first_id for name, first_id, _ in before[:place] if name == "batch"]
+        assert stored == list(range(len(stored)))
+        assert len(stored) >= max(heard_from_old, old.stored)
+        assert before[place + 1 :] == []
+        new.append(1000, 2)
+        await new.until_stored(1)
+        assert [what(r) for r in await replayed(log)] == [*before, ("batch", 1000, 2)]
+        assert old.calls == calls
+        await log.close()
+
+    async def test_a_refusal_lasts_until_the_log_is_opened_again(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        for i in range(10):
+            owner.append(i, 1, 8_000)
+        await owner.until_stored(10)
+        harness.refuse_writes(log)
+        try:
+            owner.append(100, 1, 20_000)
+            owner.append(101, 1)
+            assert await owner.until_failed() is Failure.REFUSED
+            assert owner.stored == 10
+            with pytest.raises(UnavailableError):
+                await Owner(log, 2).open()
+            assert len(parsed(await log.read(9, 10, 1))) == 1
+        finally:
+            harness.allow_writes(log)
+        assert [what(r) for r in await replayed(log)] == [("marker", 1, 0), *(("batch", i, 1) for i in range(10))]
+        again = await Owner(log, 3).open()
+        again.append(102, 1)
+        await again.until_stored(1)
+        await log.close()
+        log = await harness.open()
+        records = await replayed(log)
+        assert [what(r) for r in records] == [
+            ("marker", 1, 0),
+            *(("batch", i, 1) for i in range(10)),
+            ("marker", 3, 0),
+            ("batch", 102, 1),
+        ]
+        assert records[-1].base_index == 10
+        await log.close()
+
+    async def test_nothing_is_taken_between_a_refusal_and_the_news_of_it(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        owner.append(0, 1, 80_000)
+        await owner.until_stored(1)
+        harness.refuse_writes(log)
+        owner.append(100, 1, 20_000)
+        await owner.until_failed()
+        harness.allow_writes(log)
+        # There is room again, and the log was not opened: what is behind the refused one must not be taken.
+        owner.append(101, 1)
+        again = await Owner(log, 2).open()
+        again.append(102, 1)
+        await again.until_stored(1)
+        assert [what(r)[1] for r in await replayed(log)] == [1, 0, 2, 102]
+        await log.close()
+
+    async def test_publish_times_never_fall(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        for term, now_ms in enumerate((5_000_000, 4_000_000, 6_000_000), start=1):
+            harness.now_ms = now_ms
+            owner = await Owner(log, term).open()
+            owner.append(term, 1)
+            await owner.until_stored(1)
+            await log.close()
+            log = await harness.open()
+        times = [r.publish_time_ms for r in await replayed(log)]
+        assert times == [5_000_000] * 4 + [6_000_000] * 2
+        await log.close()
+
+    async def test_locating_a_publish_time(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        for i in range(30):
+            harness.now_ms = 2_000_000 + 10 * i
+            owner.append(10 * i, 5, 2_000)
+            await owner.until_stored(i + 1)
+        for i in range(30):
+            assert await log.locate_time(2_000_000 + 10 * i, 150) == 5 * i
+            assert await log.locate_time(2_000_000 + 10 * i - 9, 150) == 5 * i
+        assert await log.locate_time(2_000_300, 150) == 150
+        assert await log.locate_time(0, 150) == 0
+        assert await log.locate_time(2_000_200, 60) == 60
+        await log.close()
+
+    async def test_locating_an_amount_of_bytes(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        for i in range(60):
+            owner.append(10 * i, 5, 1_000)
+        await owner.until_stored(60)
+        for start in (0, 3, 150, 299):
+            for size_bytes in (1, 6_000, 100_000, 250_000):
+                stop = await log.locate_bytes(start, size_bytes, 300)
+                records = (300 - start) / 5
+                assert start < stop <= 300
+                wanted = start + min(size_bytes / 5_200, records) * 5
+                assert abs(stop - wanted) <= 10, (start, size_bytes)
+        assert await log.locate_bytes(0, 10_000_000, 300) == 300
+        assert await log.locate_bytes(0, 10_000_000, 77) == 77
+        assert await log.locate_bytes(10, 1, 300) > 10
+        await log.close()
+
+    async def test_message_ids_rise_and_belong_to_this_log(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        ids = [log.message_id(i) for i in range(100)]
+        assert ids == sorted(set(ids))
+        await log.close()
+
+    async def test_trimming_keeps_what_it_is_told_to(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        for i in range(100):
+            owner.append(i, 1, 8_000)
+            await owner.until_stored(i + 1)
+        size = log.size_bytes
+        assert size > 800_000
+        log.trim(0)
+        log.trim(1)
+        assert log.first_index == 0
+        log.trim(50)
+        await until(lambda: log.first_index > 30)
+        assert log.first_index <= 49
+        assert log.size_bytes < size
+        for index in (0, log.first_index - 1):
+            with pytest.raises(PositionError) as trimmed:
+                await log.read(index, 100, 1000)
+            assert trimmed.value.reason == "POSITION_TRIMMED"
+            assert int(trimmed.value.numbers["first_index"]) == log.first_index
+            with pytest.raises(PositionError):
+                await replayed(log, index)
+        first = log.first_index
+        assert [what(r)[1] for r in await replayed(log, first) if r.rows] == list(range(first, 100))
+        assert parsed(await log.read(first, 100, 1))[0].base_index == first
+        await log.close()
+        log = await harness.open()
+        assert log.first_index == first
+        owner = await Owner(log, 2).open()
+        owner.append(100, 1)
+        await owner.until_stored(1)
+        assert parsed(await log.read(100, 101, 1))[0].base_index == 100
+        await log.close()
+
+    async def test_reading_while_appending(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+
+        async def read() -> list[int]:
+            at, ids = 0, []
+            async with asyncio.timeout(LIMIT_SECONDS):
+                while at < 400:
+                    if owner.stored * 2 <= at:
+                        await asyncio.sleep(0)
+                        continue
+                    for record in parsed(await log.read(at, owner.stored * 2, 3_000)):
+                        ids += list(record.batch.sequence_ids)
+                        at += record.rows
+            return ids
+
+        readers = [asyncio.create_task(read()) for _ in range(3)]
+        for i in range(200):
+            owner.append(2 * i, 2, 500)
+            if i % 10 == 0:
+                await owner.until_stored(i + 1)
+        for reader in readers:
+            assert await reader == list(range(400))
+        await log.close()

@@ -1,0 +1,319 @@
+"""A log in memory that fails on command, for tests of what stands on a log.
+
+Nothing happens by itself and nothing is random: appended batches stay in flight until the test says what
+becomes of them. `Storage` is the disk or cluster, which survives; a `FaultyLog` is a process's way to it.
+
+    log = FaultyLog(Storage(incarnation=1))
+    log.settle(2)             the two oldest in flight are stored and reported
+    log.store(1)              one more is stored; its receipt is not sent (`report` sends it)
+    log.refuse()              all others are refused
+    log.unknown(lands=3)      all others have an unknown outcome; three will be found stored
+    log.fence(term=9)         another owner takes the topic over, with a term of the test's choice
+    log.refuse_opens(2)       the next two openings fail
+    log = log.crash(lands=1)  the process ends; one of those in flight is found stored by the next one
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+
+from seqdedupe.core import records
+from seqdedupe.core.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
+from seqdedupe.errors import error
+from seqdedupe.log.contract import Failure, Outcome
+from seqdedupe.message_id import MessageId
+
+OTHER_OWNERS_TOKEN = b"another owner..."
+Append = tuple[bytes, int, int]
+
+
+class Storage:
+    """The stored records of one topic, markers too, in order. Tests may look at `records` and damage them."""
+
+    def __init__(self, incarnation: int, clock_ms: Callable[[], int] | None = None) -> None:
+        self.incarnation = incarnation
+        self.records: list[bytes] = []
+        self.next_index = 0
+        self.first_index = 0
+        self.writer: FaultyLog | None = None
+        self._bytes_ever = 0
+        self._publish_time_ms = 0
+        self._clock_ms = clock_ms or (lambda: self._publish_time_ms + 1)
+
+    def add_batch(self, batch: bytes, rows: int, column_bytes: int) -> None:
+        """Stores a batch, whoever the owner is."""
+        header = records.batch_header(
+            batch, rows=rows, column_bytes=column_bytes, base_index=self.next_index, **self._place()
+        )
+        self._add(header + batch)
+        self.next_index += rows
+
+    def add_marker(self, term: int, token: bytes) -> None:
+        """Stores a marker."""
+        self._add(records.marker_record(term, token, next_index=self.next_index, **self._place()))
+
+    def _place(self) -> dict[str, int]:
+        self._publish_time_ms = max(self._publish_time_ms, self._clock_ms())
+        return {
+            "incarnation": self.incarnation,
+            "file_offset": self._bytes_ever,
+            "publish_time_ms": self._publish_time_ms,
+            "synced_offset": self._bytes_ever,
+        }
+
+    def _add(self, record: bytes) -> None:
+        self.records.append(record)
+        self._bytes_ever += len(record)
+
+    def places(self, record: bytes) -> np.ndarray:
+        """The place row of a stored record. Raises LOG_DAMAGED if it is not intact."""
+        table, result = records.new_table(1), np.zeros(2, np.int64)
+        raw = np.frombuffer(record, np.uint8)
+        if records.scan(raw, self.incarnation, -1, -1, table, result) != records.END or not (
+            records.payload_is_intact(record, table[0])
+        ):
+            raise error("LOG_DAMAGED", "a stored record is damaged")
+        return table[0]
+
+
+class FaultyLog:
+    """Satisfies `seqdedupe.log.contract.Log`. See the module for the commands.
+
+    `automatic` stores and reports every append at the loop's next turn, as a log without faults does.
+    `retention` makes `trim` drop all it may; otherwise it drops nothing. `opening_allowed` is an event that
+    holds `open_for_writing` back while it is cleared.
+    """
+
+    def __init__(
+        self, storage: Storage, *, automatic: bool = False, retention: bool = False, replay_records: int = 3
+    ) -> None:
+        self.storage = storage
+        self.incarnation = storage.incarnation
+        self.automatic = automatic
+        self.retention = retention
+        self.replay_records = replay_records
+        self.opening_allowed = asyncio.Event()
+        self.opening_allowed.set()
+        self.trimmed_below = 0
+        self.dropped = 0
+        """Appends after a failure, which nothing will ever come of."""
+        self._in_flight: deque[Append] = deque()
+        self._unreported = 0
+        self._lands: int | None = 0
+        self._failure: Failure | None = None
+        self._why = ""
+        self._settle: Callable[[Outcome], None] | None = None
+        self._opens_to_refuse = 0
+        self._refused_opens_mark = False
+        self._dead = False
+
+    # What the test commands.
+
+    @property
+    def in_flight(self) -> int:
+        """How many appends are neither stored nor failed."""
+        return len(self._in_flight)
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing is taken until the log is opened for writing again."""
+        return self._failure is not None
+
+    def store(self, count: int | None = None) -> None:
+        """The oldest `count` in flight (None: all) are durable from now on; nobody is told."""
+        for _ in range(len(self._in_flight) if count is None else min(count, len(self._in_flight))):
+            self.storage.add_batch(*self._in_flight.popleft())
+            self._unreported += 1
+
+    def settle(self, count: int | None = None) -> None:
+        """The oldest `count` in flight (None: all) are stored and reported, with what was stored before."""
+        self.store(count)
+        self.report()
+
+    def refuse(self, *, report: bool = True, why: str = "no room") -> None:
+        """All that is in flight is refused, and what comes until the next opening."""
+        self.dropped += len(self._in_flight)
+        self._in_flight.clear()
+        self._fail(Failure.REFUSED, why, report)
+
+    def unknown(self, lands: int | None = 0, *, report: bool = True, why: str = "connection lost") -> None:
+        """The outcome of all that is in flight is unknown: the oldest `lands` of it (None: all) will be found
+        stored, before the marker of whoever opens next."""
+        self._lands = lands
+        self._fail(Failure.UNKNOWN, why, report)
+
+    def fence(self, term: int, lands: int | None = 0, *, report: bool = True) -> None:
+        """Another owner opens the topic with this term. Of what is in flight, the oldest `lands` stand before
+        its marker, the others nowhere; the outcome is unknown to this log."""
+        self._shut_out(lands, report)
+        self.storage.add_marker(term, OTHER_OWNERS_TOKEN)
+
+    def refuse_opens(self, times: int, *, marked: bool = False) -> None:
+        """The next so many openings fail; if `marked`, their markers are stored all the same."""
+        self._opens_to_refuse = times
+        self._refused_opens_mark = marked
+
+    def report(self) -> None:
+        """Reports what has settled and was not reported: receipts that were held back, then the failure."""
+        stored, self._unreported = self._unreported, 0
+        settle = self._settle
+        if settle is None or (not stored and self._failure is None):
+            return
+        if self._failure is not None:
+            self._settle = None
+        settle(Outcome(stored, self._failure, self._why))
+
+    def crash(self, lands: int | None = 0) -> "FaultyLog":
+        """The process ends, this log is dead, and the next process's log is returned.
+
+        Of what was in flight the oldest `lands` (None: all) are found stored; if the outcome was unknown
+        before, the number said then holds.
+        """
+        if self._failure is None:
+            self._lands = lands
+        self._land()
+        self._dead = True
+        self._settle = None
+        if self.storage.writer is self:
+            self.storage.writer = None
+        return FaultyLog(
+            self.storage,
+            automatic=self.automatic,
+            retention=self.retention,
+            replay_records=self.replay_records,
+        )
+
+    def _fail(self, failure: Failure, why: str, report: bool) -> None:
+        if self._failure is None:
+            self._failure, self._why = failure, why
+        if report:
+            self.report()
+
+    def _land(self) -> None:
+        """What is in flight is found stored, as far as it was said to be; the rest is nowhere."""
+        self.store(self._lands)
+        self._unreported = 0
+        self.dropped += len(self._in_flight)
+        self._in_flight.clear()
+
+    def _shut_out(self, lands: int | None, report: bool) -> None:
+        if self._failure is None:
+            self._lands = lands
+        stored = self._unreported
+        self._land()
+        self._unreported = stored
+        self._fail(Failure.UNKNOWN, "another owner has the topic", report)
+
+    # The contract.
+
+    @property
+    def first_index(self) -> int:
+        return self.storage.first_index
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self.storage.records))
+
+    async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
+        if self._dead:
+            raise error("INTERNAL", "a log of a process that has ended is used")
+        # From here on nothing more is heard of an earlier opening.
+        self._settle = None
+        await asyncio.sleep(0)
+        await self.opening_allowed.wait()
+        if self._opens_to_refuse:
+            self._opens_to_refuse -= 1
+            self._fail(Failure.UNKNOWN, "", report=False)
+            if self._refused_opens_mark:
+                self._land()
+                self.storage.add_marker(term, token)
+            raise error("LOG_REFUSED", "the log cannot be opened for writing")
+        other = self.storage.writer
+        if other is not None and other is not self:
+            other._shut_out(0, report=True)
+        self._land()
+        self.storage.writer = self
+        self.storage.add_marker(term, token)
+        self._lands, self._failure, self._why = 0, None, ""
+        self._settle = settle
+
+    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+        if self._failure is not None or self._dead:
+            self.dropped += 1
+            return
+        self._in_flight.append((batch, rows, column_bytes))
+        if self.automatic:
+            asyncio.get_running_loop().call_soon(self.settle)
+
+    async def replay(self, from_index: int) -> AsyncIterator[bytes]:
+        if from_index < self.first_index:
+            raise error("POSITION_TRIMMED", f"index {from_index} is gone", first_index=self.first_index)
+        chunk: list[bytes] = []
+        for record in list(self.storage.records):
+            places = self.storage.places(record)
+            if (
+                not chunk
+                and places[BASE_INDEX] + places[ROWS] <= from_index
+                and (places[ROWS] or places[BASE_INDEX] < self._end_of_messages(from_index))
+            ):
+                continue
+            chunk.append(record)
+        for at in range(0, len(chunk), self.replay_records):
+            await asyncio.sleep(0)
+            yield b"".join(chunk[at : at + self.replay_records])
+
+    def _end_of_messages(self, from_index: int) -> int:
+        # A marker in front of the message at `from_index` is left out; one behind the last message is not.
+        return self.storage.next_index + (from_index < self.storage.next_index)
+
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:
+        if from_index < self.first_index:
+            raise error("POSITION_TRIMMED", f"index {from_index} is gone", first_index=self.first_index)
+        await asyncio.sleep(0)
+        found = b""
+        for record in list(self.storage.records):
+            places = self.storage.places(record)
+            if places[BASE_INDEX] >= stop_index:
+                break
+            if not places[ROWS] or places[BASE_INDEX] + places[ROWS] <= from_index:
+                continue
+            if found and len(found) + len(record) > max_bytes:
+                break
+            found += record
+        return found
+
+    async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
+        for record in self.storage.records:
+            places = self.storage.places(record)
+            if places[PUBLISH_TIME_MS] >= publish_time_ms:
+                return min(int(places[BASE_INDEX]), stop_index)
+        return stop_index
+
+    async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
+        found = from_index + 1
+        left = size_bytes
+        for record in self.storage.records:
+            places = self.storage.places(record)
+            after = int(places[BASE_INDEX] + places[ROWS])
+            if after > from_index and left > 0:
+                left -= len(record)
+                found = max(found, after)
+        return min(found, stop_index)
+
+    def message_id(self, index: int) -> MessageId:
+        return MessageId(self.incarnation, index)
+
+    def trim(self, below_index: int) -> None:
+        self.trimmed_below = max(self.trimmed_below, below_index)
+        while self.retention and self.storage.records:
+            places = self.storage.places(self.storage.records[0])
+            after = int(places[BASE_INDEX] + places[ROWS])
+            if after >= below_index:
+                return
+            del self.storage.records[0]
+            self.storage.first_index = after
+
+    async def close(self) -> None:
+        self._settle = None

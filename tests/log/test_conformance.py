@@ -1,0 +1,75 @@
+"""Our logs, held against the suite."""
+
+import resource
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from seqdedupe.log.contract import Log
+from seqdedupe.log.embedded import EmbeddedLogs
+from tests.log.conformance import LogConformance, LogHarness
+from tests.log.faulty import FaultyLog, Storage
+
+INCARNATION = 1_700_000_000_000_000
+
+
+def unexpected(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+class EmbeddedHarness(LogHarness):
+    def __init__(self, folder: Path) -> None:
+        self._logs = EmbeddedLogs(
+            folder,
+            clock_ms=lambda: self.now_ms,
+            fatal=unexpected,
+            segment_bytes=32 * 1024,
+            retention_size_bytes=0,
+        )
+        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def open(self) -> Log:
+        await self._logs.create(INCARNATION)
+        return await self._logs.open(INCARNATION, 0)
+
+    def refuse_writes(self, log: Log) -> None:
+        # The kernel's own limit of a file's size; new segments are as small as the first one.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, self._limits[1]))
+
+    def allow_writes(self, log: Log) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+
+    async def close(self) -> None:
+        await self._logs.close()
+
+
+class FaultyHarness(LogHarness):
+    def __init__(self) -> None:
+        self._storage = Storage(INCARNATION, lambda: self.now_ms)
+
+    async def open(self) -> Log:
+        return FaultyLog(self._storage, automatic=True, retention=True)
+
+    def refuse_writes(self, log: Log) -> None:
+        assert isinstance(log, FaultyLog)
+        log.refuse()
+        log.refuse_opens(1)
+
+    def allow_writes(self, log: Log) -> None:
+        assert isinstance(log, FaultyLog)
+        log.refuse_opens(0)
+
+
+class TestEmbeddedLog(LogConformance):
+    @pytest.fixture
+    async def harness(self, tmp_path: Path) -> AsyncIterator[LogHarness]:
+        harness = EmbeddedHarness(tmp_path / "logs")
+        yield harness
+        await harness.close()
+
+
+class TestFaultyLog(LogConformance):
+    @pytest.fixture
+    def harness(self) -> LogHarness:
+        return FaultyHarness()

@@ -1,0 +1,106 @@
+"""A topic's snapshots as plain dicts, and what the store's tests share."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from seqdedupe.message_id import MessageId
+from seqdedupe.store.db import Store
+from seqdedupe.store.snapshots import Delta, Loaded, Snapshots
+from seqdedupe.store.topics import TopicRecord, TopicState
+
+INCARNATION = 1_700_000_000_000_000
+
+
+@dataclass
+class State:
+    """What loading must give: names by number, and numbers by name."""
+
+    term: int = 0
+    next_index: int = 0
+    message_id: MessageId | None = None
+    names: list[bytes] = field(default_factory=list)
+    persisted: dict[bytes, int] = field(default_factory=dict)
+    epochs: dict[bytes, int] = field(default_factory=dict)
+
+    def after(self, delta: Delta) -> "State":
+        """The state with a delta merged into it by maximum."""
+        names = self.names[: delta.first_name] + delta.names
+        persisted = {name: self.persisted.get(name, -1) for name in names}
+        epochs = {name: self.epochs.get(name, 0) for name in names}
+        for slot, number, epoch in zip(delta.slots, delta.persisted, delta.epochs, strict=True):
+            name = names[slot]
+            persisted[name] = max(persisted[name], int(number))
+            epochs[name] = max(epochs[name], int(epoch))
+        return State(delta.term, delta.next_index, delta.message_id, names, persisted, epochs)
+
+
+def state_of(loaded: Loaded | None) -> State:
+    """What was loaded, in the model's form."""
+    if loaded is None:
+        return State()
+    return State(
+        loaded.term,
+        loaded.next_index,
+        loaded.message_id,
+        loaded.names,
+        dict(zip(loaded.names, loaded.persisted.tolist(), strict=True)),
+        dict(zip(loaded.names, loaded.epochs.tolist(), strict=True)),
+    )
+
+
+def delta(
+    next_index: int,
+    changes: dict[int, tuple[int, int]],
+    *,
+    first_name: int = 0,
+    names: list[bytes] | None = None,
+    term: int = 1,
+) -> Delta:
+    """A delta with these changes: (persisted, epoch) by producer number."""
+    slots = sorted(changes)
+    return Delta(
+        term=term,
+        next_index=next_index,
+        message_id=MessageId(INCARNATION, next_index - 1) if next_index else None,
+        first_name=first_name,
+        names=names or [],
+        slots=np.array(slots, np.int32),
+        persisted=np.array([changes[slot][0] for slot in slots], np.int64),
+        epochs=np.array([changes[slot][1] for slot in slots], np.int64),
+    )
+
+
+def topic(incarnation: int = INCARNATION, state: TopicState = TopicState.ACTIVE) -> TopicRecord:
+    """The record of a topic."""
+    return TopicRecord(f"persistent://public/default/t{incarnation}", incarnation, state)
+
+
+def load(folder: Path, incarnation: int = INCARNATION) -> State:
+    """Opens the store in a folder, loads one topic's snapshot and closes it again."""
+    store = Store.open(folder)
+    try:
+        return state_of(Snapshots(store, incarnation).load())
+    finally:
+        store.close()
+
+
+async def save(store: Store, snapshots: Snapshots, change: Delta) -> None:
+    """One durable snapshot."""
+    await store.flush(snapshots.write_delta(change))
+
+
+@contextmanager
+def fast_folder() -> Iterator[Path]:
+    """A folder for a test that opens a store very often: in memory, where there is such a place."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="seqdedupe-", dir=memory if memory.is_dir() else None)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder)

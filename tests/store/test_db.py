@@ -1,0 +1,232 @@
+"""The store's topics, its lock and version, and what flush promises."""
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rocksdict import WriteBatch
+
+from seqdedupe.errors import ConfigurationError, DamagedError, UnavailableError
+from seqdedupe.store import mark
+from seqdedupe.store.db import Store
+from seqdedupe.store.records import LAST_INCARNATION, seal, topic_key
+from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.topics import TopicRecord, TopicState
+from tests.store.model import INCARNATION, State, delta, load, save, state_of, topic
+
+
+def reason(raised: pytest.ExceptionInfo[BaseException]) -> str:
+    return getattr(raised.value, "reason", "")
+
+
+def put(store: Store, key: bytes, value: bytes) -> int:
+    batch = WriteBatch(raw_mode=True)
+    batch.put(key, value)
+    return store.write(batch)
+
+
+async def test_topics_are_there_again_after_a_restart(folder: Path) -> None:
+    first = TopicRecord("persistent://a/b/ünï", 5, TopicState.CREATING, deduplication_enabled=False)
+    second = TopicRecord("persistent://a/b/c", 2**62, TopicState.DELETING)
+    store = Store.open(folder)
+    assert store.topics() == []
+    await store.put_topic(second)
+    await store.put_topic(first)
+    store.close()
+    store = Store.open(folder)
+    assert store.topics() == [first, second]
+    changed = TopicRecord(first.name, 5, TopicState.ACTIVE, deduplication_enabled=True)
+    await store.put_topic(changed)
+    assert store.topics() == [changed, second]
+    store.close()
+
+
+async def test_incarnations_rise_also_above_those_of_removed_topics(folder: Path) -> None:
+    store = Store.open(folder)
+    given = [store.next_incarnation(1000), store.next_incarnation(1000), store.next_incarnation(7)]
+    assert given == [1000, 1001, 1002]
+    await store.put_topic(topic(1002))
+    await store.remove_topic(1002)
+    store.close()
+    store = Store.open(folder)
+    assert store.topics() == []
+    assert store.next_incarnation(5) == 1003
+    assert store.next_incarnation(2000) == 2000
+    store.close()
+
+
+async def test_removing_a_topic_takes_its_snapshots_and_nothing_else(store: Store, small_pages: None) -> None:
+    topics = {number: Snapshots(store, number) for number in (INCARNATION - 1, INCARNATION, INCARNATION + 1)}
+    for incarnation, snapshots in topics.items():
+        await store.put_topic(topic(incarnation))
+        for index in range(6):
+            await save(store, snapshots, delta(index, {index: (index, 1)}, first_name=index, names=[b"%d" % index]))
+            await snapshots.compact_if_due()
+    await store.remove_topic(INCARNATION)
+    assert [record.incarnation for record in store.topics()] == [INCARNATION - 1, INCARNATION + 1]
+    left = {number: state_of(Snapshots(store, number).load()) for number in topics}
+    assert left[INCARNATION] == State()
+    assert left[INCARNATION - 1] == left[INCARNATION + 1]
+    assert left[INCARNATION + 1].persisted == {b"%d" % index: index for index in range(6)}
+
+
+OPEN_AND_WAIT = """
+import sys
+from pathlib import Path
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.store.db import Store
+try:
+    store = Store.open(Path(sys.argv[1]))
+except SeqdedupeError as e:
+    print(e.reason, flush=True)
+else:
+    print("OPEN", flush=True)
+    sys.stdin.read()
+    store.close()
+"""
+
+
+def test_a_second_process_is_refused_while_the_first_has_the_store(folder: Path) -> None:
+    command = [sys.executable, "-c", OPEN_AND_WAIT, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdin is not None
+        assert first.stdout.readline() == "OPEN\n"
+        second = subprocess.run(command, input="", stdout=subprocess.PIPE, text=True, check=True)
+        assert second.stdout == "DIRECTORY_IN_USE\n"
+        with pytest.raises(ConfigurationError) as raised:
+            Store.open(folder)
+        assert reason(raised) == "DIRECTORY_IN_USE"
+        first.stdin.close()
+    Store.open(folder).close()
+
+
+def test_two_openings_in_one_process_are_refused_and_leave_the_first_alone(store: Store, folder: Path) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        Store.open(folder)
+    assert reason(raised) == "DIRECTORY_IN_USE"
+    assert store.topics() == []
+
+
+def test_a_store_of_a_newer_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(mark, "FORMAT_VERSION", 2)
+        Store.open(folder).close()
+    with pytest.raises(DamagedError) as raised:
+        Store.open(folder)
+    assert reason(raised) == "NEWER_FORMAT"
+
+
+async def test_a_record_of_a_newer_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(folder)
+    monkeypatch.setattr("seqdedupe.store.records.FORMAT_VERSION", 2)
+    await store.put_topic(topic())
+    store.close()
+    monkeypatch.undo()
+    with pytest.raises(DamagedError) as raised:
+        Store.open(folder)
+    assert reason(raised) == "NEWER_FORMAT"
+
+
+@pytest.mark.parametrize("value", [b"", b"\0\0\0\0", b"\0\0\0\0\1", seal(b"another key", b"body")])
+async def test_a_record_that_is_not_sealed_for_its_key_is_refused(folder: Path, value: bytes) -> None:
+    store = Store.open(folder)
+    await store.flush(put(store, topic_key(5), value))
+    store.close()
+    with pytest.raises(DamagedError) as raised:
+        Store.open(folder)
+    assert reason(raised) == "STORE_DAMAGED"
+
+
+async def test_a_topic_above_the_last_incarnation_given_is_refused(folder: Path) -> None:
+    store = Store.open(folder)
+    await store.put_topic(topic(5))
+    await store.flush(put(store, LAST_INCARNATION, seal(LAST_INCARNATION, (4).to_bytes(8, "little"))))
+    store.close()
+    with pytest.raises(DamagedError):
+        Store.open(folder)
+
+
+def test_a_creation_that_was_cut_short_is_done_again(folder: Path) -> None:
+    Store.open(folder).close()
+    folder.rename(folder.with_name("store.creating"))
+    (folder.with_name("store.creating") / "DURABLE").unlink()
+    Store.open(folder).close()
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["store"]
+
+
+def test_an_empty_folder_is_used_and_any_other_is_not(folder: Path) -> None:
+    folder.mkdir()
+    Store.open(folder).close()
+    other = folder.with_name("other")
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    with pytest.raises(DamagedError) as raised:
+        Store.open(other)
+    assert reason(raised) == "STORE_DAMAGED"
+    assert [path.name for path in other.iterdir()] == ["notes.txt"]
+
+
+async def test_callers_share_flushes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs = 0
+    sync = Store._sync
+
+    def counted(self: Store, opening: object) -> None:
+        nonlocal syncs
+        syncs += 1
+        sync(self, opening)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "_sync", counted)
+    await asyncio.gather(*(store.put_topic(topic(number)) for number in range(1, 101)))
+    assert len(store.topics()) == 100
+    assert 1 <= syncs <= 2
+
+
+async def test_a_flush_that_was_running_does_not_count_for_a_later_write(folder: Path) -> None:
+    """What is durable is read from a copy of the mark, which moves only after a sync."""
+    store = Store.open(folder)
+    running = asyncio.create_task(store.put_topic(topic(1)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await store.put_topic(topic(2))
+    await running
+    copied = mark.Mark.open(shutil.copytree(folder, folder.with_name("copy")))
+    written = 4
+    assert copied.sequence == written
+    copied.close()
+    store.close()
+
+
+async def test_a_cancelled_caller_takes_no_others_flush_away(store: Store) -> None:
+    first = asyncio.create_task(store.put_topic(topic(1)))
+    second = asyncio.create_task(store.put_topic(topic(2)))
+    await asyncio.sleep(0)
+    first.cancel()
+    await second
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert len(store.topics()) == 2
+
+
+async def test_a_closed_store_takes_nothing(folder: Path) -> None:
+    store = Store.open(folder)
+    store.close()
+    store.close()
+    with pytest.raises(UnavailableError):
+        await store.put_topic(topic())
+    with pytest.raises(UnavailableError):
+        store.topics()
+
+
+async def test_durable_writes_survive_without_closing(folder: Path) -> None:
+    store = Store.open(folder)
+    await store.put_topic(topic())
+    snapshots = Snapshots(store, INCARNATION)
+    change = delta(1, {0: (7, 3)}, names=[b"a"])
+    await save(store, snapshots, change)
+    copy = shutil.copytree(folder, folder.with_name("copy"))
+    assert load(copy) == State().after(change)
+    store.close()
