@@ -7,7 +7,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from broker_sidecar.rpc import Context, Limiter, abort, parse, unary
 from broker_sidecar.topics import Topics
@@ -30,6 +29,9 @@ MAX_STREAM_IN_FLIGHT_BYTES = 16 * 1024 * 1024
 _ALL_NEW = struct.Struct("<BBBQBqBBBqBqBB")
 _ALL_NEW_ID_BYTES = 20
 _TAIL = struct.Struct("<BqBq")
+
+_FRAME_BYTES = 9
+"""`PublishStreamRequest.frame` with its tag."""
 
 
 def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
@@ -175,7 +177,7 @@ class PublishService:
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:
-            request = parse(wire.PublishRequest, data)
+            request = _parse_publish(wire.PublishRequest, publish_pb2.PublishRequest, data)
             topic = self._topics.get(request.topic)
             if not topic.has_room():
                 raise error("QUEUE_FULL", f"topic {topic.name} has too much in flight")
@@ -212,6 +214,8 @@ class PublishService:
         topic = self._topics.get(request.topic)
         stream = _Stream(topic)
         writer = asyncio.ensure_future(_write_answers(context, stream))
+        # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
+        writer.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             if request.batch or request.frame:
                 stream.admit(request.frame, request.batch)
@@ -242,8 +246,23 @@ async def _write_answers(context: Context, stream: _Stream) -> None:
             await context.write(stream.take_unsent())
 
 
+def _parse_publish(alias: Any, published: Any, data: bytes) -> Any:
+    """A request with the batch as bytes. Raises MALFORMED_MESSAGE.
+
+    A batch in several pieces is legal, protobuf merges them, but the alias schema shows only the last one. So a
+    request that is not as long as its parts is read with the published schema.
+    """
+    request = parse(alias, data)
+    frame = _FRAME_BYTES if alias is wire.PublishStreamRequest and request.frame else 0
+    if len(data) != frame + _field_bytes(len(request.topic.encode())) + _field_bytes(len(request.batch)):
+        request.batch = parse(published, data).batch.SerializeToString()
+    return request
+
+
 def _parse_frame(data: bytes) -> Any:
-    try:
-        return wire.PublishStreamRequest.FromString(data)
-    except DecodeError as e:
-        raise error("MALFORMED_MESSAGE", "a message of the stream is not a PublishStreamRequest") from e
+    return _parse_publish(wire.PublishStreamRequest, publish_pb2.PublishStreamRequest, data)
+
+
+def _field_bytes(size: int) -> int:
+    """How long a field of so many bytes is encoded, with a tag of one byte."""
+    return size and 1 + len(wire.varint(size)) + size

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from broker_sidecar import admin, logs, publish, read
 from broker_sidecar.config import Config
+from broker_sidecar.memory import keep_freed_memory
 from broker_sidecar.rpc import Limiter
 from broker_sidecar.topics import Topics
 from seqdedupe.errors import SeqdedupeError, error
@@ -39,7 +40,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Sidecar:
-    """A sidecar in this process. `start` returns when every topic serves; `stop` drains."""
+    """A sidecar in this process."""
 
     def __init__(self, config: Config, *, rebuild_store: bool = False) -> None:
         self._config = config
@@ -49,15 +50,20 @@ class Sidecar:
         self._timer: asyncio.Task[None] | None = None
         self.address = ""
 
-    async def start(self) -> None:
-        """Recovers every topic, then listens. Raises `SeqdedupeError` with nothing left running."""
+    async def listen(self) -> None:
+        """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
+        await self._health.set("", NOT_SERVING)
         self._topics = Topics(self._config, self._topic_changed)
         try:
-            await self._topics.start(self._rebuild_store)
+            await self._topics.open_all(self._rebuild_store)
             await self._listen()
         except BaseException:
             await self._topics.close()
             raise
+
+    async def recover(self) -> None:
+        """Recovers every topic; then health says SERVING. Raises `DamagedError`."""
+        await self._topics.recover_all()
         self._timer = asyncio.ensure_future(self._topics.take_time_snapshots())
         await self._health.set("", SERVING)
 
@@ -110,9 +116,16 @@ async def _serve(config: Config, rebuild_store: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     sidecar = Sidecar(config, rebuild_store=rebuild_store)
-    await sidecar.start()
-    logger.info("serving", extra={"address": sidecar.address})
-    await stopping.wait()
+    await sidecar.listen()
+    logger.info("listening", extra={"address": sidecar.address})
+    recovery = asyncio.ensure_future(sidecar.recover())
+    stop = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if recovery.done():
+        recovery.result()
+        logger.info("serving", extra={"address": sidecar.address})
+        await stop
+    recovery.cancel()
     logger.info("draining")
     await sidecar.stop()
     logger.info("stopped")
@@ -120,6 +133,7 @@ async def _serve(config: Config, rebuild_store: bool) -> None:
 
 def run(config: Config, *, rebuild_store: bool = False) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. An error at the start is one clear line."""
+    keep_freed_memory()
     logs.configure(config.log_level, config.log_format)
     try:
         Path(config.data_directory).mkdir(parents=True, exist_ok=True)

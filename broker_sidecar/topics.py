@@ -46,7 +46,9 @@ class Topics:
         self._live: dict[str, Topic] = {}
         self._records: dict[str, TopicRecord] = {}
         self._creating: dict[str, asyncio.Task[Topic]] = {}
-        data = Path(config.data_directory)
+        self._state_changed = asyncio.Event()
+        self._late_recoveries: set[asyncio.Task[None]] = set()
+        self._data = data = Path(config.data_directory)
         size = config.default_retention_size_in_mb
         minutes = config.default_retention_time_in_minutes
         self._store = Store.open(data / "store")
@@ -61,34 +63,55 @@ class Topics:
 
     # -- start and end -----------------------------------------------------------------------------------------
 
-    async def start(self, rebuild_store: bool) -> None:
-        """Opens and recovers every topic. Raises `DamagedError`: the sidecar must not serve then."""
-        records = self._store.topics()
-        known = {record.incarnation for record in records}
+    async def open_all(self, rebuild_store: bool) -> None:
+        """Opens the store and every log. Raises `DamagedError`: the sidecar must not serve then."""
+        known = {record.incarnation for record in self._store.topics()}
         for incarnation in self._logs.incarnations():
             if incarnation not in known:
                 await self._orphan(incarnation, rebuild_store)
-        records = self._store.topics()
-        for record in records:
+        for record in self._store.topics():
             if record.state is TopicState.DELETING:
                 await self._finish_delete(record)
             else:
-                await self._start_topic(record)
+                await self._open_topic(record)
+
+    async def recover_all(self) -> None:
+        """Recovers every topic, returns when none is RECOVERING any more. Raises `DamagedError`.
+
+        A topic whose log cannot be written now goes on trying by itself, beside this.
+        """
+        recoveries = {asyncio.ensure_future(topic.recover()) for topic in self._live.values()}
+        while any(topic.state is State.RECOVERING for topic in self._live.values()):
+            changed = asyncio.ensure_future(self._state_changed.wait())
+            done, _ = await asyncio.wait({*recoveries, changed}, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            self._state_changed.clear()
+            for recovery in done & recoveries:
+                recoveries.discard(recovery)
+                recovery.result()
+        self._late_recoveries = recoveries
 
     async def _orphan(self, incarnation: int, rebuild_store: bool) -> None:
+        name_file = self._name_file(incarnation)
+        name = topic_name(name_file.read_text()) if name_file.exists() else f"log {incarnation}"
         if not rebuild_store:
             raise error(
                 "STORE_MISSING",
-                f"there is a log of a topic (incarnation {incarnation}) of which the store knows nothing",
+                f"there is a log of the topic {name}, of which the store knows nothing",
+                topic=name,
                 incarnation=incarnation,
             )
-        name = topic_name(f"rebuilt-{incarnation}")
-        logger.warning("making a record for the log %d anew, as %s, from all that is left in it", incarnation, name)
-        await self._store.put_topic(TopicRecord(name, incarnation, TopicState.ACTIVE))
+        logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
+        await self._store.put_topic(TopicRecord(topic_name(name), incarnation, TopicState.ACTIVE))
 
-    async def _start_topic(self, record: TopicRecord) -> Topic:
+    def _name_file(self, incarnation: int) -> Path:
+        """Where a log's folder says which topic it is of, for the case that the store is lost."""
+        return self._data / "logs" / str(incarnation) / "topic"
+
+    async def _open_topic(self, record: TopicRecord) -> Topic:
         if record.state is TopicState.CREATING:
             await self._logs.create(record.incarnation)
+            self._name_file(record.incarnation).write_text(record.name)
             record = replace(record, state=TopicState.ACTIVE)
             await self._store.put_topic(record)
         snapshots = Snapshots(self._store, record.incarnation)
@@ -108,12 +131,12 @@ class Topics:
         self._live[record.name] = topic
         self._records[record.name] = record
         self._topic_changed(topic)
-        await topic.recover()
         return topic
 
     def _topic_changed(self, topic: Topic) -> None:
         logger.info("topic %s is %s%s", topic.name, topic.state.name, f": {topic.why}" if topic.why else "")
         self._on_state(topic.name, topic.state)
+        self._state_changed.set()
 
     async def take_time_snapshots(self) -> None:
         """Takes a snapshot of every topic with news, every `deduplication_snapshot_interval_seconds`, for ever."""
@@ -127,6 +150,8 @@ class Topics:
     async def drain(self) -> None:
         """Takes nothing more; settles what is in flight; durable snapshots; closes."""
         self.is_draining = True
+        for recovery in self._late_recoveries:
+            recovery.cancel()
         await asyncio.gather(*(topic.drain() for topic in self._live.values()))
         await self.close()
 
@@ -183,10 +208,12 @@ class Topics:
         record = TopicRecord(full, incarnation, TopicState.CREATING, deduplicate)
         await self._store.put_topic(record)
         try:
-            return await self._start_topic(record)
+            topic = await self._open_topic(record)
+            await topic.recover()
+            return topic
         except SeqdedupeError:
-            if topic := self._live.pop(full, None):
-                await topic.close("it could not be created")
+            if broken := self._live.pop(full, None):
+                await broken.delete()
             await self._finish_delete(record)
             raise
 
@@ -197,7 +224,7 @@ class Topics:
         await self._store.put_topic(record)
         if self._live.pop(topic.name, None) is None:
             raise error("TOPIC_NOT_FOUND", f"the topic {topic.name} is being deleted already", topic=topic.name)
-        await topic.close("the topic was deleted")
+        await topic.delete()
         await self._finish_delete(record)
         self._on_state(topic.name, None)
 

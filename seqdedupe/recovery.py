@@ -16,7 +16,7 @@ from seqdedupe.core.records import END, FULL, TOKEN_BYTES, marker_token, new_tab
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Log, Outcome
 
-log_of_recovery = logging.getLogger("seqdedupe.recovery")
+logger = logging.getLogger("seqdedupe.recovery")
 
 RECORDS_A_STEP = 8192
 """So many scanned records are merged at once, in one step of the event loop."""
@@ -112,8 +112,10 @@ async def take_over(
     written with a higher term. If `confirmed_index` is above 0, the record before it must be there: if it is not, the
     end of the log is gone, which is LOG_DAMAGED. Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
     """
-    replay = _Replay(log, max(confirmed_index - 1, 0), merge, skip_below=confirmed_index)
+    replay = _Replay(log, max(confirmed_index - 1, log.first_index), merge, skip_below=confirmed_index)
     while True:
+        if term > MAX_TERM:
+            raise error("INTERNAL", f"the topic {name} has had {MAX_TERM} owners: that is the last term")
         token = random_bytes(TOKEN_BYTES)
         await log.open_for_writing(term, token, settle)
         await replay.run()
@@ -129,8 +131,12 @@ async def take_over(
             raise damaged("the marker that was just written is not in it", replay.next_index)
         highest = max((t for other, t in replay.tokens.items() if other != token), default=0)
         if highest < term:
-            log_of_recovery.info(
-                "recovered topic=%s term=%d rows=%d next_index=%d", name, term, replay.rows, replay.next_index
+            logger.info(
+                "recovered topic %s in term %d: %d messages read, up to index %d",
+                name,
+                term,
+                replay.rows,
+                replay.next_index,
             )
             return Ownership(term, replay.next_index)
         term = highest + 1

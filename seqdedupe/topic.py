@@ -144,6 +144,9 @@ class Topic:
         self._settled = _Broadcast()
         self._confirmed = _Broadcast()
         self._tasks: set[asyncio.Task[None]] = set()
+        # Without a snapshot everything that is left in the log is read.
+        self.confirmed_index = self.next_index = log.first_index
+        self._closed_because = "DRAINING"
         if loaded is not None:
             self.producers.load(loaded.names, loaded.persisted, loaded.epochs)
             self.term = loaded.term
@@ -186,12 +189,12 @@ class Topic:
             logger.error("a task of topic %s failed", self.name, exc_info=task.exception())
 
     def check_serving(self) -> None:
-        """Raises RECOVERING, LOG_REFUSED or DRAINING unless the topic takes messages."""
+        """Raises RECOVERING, LOG_REFUSED, DRAINING or TOPIC_NOT_FOUND unless the topic takes messages."""
         if self.state is not State.SERVING:
             reason = {
                 State.RECOVERING: "RECOVERING",
                 State.READ_ONLY: "LOG_REFUSED",
-                State.DRAINING: "DRAINING",
+                State.DRAINING: self._closed_because,
             }[self.state]
             raise error(reason, f"topic {self.name} takes no messages now: {self.why}")
 
@@ -415,6 +418,11 @@ class Topic:
         if was_owner:
             await self.snapshot_in_background()
         await self.close("the sidecar is shutting down")
+
+    async def delete(self) -> None:
+        """`close`, for good: whoever still uses the topic is told that it is not there."""
+        self._closed_because = "TOPIC_NOT_FOUND"
+        await self.close("it was deleted")
 
     async def close(self, why: str) -> None:
         """Lets go of the log at once. Frames in flight are answered with OUTCOME_UNKNOWN."""

@@ -106,6 +106,7 @@ class Producer(ProducerBase):
         self._handed_over_batches = self._handed_over_bytes = 0
         self._settled_batches = self._settled_bytes = 0
         self._settled = threading.Event()
+        self._is_watched = False  # under the lock: the loop looks after the batch that is being gathered
 
     def __enter__(self) -> Self:
         self.open()
@@ -187,20 +188,25 @@ class Producer(ProducerBase):
             return
         if self._handed_over_batches == self._settled_batches:
             self._builder.seal()
-        else:
+        elif not self._is_watched:
+            self._is_watched = True
             loop = _event_loop()
-            loop.call_soon_threadsafe(
-                loop.call_later, self._config.linger_ms / 1000, self._seal_lingering, self._builder.pending
-            )
+            loop.call_soon_threadsafe(self._watch, self._builder.pending)
 
-    def _seal_lingering(self, pending: PendingBatch) -> None:
-        """On the loop's thread: the batch has waited long enough. If a caller is at it, a little longer."""
-        if not self._lock.acquire(blocking=False):
-            _event_loop().call_later(self._config.linger_ms / 1000, self._seal_lingering, pending)
+    def _watch(self, pending: PendingBatch) -> None:
+        """On the loop's thread: looks after a while whether this batch still lingers, and so on while there is any."""
+        _event_loop().call_later(self._config.linger_ms / 1000, self._look, pending)
+
+    def _look(self, pending: PendingBatch) -> None:
+        if not self._lock.acquire(blocking=False):  # a caller is at it, and the loop must not wait
+            self._watch(pending)
             return
         try:
             if self._builder.pending is pending:
                 self._builder.seal()
+            self._is_watched = not self._builder.is_empty
+            if self._is_watched:
+                self._watch(self._builder.pending)
         finally:
             self._lock.release()
 

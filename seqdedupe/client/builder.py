@@ -33,7 +33,7 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 _MILLISECOND = timedelta(milliseconds=1)
 
 Payloads = Binary | Sequence[bytes | None]
-Keys = Binary | Sequence[bytes | None]
+Keys = Binary | Sequence[bytes | str | None]
 Numbers = npt.NDArray[np.int64] | Sequence[int]
 Properties = Mapping[str, str]
 
@@ -113,10 +113,7 @@ class Builder:
         size = len(payload or b"")
         if size > MAX_PAYLOAD_BYTES:
             raise _payload_too_large(size)
-        if isinstance(key, str):
-            key = _utf8("key", key)
-        elif key is not None:
-            key = _bytes_of("key", key)
+        key = _key(key)
         event_time_ms = _milliseconds(event_time)
         properties = _copy(properties)
         size += len(key or b"") + ROW_OVERHEAD_BYTES
@@ -189,7 +186,7 @@ class Builder:
             raise error("INVALID_BATCH", f"a batch has {max(rows, 0)} rows: it should have 1 to {MAX_BATCH_ROWS}")
         batch.sequence_ids = self._check_ids(sequence_ids, rows)
         if keys is not None:
-            batch.keys = keys if isinstance(keys, Binary) else Binary.of(keys)
+            batch.keys = keys if isinstance(keys, Binary) else Binary.of([_key(key) for key in keys])
         if event_times_ms is not None:
             times = np.ascontiguousarray(event_times_ms, np.int64)
             batch.event_times_ms = times if times.any() else NO_INT64S
@@ -300,6 +297,12 @@ def _bytes_of(what: str, value: object) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     raise error("INVALID_REQUEST", f"a {what} is bytes, not {type(value).__name__}")
+
+
+def _key(key: bytes | str | None) -> bytes | None:
+    if isinstance(key, str):
+        return _utf8("key", key)
+    return None if key is None else _bytes_of("key", key)
 
 
 def _utf8(what: str, value: object) -> bytes:

@@ -50,6 +50,8 @@ _PAYLOAD_CRC_AT = _COLUMN_CRC_AT + 5
 _BODY_AT = _CHECKED_END + _CHECKSUMS.size
 
 _RECORDS_TAG = 0x0A
+_COLUMN_CRC_TAG = 9 << 3 | 5
+_PAYLOAD_CRC_TAG = 10 << 3 | 5
 _MARKER_TAG = 14 << 3 | 2
 _BATCH_TAG = 15 << 3 | 2
 _MARKER = struct.Struct("<BqBB16s")
@@ -120,7 +122,7 @@ def record_header(
     view = memoryview(body)
     column_crc = google_crc32c.extend(google_crc32c.value(checked + tag_and_length), bytes(view[:column_bytes]))
     payload_crc = google_crc32c.value(bytes(view[column_bytes:]))
-    return checked + _CHECKSUMS.pack(9 << 3 | 5, column_crc, 10 << 3 | 5, payload_crc) + tag_and_length
+    return checked + _CHECKSUMS.pack(_COLUMN_CRC_TAG, column_crc, _PAYLOAD_CRC_TAG, payload_crc) + tag_and_length
 
 
 def batch_header(
@@ -226,6 +228,9 @@ def scan_record(raw, at, incarnation, file_offset, places):  # type: ignore[no-u
     column_bytes = load32(raw, at + _COLUMN_BYTES_AT)
     if (
         int(raw[at]) != _RECORDS_TAG
+        # The checksum does not cover its own tag and the next one's.
+        or int(raw[at + _COLUMN_CRC_AT - 1]) != _COLUMN_CRC_TAG
+        or int(raw[at + _PAYLOAD_CRC_AT - 1]) != _PAYLOAD_CRC_TAG
         or body_size < 0
         or size != HEADER_BYTES - _LENGTH_END + body_size
         or column_bytes < 0

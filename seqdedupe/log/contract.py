@@ -76,9 +76,10 @@ class Log(Protocol):
     def replay(self, from_index: int) -> AsyncIterator[bytes]:
         """All records from the one that holds this index on, markers too, up to the end there is now.
 
+        At `first_index` that is everything, the markers before the first message as well.
         Chunks of whole records. For recovery: whether the end was cut short is checked, payloads are not. With the
         index of the next message it yields what markers stand behind the last one. Raises `PositionError`
-        (POSITION_TRIMMED) if the index is no longer there.
+        (POSITION_TRIMMED) if the index is no longer there, (POSITION_UNKNOWN) if it is above the next one.
         """
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:

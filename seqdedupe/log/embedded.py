@@ -210,7 +210,7 @@ class EmbeddedLog:
         first = self._place_of(from_index - 1 if at_end else from_index)
         wanted = [(segment, segment.end) for segment in self._segments[first:]]
         offset, index = wanted[0][0].before_index(from_index)
-        skipping = True
+        skipping = from_index > self.first_index
         for i, (segment, end) in enumerate(wanted):
             if i:
                 offset = 0

@@ -159,16 +159,17 @@ class Segment:
         """Up to here the file was scanned and `points` are complete."""
 
     def read(self, offset: int, end: int, next_index: int, size: int, payloads: bool) -> Piece:
-        """`read_piece` of this file, for use in any thread. Raises LOG_DAMAGED unless it gives what is asked for.
+        """`read_piece` of this file, for use in any thread. It ends before damage.
 
-        Raises FileNotFoundError if retention was faster.
+        Raises LOG_DAMAGED or NEWER_FORMAT if the first record cannot be read, FileNotFoundError if retention
+        was faster.
         """
         file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             piece = read_piece(file, self.incarnation, offset, end, next_index, size=size, payloads=payloads)
         finally:
             os.close(file)
-        if piece.why != records.END:
+        if not piece.size:
             raise damaged(self.path, piece.end, WHAT_STANDS_THERE[piece.why], piece.why)
         return piece
 

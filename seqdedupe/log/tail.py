@@ -62,10 +62,10 @@ def open_segments(folder: Path, incarnation: int, covered_index: int) -> tuple[l
     bases = base_indexes(folder) if folder.exists() else []
     if not bases:
         raise error("LOG_DAMAGED", f"{folder} has no segment files", file=folder)
-    if bases[0] >= max(covered_index, 1):
+    if 0 < covered_index <= bases[0]:
         raise error(
             "LOG_DAMAGED",
-            f"{folder} begins with index {bases[0]}: messages from {max(covered_index - 1, 0)} on should be there",
+            f"{folder} begins with index {bases[0]}: messages from {covered_index - 1} on should be there",
             file=folder,
             first_index=bases[0],
             covered_index=covered_index,

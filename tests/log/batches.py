@@ -12,11 +12,7 @@ def encoded_batch(first_id: int, rows: int, payload_bytes: int = 10) -> tuple[by
         previous_sequence_ids=[first_id - 1],
         sequence_ids=range(first_id, first_id + rows),
     )
-    payloads = b"".join(
-        (i % 251).to_bytes(1, "big") * payload_bytes for i in range(first_id, first_id + rows)
-    )
-    rest = batch_pb2.Batch(payload_offsets=range(0, payload_bytes * rows + 1, payload_bytes), payloads=payloads)
-    if not payload_bytes:
-        rest = batch_pb2.Batch(payload_offsets=[0] * (rows + 1))
-    column_part = columns.SerializeToString()
-    return column_part + rest.SerializeToString(), rows, len(column_part)
+    payloads = [bytes([i % 251]) * payload_bytes for i in range(first_id, first_id + rows)]
+    rest = batch_pb2.Batch(payload_offsets=[payload_bytes * i for i in range(rows + 1)], payloads=b"".join(payloads))
+    encoded = columns.SerializeToString()
+    return encoded + rest.SerializeToString(), rows, len(encoded)

@@ -248,29 +248,28 @@ class FaultyLog:
             asyncio.get_running_loop().call_soon(self.settle)
 
     async def replay(self, from_index: int) -> AsyncIterator[bytes]:
-        if from_index < self.first_index:
-            raise error("POSITION_TRIMMED", f"index {from_index} is gone", first_index=self.first_index)
-        chunk: list[bytes] = []
-        for record in list(self.storage.records):
-            places = self.storage.places(record)
-            if (
-                not chunk
-                and places[BASE_INDEX] + places[ROWS] <= from_index
-                and (places[ROWS] or places[BASE_INDEX] < self._end_of_messages(from_index))
-            ):
-                continue
-            chunk.append(record)
-        for at in range(0, len(chunk), self.replay_records):
+        self._check_is_there(from_index)
+        everything = list(self.storage.records)
+        start = 0
+        if from_index > self.first_index:
+            at_end = from_index == self.storage.next_index
+            for record in everything:
+                places = self.storage.places(record)
+                if places[BASE_INDEX] + (0 if at_end else places[ROWS] - 1) >= from_index:
+                    break
+                start += 1
+        for at in range(start, len(everything), self.replay_records):
             await asyncio.sleep(0)
-            yield b"".join(chunk[at : at + self.replay_records])
+            yield b"".join(everything[at : at + self.replay_records])
 
-    def _end_of_messages(self, from_index: int) -> int:
-        # A marker in front of the message at `from_index` is left out; one behind the last message is not.
-        return self.storage.next_index + (from_index < self.storage.next_index)
+    def _check_is_there(self, index: int) -> None:
+        if index < self.first_index:
+            raise error("POSITION_TRIMMED", f"index {index} is gone", first_index=self.first_index)
+        if index > self.storage.next_index:
+            raise error("POSITION_UNKNOWN", f"index {index} is behind the end")
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:
-        if from_index < self.first_index:
-            raise error("POSITION_TRIMMED", f"index {from_index} is gone", first_index=self.first_index)
+        self._check_is_there(from_index)
         await asyncio.sleep(0)
         found = b""
         for record in list(self.storage.records):

@@ -1,0 +1,83 @@
+"""The check: every message of the topic against the CSV file, which is read here anew, in another way."""
+
+import json
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import islice
+from typing import Protocol
+
+from demo.flights import ORIGINS, archive
+
+
+class Message(Protocol):
+    """What is looked at of a message."""
+
+    @property
+    def payload(self) -> bytes | None: ...
+    @property
+    def key(self) -> bytes | None: ...
+    @property
+    def event_time(self) -> datetime | None: ...
+    @property
+    def producer_name(self) -> str: ...
+    @property
+    def sequence_id(self) -> int: ...
+
+
+@dataclass
+class Tally:
+    """One producer's flights, by origin; `fields` were compared, `wrong` ones differ, `disordered` messages came late."""
+
+    in_the_log: int = 0
+    missing: int = 0
+    doubled: int = 0
+    fields: int = 0
+    wrong: int = 0
+    disordered: int = 0
+    last: int = field(default=-1, repr=False)
+
+
+def check(messages: Iterable[Message], flights: int) -> dict[str, Tally]:
+    """Compares the messages with the first `flights` of the file: each once, each field, each producer's in order."""
+    header, lines = _lines(flights)
+    tallies = {origin: Tally() for origin in ORIGINS}
+    copies = bytearray(len(lines))
+    for message in messages:
+        tally = tallies.setdefault(message.producer_name, Tally())
+        number = message.sequence_id
+        tally.in_the_log += 1
+        if not 0 <= number < len(lines):
+            tally.wrong += 1
+            continue
+        tally.doubled += copies[number] > 0
+        copies[number] = min(copies[number] + 1, 255)
+        tally.disordered += number <= tally.last
+        tally.last = max(tally.last, number)
+        expected = dict(zip(header, lines[number].split(","), strict=True))
+        tally.fields += len(header)
+        tally.wrong += _differences(message, expected)
+    origin = header.index("origin")
+    for number, seen in enumerate(copies):
+        if not seen:
+            tallies[lines[number].split(",")[origin]].missing += 1
+    return tallies
+
+
+def _lines(flights: int) -> tuple[list[str], list[str]]:
+    with zipfile.ZipFile(archive()) as opened:
+        text = opened.read("flights.csv").decode()
+    if '"' in text:
+        raise ValueError("the file quotes fields: splitting its lines at commas is not enough")
+    lines = iter(text.splitlines())
+    return next(lines).split(","), list(islice(lines, flights))
+
+
+def _differences(message: Message, expected: dict[str, str]) -> int:
+    """How many fields of the payload, the key, the event time and the producer's name differ from the file."""
+    found = json.loads(message.payload or b"{}")
+    differences = sum(found.get(name) != value for name, value in expected.items()) + len(found.keys() - expected)
+    differences += message.key != expected["tailnum"].encode()
+    differences += message.event_time != datetime.fromisoformat(expected["time_hour"])
+    return differences + (message.producer_name != expected["origin"])

@@ -1,0 +1,97 @@
+"""A TCP proxy before a sidecar, for faults on the way."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+_CHUNK_BYTES = 65_536
+
+
+class Proxy:
+    """Passes bytes on between clients and `target` (`host:port`), until told otherwise. Lives on the test's loop."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self.swallows_answers = False
+        """From now on nothing that the sidecar says reaches its clients."""
+        self.refuses = False
+        """New connections are closed at once."""
+        self.connections = 0
+        self.swallowed_bytes = 0
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def address(self) -> str:
+        assert self._server is not None
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Resets all connections. What is on the way is lost."""
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    def stall(self) -> None:
+        """Nothing passes any more, in either direction, and nobody is told."""
+        self._flows.clear()
+
+    def go_on(self) -> None:
+        """Ends a stall."""
+        self._flows.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.refuses:
+            writer.transport.abort()
+            return
+        self.connections += 1
+        try:
+            there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
+        except OSError:
+            writer.transport.abort()
+            return
+        pair = {writer, there_writer}
+        self._writers |= pair
+        for source, sink, is_answer in ((reader, there_writer, False), (there_reader, writer, True)):
+            task = asyncio.create_task(self._pass(source, sink, is_answer, pair))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pass(
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        is_answer: bool,
+        pair: set[asyncio.StreamWriter],
+    ) -> None:
+        try:
+            while data := await source.read(_CHUNK_BYTES):
+                await self._flows.wait()
+                if is_answer and self.swallows_answers:
+                    self.swallowed_bytes += len(data)
+                    continue
+                sink.write(data)
+                await sink.drain()
+        except ConnectionError:
+            pass
+        finally:
+            for writer in pair:
+                writer.transport.abort()
+            self._writers -= pair

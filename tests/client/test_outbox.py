@@ -1,0 +1,435 @@
+"""The outbox against a model of the sidecar: whatever is refused, lost or overtaken, all is stored once, in order."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqdedupe.batch import Binary, single_producer
+from seqdedupe.client.outbox import Outbox
+from seqdedupe.client.receipts import PendingBatch, ReceiptColumns, Verdict
+from seqdedupe.errors import DataLossError, FencedError, InvalidRequestError, SeqdedupeError, error
+from seqdedupe.message_id import MessageId
+
+INCARNATION = 77
+NO_ID = MessageId(-1, -1, -1)
+
+
+def pending_batch(*sequence_ids: int) -> PendingBatch:
+    pending = PendingBatch()
+    ids = np.array(sequence_ids, np.int64)
+    pending.seal(single_producer(b"p", 0, -1, ids, Binary.of_all([b""] * len(ids))), 100)
+    return pending
+
+
+def receipt(verdicts: list[int], first_index: int = -1, known: dict[int, int] | None = None) -> ReceiptColumns:
+    first = MessageId(INCARNATION, first_index) if first_index >= 0 else NO_ID
+    known = known or {}
+    indexes = np.array(list(known.values()), np.int64)
+    return ReceiptColumns(
+        np.array(verdicts, np.uint8),
+        first_index,
+        first,
+        np.array(list(known), np.uint32),
+        indexes,
+        np.full(len(known), INCARNATION, np.int64),
+        indexes,
+        np.zeros(0, np.int32),
+    )
+
+
+def opened(persisted: int = -1, outbox_class: type[Outbox] = Outbox) -> Outbox:
+    outbox = outbox_class()
+    outbox.open(INCARNATION, 1, persisted)
+    return outbox
+
+
+def send(outbox: Outbox) -> tuple[int, PendingBatch]:
+    frame = outbox.next_frame()
+    assert frame is not None
+    return frame
+
+
+class Model:
+    """A sidecar and its log for one producer, as plain as can be."""
+
+    def __init__(self) -> None:
+        self.log: list[int] = []
+        self.pushed = self.persisted = -1
+        self.in_flight: list[tuple[int, list[int], list[int]]] = []  # frame, verdicts, new ids
+        self.answers: list[tuple[int, ReceiptColumns | SeqdedupeError]] = []
+
+    def admit(self, frame: int, ids: list[int], link: int) -> None:
+        assert link < ids[0]
+        if ids[0] > self.pushed and link > self.pushed:
+            self.answers.append((frame, error("PREDECESSOR_MISSING", "a predecessor is missing")))
+            return
+        verdicts, new = [], []
+        for sequence_id in ids:
+            if sequence_id > self.pushed:
+                verdicts.append(Verdict.NOT_DUP)
+                new.append(sequence_id)
+                self.pushed = sequence_id
+            else:
+                verdicts.append(Verdict.DUP if sequence_id <= self.persisted else Verdict.UNKNOWN)
+        if new:
+            self.in_flight.append((frame, [int(v) for v in verdicts], new))
+        else:
+            self.answers.append((frame, receipt([int(v) for v in verdicts], known=self.known(ids, verdicts))))
+
+    def known(self, ids: list[int], verdicts: list[Verdict]) -> dict[int, int]:
+        return {
+            row: self.log.index(sequence_id)
+            for row, (sequence_id, verdict) in enumerate(zip(ids, verdicts, strict=True))
+            if verdict == Verdict.DUP and sequence_id in self.log
+        }
+
+    def commit(self, frames: int, is_heard: bool = True) -> None:
+        for frame, verdicts, new in self.in_flight[:frames]:
+            first_index = len(self.log)
+            self.log += new
+            self.persisted = new[-1]
+            if is_heard:
+                verdicts = [] if len(new) == len(verdicts) else verdicts
+                self.answers.append((frame, receipt(verdicts, first_index)))
+        del self.in_flight[:frames]
+
+    def fail(self) -> None:
+        """The log refuses what is in flight."""
+        for frame, _, _ in self.in_flight:
+            self.answers.append((frame, error("LOG_REFUSED", "the disk is full")))
+        self.in_flight.clear()
+        self.pushed = self.persisted
+
+    def crash(self, stored: int) -> None:
+        """kill -9: so much of what is in flight reached the disk."""
+        self.commit(stored, is_heard=False)
+        self.in_flight.clear()
+        self.answers.clear()
+        self.pushed = self.persisted
+
+
+class Run:
+    """An outbox, a stream that keeps its order, and the model."""
+
+    def __init__(self, seed: int, outbox_class: type[Outbox]) -> None:
+        self.random = random.Random(seed)
+        self.model = Model()
+        self.outbox = opened(outbox_class=outbox_class)
+        self.wire: list[tuple[int, list[int], int]] = []
+        self.old_wires: list[list[tuple[int, list[int], int]]] = []  # of broken streams: they may still arrive
+        self.sent: list[PendingBatch] = []
+        self.next_id = 0
+
+    def add(self) -> None:
+        ids = []
+        for _ in range(self.random.randint(1, 4)):
+            self.next_id += self.random.choice((0, 0, 0, 5))
+            ids.append(self.next_id)
+            self.next_id += 1
+        pending = pending_batch(*ids)
+        self.sent.append(pending)
+        self.outbox.add(pending)
+
+    def transmit(self) -> None:
+        if self.outbox.must_rewind and not self.outbox.unanswered:
+            self.outbox.rewind()
+        frame = self.outbox.next_frame()
+        if frame is not None:
+            number, pending = frame
+            self.wire.append((number, pending.sequence_ids.tolist(), pending.previous_sequence_id))
+
+    def deliver(self) -> None:
+        if self.wire:
+            self.model.admit(*self.wire.pop(0))
+
+    def deliver_late(self) -> None:
+        for wire in self.old_wires:
+            if wire and self.random.random() < 0.5:
+                self.model.admit(*wire.pop(0))
+
+    def commit(self) -> None:
+        self.model.commit(self.random.randint(0, len(self.model.in_flight)))
+
+    def answer(self) -> None:
+        if self.model.answers:
+            frame, answer = self.model.answers.pop(self.random.randrange(len(self.model.answers)))
+            if isinstance(answer, ReceiptColumns):
+                self.outbox.receipt(frame, answer)
+            else:
+                self.outbox.refused(frame, answer)
+
+    def fail(self) -> None:
+        self.model.fail()
+
+    def reconnect(self) -> None:
+        """Open answers when what is in flight has settled; what is on the wire may arrive later."""
+        self.old_wires.append(self.wire)
+        self.wire = []
+        if self.random.random() < 0.5:
+            self.model.crash(self.random.randint(0, len(self.model.in_flight)))
+            self.old_wires.clear()
+        self.model.commit(len(self.model.in_flight))
+        self.model.answers.clear()
+        self.outbox.open(INCARNATION, 1, self.model.persisted)
+
+    def play(self, steps: int) -> None:
+        usual = [self.add, self.transmit, self.transmit, self.deliver, self.deliver, self.commit, self.answer]
+        rare = [self.fail, self.reconnect, self.deliver_late, self.deliver_late]
+        for _ in range(steps):
+            self.random.choice(usual * 3 + rare)()
+
+    def finish(self) -> None:
+        for _ in range(20 * len(self.sent) + 20):
+            for act in (self.transmit, self.deliver, self.answer):
+                act()
+            self.model.commit(len(self.model.in_flight))
+        assert not len(self.outbox), "something never gets its receipt"
+
+    def check(self) -> None:
+        ids = [sequence_id for pending in self.sent for sequence_id in pending.sequence_ids.tolist()]
+        assert self.model.log == ids
+        for pending in self.sent:
+            result = pending.result()
+            for row in range(len(result)):
+                published = result[row]
+                assert published.verdict in (Verdict.NOT_DUP, Verdict.DUP)
+                assert published.index >= 0
+                assert self.model.log[published.index] == published.sequence_id
+                assert published.message_id == MessageId(INCARNATION, published.index)
+
+
+def simulate(seed: int, outbox_class: type[Outbox] = Outbox) -> None:
+    run = Run(seed, outbox_class)
+    run.play(120)
+    run.finish()
+    run.check()
+
+
+@given(st.integers(0, 2**63))
+def test_everything_is_stored_once_and_in_order(seed: int) -> None:
+    simulate(seed)
+
+
+class LinkLeftOut(Outbox):
+    def add(self, pending: PendingBatch) -> None:
+        super().add(pending)
+        pending.previous_sequence_id = -1
+
+
+class NotSentAgain(Outbox):
+    def refused(self, frame: int, refusal: SeqdedupeError) -> None:
+        super().refused(frame, refusal)
+        self.must_rewind = False
+
+
+class UnknownTakenForAnEnd(Outbox):
+    def receipt(self, frame: int, receipt: ReceiptColumns) -> None:
+        receipt.verdicts[receipt.verdicts == Verdict.UNKNOWN] = Verdict.DUP
+        super().receipt(frame, receipt)
+
+
+class StaysBehindTheBreak(Outbox):
+    def open(self, incarnation: int, term: int, persisted: int) -> None:
+        out = self._out
+        super().open(incarnation, term, persisted)
+        self._out = out
+
+
+class RefusalTakenForReceipt(Outbox):
+    def refused(self, frame: int, refusal: SeqdedupeError) -> None:
+        self.receipt(frame, receipt([], 0))
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [LinkLeftOut, NotSentAgain, UnknownTakenForAnEnd, StaysBehindTheBreak, RefusalTakenForReceipt],
+)
+def test_the_simulation_finds_a_planted_bug(planted: type[Outbox]) -> None:
+    for seed in range(1000):
+        try:
+            simulate(seed, planted)
+        except (AssertionError, SeqdedupeError):
+            return
+    pytest.fail(f"1,000 runs have not found {planted.__name__}")
+
+
+def test_the_link_is_the_highest_lower_id_sent_or_opened() -> None:
+    outbox = opened(persisted=100)
+    batches = [pending_batch(50, 60), pending_batch(61, 62), pending_batch(101), pending_batch(105)]
+    for batch in batches:
+        outbox.add(batch)
+    assert [batch.previous_sequence_id for batch in batches] == [-1, 60, 100, 101]
+
+
+def test_nothing_goes_out_between_a_refusal_and_the_last_answer() -> None:
+    outbox = opened()
+    for sequence_id in range(4):
+        outbox.add(pending_batch(sequence_id))
+    frames = [send(outbox)[0] for _ in range(3)]
+    outbox.refused(frames[0], error("LOG_REFUSED", "full", retry_delay_ms=250))
+    assert outbox.next_frame() is None
+    outbox.refused(frames[1], error("PREDECESSOR_MISSING", "missing"))
+    assert outbox.must_rewind
+    assert outbox.unanswered == 1
+    assert outbox.retry_delay_ms == 250
+    outbox.refused(frames[2], error("PREDECESSOR_MISSING", "missing"))
+    assert outbox.unanswered == 0
+    outbox.rewind()
+    again = [send(outbox) for _ in range(4)]
+    assert [pending.first_sequence_id for _, pending in again] == [0, 1, 2, 3]
+    assert not {number for number, _ in again} & set(frames)
+
+
+def test_answers_of_frames_that_are_not_out_change_nothing() -> None:
+    outbox = opened()
+    outbox.add(pending_batch(0))
+    frame, _ = send(outbox)
+    outbox.open(INCARNATION, 1, -1)
+    outbox.refused(frame, error("FENCED", "an epoch no longer used"))
+    outbox.receipt(frame, receipt([], 0))
+    assert outbox.failure is None
+    assert len(outbox) == 1
+    assert not outbox.must_rewind
+    # Control: the answer of the frame that is out counts.
+    frame, _ = send(outbox)
+    outbox.refused(frame, error("FENCED", "another one"))
+    assert isinstance(outbox.failure, FencedError)
+
+
+def test_rows_with_a_receipt_keep_it_when_the_rest_is_sent_again() -> None:
+    outbox = opened()
+    pending = pending_batch(3, 4, 5)
+    outbox.add(pending)
+    frame, _ = send(outbox)
+    outbox.receipt(frame, receipt([3, 1, 1], 7))
+    assert not pending.settled
+    assert pending.decided_up_to == 5
+    assert outbox.must_rewind
+    outbox.rewind()
+    frame, _ = send(outbox)
+    outbox.receipt(frame, receipt([2, 2, 2], known={0: 6}))
+    result = pending.result()
+    assert [result[row].verdict for row in range(3)] == [Verdict.DUP, Verdict.NOT_DUP, Verdict.NOT_DUP]
+    assert [result[row].index for row in range(3)] == [6, 7, 8]
+    assert result[1].message_id == MessageId(INCARNATION, 7)
+
+
+def test_a_dup_of_unknown_place_has_no_message_id() -> None:
+    outbox = opened(persisted=9)
+    pending = pending_batch(3, 4)
+    outbox.add(pending)
+    outbox.receipt(send(outbox)[0], receipt([2, 2]))
+    published = pending.result()[0]
+    assert (published.verdict, published.message_id, published.index) == (Verdict.DUP, None, -1)
+
+
+def test_message_ids_within_an_entry_count_its_batch_index() -> None:
+    outbox = opened()
+    pending = pending_batch(0, 1)
+    outbox.add(pending)
+    columns = receipt([], 40)
+    columns.first_message_id = MessageId(5, 6, 2)
+    outbox.receipt(send(outbox)[0], columns)
+    assert [pending.result()[row].message_id for row in range(2)] == [MessageId(5, 6, 2), MessageId(5, 6, 3)]
+
+
+def test_a_batch_refused_for_its_content_fails_with_all_behind_it() -> None:
+    outbox = opened()
+    batches = [pending_batch(sequence_id) for sequence_id in range(3)]
+    for batch in batches:
+        outbox.add(batch)
+    frames = [send(outbox)[0] for _ in range(3)]
+    outbox.refused(frames[1], error("INVALID_BATCH", "bad offsets"))
+    assert [batch.settled for batch in batches] == [False, True, True]
+    outbox.refused(frames[2], error("PREDECESSOR_MISSING", "missing"))
+    assert not outbox.must_rewind
+    late = pending_batch(3)
+    outbox.add(late)
+    for batch in (*batches[1:], late):
+        with pytest.raises(InvalidRequestError, match="bad offsets"):
+            batch.result()
+    outbox.receipt(frames[0], receipt([], 0))
+    assert batches[0].result()[0].verdict is Verdict.NOT_DUP
+    assert len(outbox) == 0
+    assert outbox.size_bytes == 0
+
+
+def sent_up_to_9(receipts_up_to: int) -> Outbox:
+    """Open answered 4; 5 to 9 were sent, 10 is queued."""
+    outbox = opened(persisted=4)
+    for sequence_id in range(5, 11):
+        outbox.add(pending_batch(sequence_id))
+    frames = [send(outbox)[0] for _ in range(5)]
+    for place, frame in enumerate(frames[: receipts_up_to - 4]):
+        outbox.receipt(frame, receipt([], place))
+    return outbox
+
+
+@pytest.mark.parametrize("persisted", [6, 7, 9])
+def test_a_resume_may_answer_what_was_sent(persisted: int) -> None:
+    outbox = sent_up_to_9(receipts_up_to=6)
+    outbox.open(INCARNATION, 2, persisted)
+    assert send(outbox)[1].first_sequence_id == 7
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ((INCARNATION, 1, 10), FencedError),  # queued, but never sent: it cannot have been this process
+        ((INCARNATION, 1, 5), DataLossError),  # 6 has a receipt
+        ((INCARNATION, 1, 3), DataLossError),
+        ((INCARNATION + 1, 1, 6), DataLossError),
+        ((INCARNATION, 0, 6), DataLossError),
+    ],
+)
+def test_a_resume_that_cannot_be_right_is_an_error(answer: tuple[int, int, int], kind: type[Exception]) -> None:
+    outbox = sent_up_to_9(receipts_up_to=6)
+    with pytest.raises(kind):
+        outbox.open(*answer)
+
+
+def test_a_resume_below_what_open_answered_is_data_loss_without_any_receipt() -> None:
+    outbox = opened(persisted=4)
+    with pytest.raises(DataLossError):
+        outbox.open(INCARNATION, 1, 3)
+
+
+def test_a_lower_id_than_persisted_is_no_reason_to_see_a_loss_or_a_stranger() -> None:
+    outbox = opened(persisted=100)
+    outbox.add(pending_batch(50))
+    outbox.receipt(send(outbox)[0], receipt([2]))
+    outbox.open(INCARNATION, 1, 100)
+    with pytest.raises(FencedError):
+        outbox.open(INCARNATION, 1, 101)
+
+
+def test_answers_of_a_lower_term_do_not_count() -> None:
+    outbox = opened()
+    assert outbox.counts(INCARNATION, 3)
+    assert not outbox.counts(INCARNATION, 2)
+    assert outbox.counts(INCARNATION, 3)
+    with pytest.raises(DataLossError):
+        outbox.counts(INCARNATION + 1, 3)
+
+
+def test_a_waiter_is_called_for_a_receipt_and_for_a_failure() -> None:
+    ends: list[Callable[[Outbox, int], None]] = [
+        lambda outbox, frame: outbox.receipt(frame, receipt([], 0)),
+        lambda outbox, frame: outbox.fail(error("OUTCOME_UNKNOWN", "closed")),
+    ]
+    for end in ends:
+        outbox = opened()
+        pending = pending_batch(0)
+        calls: list[int] = []
+        pending.when_settled(lambda calls=calls: calls.append(1))
+        outbox.add(pending)
+        frame, _ = send(outbox)
+        assert not calls
+        end(outbox, frame)
+        assert calls == [1]
+        pending.when_settled(lambda calls=calls: calls.append(2))
+        assert calls[1] == 2

@@ -1,0 +1,451 @@
+"""The embedded log itself: group commit, segments, retention, and disks that fill up or fail."""
+
+import asyncio
+import errno
+import os
+import resource
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqdedupe.errors import DamagedError, PositionError, UnavailableError
+from seqdedupe.log.contract import Failure
+from seqdedupe.log.embedded import EmbeddedLog, EmbeddedLogs
+from tests.log.conformance import LIMIT_SECONDS, Owner, parsed, replayed, what
+
+INCARNATION = 1_700_000_000_000_000
+MakeLogs = Callable[..., EmbeddedLogs]
+
+
+class Gate:
+    """Takes the place of a system call: counts, holds calls back while it is shut, and fails on command."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self._really = getattr(os, name)
+        self.calls = 0
+        self.arrived = threading.Semaphore(0)
+        self.open = threading.Event()
+        self.open.set()
+        self.fails: Callable[[int], bool] = lambda fd: False
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, fd: int, *arguments: Any) -> Any:
+        self.calls += 1
+        self.arrived.release()
+        assert self.open.wait(LIMIT_SECONDS)
+        if self.fails(fd):
+            raise OSError(errno.EIO, "the disk failed")
+        return self._really(fd, *arguments)
+
+    async def arrival(self) -> None:
+        """Until a call has come in that nobody has waited for."""
+        assert await asyncio.to_thread(self.arrived.acquire, True, LIMIT_SECONDS)
+
+
+def path_of(fd: int) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}")
+
+
+@pytest.fixture
+def fatal() -> list[str]:
+    """Why the process should have ended."""
+    return []
+
+
+@pytest.fixture
+async def make_logs(tmp_path: Path, fatal: list[str]) -> AsyncIterator[MakeLogs]:
+    made: list[EmbeddedLogs] = []
+
+    def make(folder: Path | None = None, **keys: Any) -> EmbeddedLogs:
+        keys = {"clock_ms": lambda: 1_000, "fatal": fatal.append} | keys
+        made.append(EmbeddedLogs(folder or tmp_path / "logs", **keys))
+        return made[-1]
+
+    yield make
+    for logs in made:
+        await logs.close()
+
+
+async def new_log(logs: EmbeddedLogs, incarnation: int = INCARNATION) -> EmbeddedLog:
+    await logs.create(incarnation)
+    return await logs.open(incarnation, 0)
+
+
+async def ids_in(log: EmbeddedLog) -> list[int]:
+    return [i for r in await replayed(log, log.first_index) if r.rows for i in r.batch.sequence_ids]
+
+
+def files(folder: Path, incarnation: int = INCARNATION) -> dict[int, int]:
+    """The sizes of the segment files, by base index."""
+    return {int(f.name[:-4]): f.stat().st_size for f in sorted((folder / str(incarnation)).iterdir())}
+
+
+async def test_what_arrives_during_a_sync_is_one_group(make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = await new_log(make_logs())
+    owner = await Owner(log, 1).open()
+    syncs, writes = Gate(monkeypatch, "fdatasync"), Gate(monkeypatch, "pwritev")
+    syncs.open.clear()
+    owner.append(0, 1)
+    await syncs.arrival()
+    for i in range(1, 101):
+        owner.append(i, 1)
+    assert owner.stored == 0
+    syncs.open.set()
+    await owner.until_stored(101)
+    assert (syncs.calls, writes.calls, owner.calls) == (2, 2, 2)
+    await log.close()
+
+
+async def test_a_group_of_more_buffers_than_one_write_takes(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = make_logs()
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    syncs = Gate(monkeypatch, "fdatasync")
+    syncs.open.clear()
+    for i in range(3_000):
+        owner.append(i, 1)
+    syncs.open.set()
+    await owner.until_stored(3_000)
+    assert await ids_in(log) == list(range(3_000))
+    await log.close()
+    log = await logs.open(INCARNATION, 3_000)
+    assert log.cut_bytes == 0
+    assert await ids_in(log) == list(range(3_000))
+    await log.close()
+
+
+async def test_short_writes_are_completed(make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = make_logs()
+    log = await new_log(logs)
+    really = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, group, at: really(fd, [b"".join(group)[:7]], at))
+    owner = await Owner(log, 1).open()
+    for i in range(20):
+        owner.append(i, 1)
+    await owner.until_stored(20)
+    await log.close()
+    log = await logs.open(INCARNATION, 20)
+    assert (await ids_in(log), log.cut_bytes) == (list(range(20)), 0)
+    await log.close()
+
+
+async def test_each_topic_is_confirmed_whatever_becomes_of_others(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, fatal: list[str]
+) -> None:
+    logs = make_logs()
+    good_log, bad_log = await new_log(logs, 1), await new_log(logs, 2)
+    good, bad = await Owner(good_log, 1).open(), await Owner(bad_log, 1).open()
+    syncs = Gate(monkeypatch, "fdatasync")
+    syncs.fails = lambda fd: "/2/" in path_of(fd)
+    syncs.open.clear()
+    good.append(0, 1)
+    await syncs.arrival()
+    bad.append(0, 1)
+    good.append(1, 1)
+    syncs.open.set()
+    await good.until_stored(2)
+    good.append(2, 1)
+    await good.until_stored(3)
+    assert len(fatal) == 1
+    assert "synced" in fatal[0]
+    # Nothing is said of what the failed sync leaves open, and a later sync that succeeds proves nothing.
+    syncs.fails = lambda fd: False
+    bad.append(1, 1)
+    good.append(3, 1)
+    await good.until_stored(4)
+    assert (bad.calls, await ids_in(bad_log)) == (0, [])
+    await good_log.close()
+    await bad_log.close()
+
+
+async def test_a_cut_that_fails_is_fatal(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, fatal: list[str]
+) -> None:
+    log = await new_log(make_logs())
+    owner = await Owner(log, 1).open()
+    writes, cuts = Gate(monkeypatch, "pwritev"), Gate(monkeypatch, "ftruncate")
+    writes.fails = cuts.fails = lambda fd: True
+    owner.append(0, 1)
+    await cuts.arrival()
+    await log.close()
+    assert len(fatal) == 1
+    assert "cut" in fatal[0]
+    assert owner.calls == 0
+
+
+async def test_a_refusal_is_told_only_when_the_cut_is_synced(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = await new_log(make_logs())
+    owner = await Owner(log, 1).open()
+    owner.append(0, 1)
+    await owner.until_stored(1)
+    size = files(tmp_path / "logs")[0]
+    really = os.pwritev
+
+    def half(fd: int, group: list[bytes], at: int) -> int:
+        really(fd, [b"".join(group)[:50]], at)
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "pwritev", half)
+    syncs = Gate(monkeypatch, "fsync")
+    syncs.open.clear()
+    owner.append(1, 1)
+    await syncs.arrival()
+    assert files(tmp_path / "logs")[0] == size
+    assert owner.failure is None
+    syncs.open.set()
+    assert await owner.until_failed() is Failure.REFUSED
+    await log.close()
+
+
+class Disk:
+    """A place that can be filled up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def fill(self) -> None:
+        with (self.folder / "filler").open("ab", buffering=0) as filler:
+            for size in (65_536, 4_096, 512, 1):
+                while True:
+                    try:
+                        filler.write(bytes(size))
+                    except OSError:
+                        break
+
+    def empty(self) -> None:
+        (self.folder / "filler").unlink()
+
+
+class SizeLimit(Disk):
+    """Where nothing can be mounted: the kernel's limit of a file's size."""
+
+    def fill(self) -> None:
+        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, self._limits[1]))
+
+    def empty(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        yield SizeLimit(folder)
+        return
+    try:
+        yield Disk(folder)
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+async def open_until_refused(log: EmbeddedLog, term: int) -> None:
+    """The last page of a file on a full disk may have room for some markers."""
+    with pytest.raises(UnavailableError, match="LOG_REFUSED"):
+        for i in range(98):
+            await Owner(log, term + i).open()
+
+
+async def test_a_full_disk(make_logs: MakeLogs, disk: Disk, fatal: list[str]) -> None:
+    logs = make_logs(disk.folder / "logs")
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    owner.append(0, 3)
+    await owner.until_stored(1)
+    disk.fill()
+    try:
+        for i in range(1, 40):
+            owner.append(10 * i, 1, 10_000)
+        assert await owner.until_failed() is Failure.REFUSED
+        assert owner.stored < 40
+        stored = owner.stored
+        await open_until_refused(log, 2)
+        size = sum(files(disk.folder / "logs").values())
+        assert size == log.size_bytes
+        assert parsed(await log.read(0, 3, 1))[0].rows == 3
+        await log.close()
+        # Full when it is opened: it reads, and cannot be written.
+        log = await logs.open(INCARNATION, 3)
+        assert log.cut_bytes == 0
+        assert len(await ids_in(log)) == 2 + stored
+        await open_until_refused(log, 100)
+        assert parsed(await log.read(0, 3, 1))[0].rows == 3
+    finally:
+        disk.empty()
+    again = await Owner(log, 1_000).open()
+    again.append(1_000, 2)
+    await again.until_stored(1)
+    assert (await ids_in(log))[-2:] == [1_000, 1_001]
+    assert what((await replayed(log, log.first_index))[-2]) == ("marker", 1_000, 0)
+    await log.close()
+    assert fatal == []
+
+
+async def test_segments_follow_on(make_logs: MakeLogs, tmp_path: Path) -> None:
+    logs = make_logs(segment_bytes=10_000)
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    for i in range(100):
+        owner.append(i, 1, 1_000)
+        await owner.until_stored(i + 1)
+    sizes = files(tmp_path / "logs")
+    assert 8 <= len(sizes) <= 13
+    assert next(iter(sizes)) == 0
+    assert all(10_000 <= size < 12_500 for size in list(sizes.values())[:-1])
+    assert sum(sizes.values()) == log.size_bytes
+    for base in sizes:
+        assert parsed(await log.read(base, 100, 1))[0].base_index == base
+    await log.close()
+    log = await logs.open(INCARNATION, 100)
+    assert await ids_in(log) == list(range(100))
+    assert log.size_bytes == sum(sizes.values())
+    await log.close()
+
+
+async def test_a_crash_right_after_a_new_segment_was_made(make_logs: MakeLogs, tmp_path: Path) -> None:
+    logs = make_logs()
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    owner.append(0, 5)
+    await owner.until_stored(1)
+    await log.close()
+    (tmp_path / "logs" / str(INCARNATION) / f"{5:020d}.log").touch()
+    log = await logs.open(INCARNATION, 5)
+    assert [what(r) for r in await replayed(log, 5)] == []
+    owner = await Owner(log, 2).open()
+    owner.append(5, 5)
+    await owner.until_stored(1)
+    assert await ids_in(log) == list(range(10))
+    assert len(files(tmp_path / "logs")) == 2
+    await log.close()
+
+
+async def test_any_index_of_many_large_segments_is_found(make_logs: MakeLogs) -> None:
+    logs = make_logs(segment_bytes=1_000_000)
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    for i in range(300):
+        owner.append(10 * i, 10, 1_000)
+        if i % 20 == 19:
+            await owner.until_stored(i + 1)
+    for _ in range(2):
+        for index in [*range(0, 3_000, 113), 2_999, 0, 1_500]:
+            first = parsed(await log.read(index, 3_000, 1))[0]
+            assert first.base_index == index // 10 * 10
+            assert (await replayed(log, index))[-1].base_index == 2_990
+        await log.close()
+        log = await logs.open(INCARNATION, 3_000)
+    await log.close()
+
+
+async def test_retention_by_size(make_logs: MakeLogs, tmp_path: Path) -> None:
+    logs = make_logs(segment_bytes=10_000, retention_size_bytes=35_000)
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    for i in range(100):
+        owner.append(i, 1, 1_000)
+        await owner.until_stored(i + 1)
+    log.trim(100)
+    await log.close()
+    sizes = files(tmp_path / "logs")
+    assert 35_000 <= sum(sizes.values()) < 35_000 + 12_500
+    log = await logs.open(INCARNATION, 100)
+    assert log.first_index == min(sizes) > 0
+    await log.close()
+
+
+async def test_retention_by_age(make_logs: MakeLogs) -> None:
+    now_ms = 1_000_000
+    logs = make_logs(segment_bytes=10_000, retention_time_ms=50_000, clock_ms=lambda: now_ms)
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    for i in range(100):
+        now_ms += 1_000
+        owner.append(i, 1, 1_000)
+        await owner.until_stored(i + 1)
+    await log.close()
+    log = await logs.open(INCARNATION, 100)
+    log.trim(100)
+    await log.close()
+    log = await logs.open(INCARNATION, 100)
+    # Message i is 99 - i seconds old; whole segments of about ten.
+    assert 38 <= log.first_index <= 50
+    now_ms += 10_000_000
+    log.trim(100)
+    await log.close()
+    log = await logs.open(INCARNATION, 100)
+    assert await ids_in(log) == list(range(log.first_index, 100))
+    assert 88 <= log.first_index <= 99
+    await log.close()
+
+
+async def test_nothing_is_dropped_without_limits_or_without_leave(make_logs: MakeLogs) -> None:
+    for keys in ({}, {"retention_size_bytes": 10_000_000}, {"retention_time_ms": 10_000}):
+        logs = make_logs(segment_bytes=1_000, **keys)
+        log = await new_log(logs)
+        owner = await Owner(log, 1).open()
+        for i in range(10):
+            owner.append(i, 1, 1_000)
+        await owner.until_stored(10)
+        log.trim(10)
+        await log.close()
+        log = await logs.open(INCARNATION, 10)
+        assert log.first_index == 0
+        await log.close()
+        await logs.delete(INCARNATION)
+
+
+async def test_what_a_reader_had_before_retention_took_it(make_logs: MakeLogs) -> None:
+    logs = make_logs(segment_bytes=5_000, retention_size_bytes=0)
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    for i in range(50):
+        owner.append(i, 1, 1_000)
+        await owner.until_stored(i + 1)
+    chunks = log.replay(0)
+    assert await anext(chunks)
+    log.trim(50)
+    for _ in range(1_000_000):
+        if log.first_index > 40:
+            break
+        await asyncio.sleep(0)
+    with pytest.raises(PositionError, match="POSITION_TRIMMED"):
+        async for _ in chunks:
+            pass
+    await log.close()
+
+
+async def test_creating_and_deleting_can_be_done_again(make_logs: MakeLogs, tmp_path: Path) -> None:
+    logs = make_logs()
+    assert logs.incarnations() == []
+    await logs.create(5)
+    await logs.create(5)
+    await logs.create(3)
+    (tmp_path / "logs" / "9").mkdir()
+    assert logs.incarnations() == [3, 5, 9]
+    with pytest.raises(DamagedError):
+        await logs.open(9, 0)
+    await logs.create(9)
+    log = await logs.open(9, 0)
+    owner = await Owner(log, 1).open()
+    owner.append(0, 1)
+    await owner.until_stored(1)
+    await log.close()
+    await logs.create(9)
+    log = await logs.open(9, 1)
+    assert await ids_in(log) == [0]
+    await log.close()
+    for _ in range(2):
+        await logs.delete(9)
+        await logs.delete(3)
+        assert logs.incarnations() == [5]
