@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+from collections import deque
 from typing import Any
 
 import grpc
@@ -19,8 +20,11 @@ from seqdedupe.v1 import publish_pb2
 
 SERVICE = "seqdedupe.v1.PublishService"
 
-MAX_UNSENT_ANSWERS = 65_536
-"""Of one stream: a client that does not read its receipts is not read from any more."""
+MAX_UNSENT_BYTES = 8 * 1024 * 1024
+"""Answers of one stream: a client that does not read its receipts is not read from any more."""
+
+MAX_RESPONSE_BYTES = 2 * 1024 * 1024
+"""Answers in one response, unless the first alone is larger: that stays below gRPC's default limit of 4 MiB."""
 
 MAX_STREAM_IN_FLIGHT_BYTES = 16 * 1024 * 1024
 """Admitted on one stream and not answered."""
@@ -106,7 +110,8 @@ class _Stream:
         self.in_flight_frames = 0
         self.has_ended = False
         """The client has sent all it will."""
-        self.unsent: list[bytes] = []
+        self.unsent: deque[bytes] = deque()
+        self.unsent_bytes = 0
         self.news = asyncio.Event()
         self.room = asyncio.Event()
         self.room.set()
@@ -120,10 +125,9 @@ class _Stream:
         def reply(answer: Receipt | Refusal) -> None:
             self.in_flight_bytes -= size
             self.in_flight_frames -= 1
-            if isinstance(answer, Receipt):
-                self.unsent.append(encode_receipt(self.topic, answer))
-            else:
-                self.unsent.append(encode_refusal(answer))
+            encoded = encode_receipt(self.topic, answer) if isinstance(answer, Receipt) else encode_refusal(answer)
+            self.unsent.append(encoded)
+            self.unsent_bytes += len(encoded)
             self.news.set()
             self.update_room()
 
@@ -131,17 +135,22 @@ class _Stream:
         self.update_room()
 
     def update_room(self) -> None:
-        if len(self.unsent) < MAX_UNSENT_ANSWERS and self.in_flight_bytes < MAX_STREAM_IN_FLIGHT_BYTES:
+        if self.unsent_bytes < MAX_UNSENT_BYTES and self.in_flight_bytes < MAX_STREAM_IN_FLIGHT_BYTES:
             self.room.set()
         else:
             self.room.clear()
 
     def take_unsent(self) -> bytes:
-        """All answers that wait, as one response."""
-        unsent, self.unsent = self.unsent, []
+        """Answers that wait, as one response: all, or as many as it may hold."""
+        taken: list[bytes] = []
+        size = 0
+        while self.unsent and (not taken or size + len(self.unsent[0]) <= MAX_RESPONSE_BYTES):
+            taken.append(self.unsent.popleft())
+            size += len(taken[-1])
+        self.unsent_bytes -= size
         self.update_room()
-        unsent.append(_TAIL.pack(3 << 3 | 1, self.topic.log.incarnation, 4 << 3 | 1, self.topic.term))
-        return b"".join(unsent)
+        taken.append(_TAIL.pack(3 << 3 | 1, self.topic.log.incarnation, 4 << 3 | 1, self.topic.term))
+        return b"".join(taken)
 
 
 class PublishService:
@@ -242,7 +251,7 @@ async def _write_answers(context: Context, stream: _Stream) -> None:
     while not stream.has_ended or stream.in_flight_frames or stream.unsent:
         await stream.news.wait()
         stream.news.clear()
-        if stream.unsent:
+        while stream.unsent:
             await context.write(stream.take_unsent())
 
 

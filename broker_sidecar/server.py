@@ -123,6 +123,7 @@ async def _serve(config: Config, rebuild_store: bool) -> None:
     await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)
     if recovery.done():
         recovery.result()
+        keep_freed_memory()
         logger.info("serving", extra={"address": sidecar.address})
         await stop
     recovery.cancel()
@@ -133,7 +134,6 @@ async def _serve(config: Config, rebuild_store: bool) -> None:
 
 def run(config: Config, *, rebuild_store: bool = False) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. An error at the start is one clear line."""
-    keep_freed_memory()
     logs.configure(config.log_level, config.log_format)
     try:
         Path(config.data_directory).mkdir(parents=True, exist_ok=True)

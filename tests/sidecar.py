@@ -15,10 +15,11 @@ START_TIMEOUT_SECONDS = 60.0
 class Sidecar:
     """A sidecar on a free port of 127.0.0.1; the port stays the same over restarts.
 
-    `keys` are keys of the configuration. `log` holds what it has logged, as parsed JSON lines, over all starts.
+    `keys` are keys of the configuration; `module` is what is run. `log` holds what it has logged, as parsed JSON lines, over all starts.
     """
 
-    def __init__(self, folder: Path, **keys: object) -> None:
+    def __init__(self, folder: Path, *, module: str = "broker_sidecar", **keys: object) -> None:
+        self._module = module
         self.folder = folder
         self.keys = keys
         self.address = "127.0.0.1:0"
@@ -41,7 +42,7 @@ class Sidecar:
         """Starts the process without waiting for it to serve."""
         self.folder.mkdir(parents=True, exist_ok=True)
         flags = {"data_directory": self.data, "listen": self.address} | self.keys
-        command = [sys.executable, "-m", "broker_sidecar"]
+        command = [sys.executable, "-m", self._module]
         for name, value in flags.items():
             flag = "--" + name.replace("_", "-")
             if isinstance(value, bool):

@@ -165,7 +165,6 @@ def _merged_page(store: Store, incarnation: int, changes: _Changes, first: int) 
 
 def _packed_names(store: Store, incarnation: int, first: int) -> tuple[WriteBatch, int]:
     """One record of the names from that number on, as many as belong in one; and the number after them."""
-    batch = WriteBatch(raw_mode=True)
     names: list[bytes] = []
     start = part_key(incarnation, NAMES, first)
     for key, value in store.scan(start, part_key(incarnation, NAMES, MAX_NUMBER)):
@@ -175,9 +174,10 @@ def _packed_names(store: Store, incarnation: int, first: int) -> tuple[WriteBatc
         if names and len(names) + len(more) > PAGE_PRODUCERS:
             break
         names += more
-        batch.delete(key)
     if not names:
         raise damaged(start, "names from this number on are missing")
+    batch = WriteBatch(raw_mode=True)
+    batch.delete_range(start, part_key(incarnation, NAMES, first + len(names)))
     batch.put(start, seal(start, encode_names(names)))
     return batch, first + len(names)
 

@@ -22,6 +22,7 @@ from rocksdict import (
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.store.mark import Mark
+from seqdedupe.store.wal import check_logs
 
 MEMTABLE_BYTES = 16 * 1024 * 1024
 MEMTABLES = 4
@@ -101,6 +102,7 @@ def create_rocksdb(folder: Path) -> None:
 def open_rocksdb(folder: Path, mark: Mark) -> Rdict:
     """Opens an existing store. Raises STORE_DAMAGED, STORE_UNAVAILABLE."""
     with rocksdb_errors(folder):
+        check_logs(folder)
         db = Rdict(str(folder), _options(create=False))
         sequence = db.latest_sequence_number()
     if sequence < mark.sequence:

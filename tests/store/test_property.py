@@ -10,22 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rocksdict import WriteBatch
 
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import DamagedError, SeqdedupeError
 from seqdedupe.store import compaction, snapshots
 from seqdedupe.store.db import Store
-from seqdedupe.store.parts import Header, StoredPosition
+from seqdedupe.store.parts import Header, StoredDelta, StoredPosition
 from seqdedupe.store.snapshots import Snapshots
 from tests.store.model import INCARNATION, State, delta, fast_folder, state_of
 
 pytestmark = pytest.mark.usefixtures("small_pages")
 
-CASES = 120
+CASES = 100
 PLANTED_CASES = 400
 
 numbers = st.integers(-1, 40)
@@ -38,12 +38,14 @@ deltas = st.tuples(
 steps = st.one_of(
     deltas,
     deltas,
+    deltas,
+    deltas,
     st.tuples(st.just("compact")),
-    st.tuples(st.just("crash in compaction"), st.integers(1, 8)),
+    st.tuples(st.just("crash in compaction"), st.integers(1, 4)),
     st.tuples(st.just("restart")),
     st.tuples(st.just("crash"), st.integers(0, 100)),
 )
-sequences = st.lists(steps, min_size=1, max_size=25)
+sequences = st.lists(steps, min_size=8, max_size=40)
 
 
 class Case:
@@ -133,14 +135,12 @@ class Case:
         for self.folder in (torn, whole):
             try:
                 self.open()
-            except SeqdedupeError as e:
-                assert self.folder is torn, e
-                assert "has lost durable writes" in e.message, e
-            else:
                 return
+            except DamagedError as e:
+                if self.folder is whole or "has lost durable writes" not in e.message:
+                    raise
 
 
-@given(sequences)
 def check(sequence: list[tuple[Any, ...]]) -> None:
     with fast_folder() as folder:
         asyncio.run(Case(folder / "store").run(sequence))
@@ -155,7 +155,7 @@ def run(cases: int, phases: tuple[Phase, ...]) -> None:
         phases=phases,
         print_blob=True,
         suppress_health_check=list(HealthCheck),
-    )(check)()
+    )(given(sequences)(check))()
 
 
 def test_loading_gives_what_was_written() -> None:
@@ -166,41 +166,28 @@ def _overwrite(numbers: Any, where: Any, others: Any) -> None:
     numbers[where] = others
 
 
-def _page_overwrites(places: Any) -> Any:
-    def at(numbers: Any, where: Any, others: Any) -> None:
-        numbers[where] = others
-
-    return at
+class _OverwritingMaximum:
+    at = staticmethod(_overwrite)
 
 
-class _Overwriting:
+class _OverwritingNumpy:
     """numpy, but what should be a maximum is the last number."""
 
-    class maximum:
-        at = staticmethod(_overwrite)
+    maximum = _OverwritingMaximum
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(compaction_numpy, name)
+        return getattr(np, name)
 
 
-compaction_numpy = compaction.np
+def _the_first_delta_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes_of = compaction._changes_of
 
+    def without_first(deltas: list[tuple[StoredDelta, int]], header: Header) -> Any:
+        (first, size), *rest = deltas
+        empty = StoredDelta(first.position, first.slots[:0], first.persisted[:0], first.epochs[:0])
+        return changes_of([(empty, size), *rest], header)
 
-def _deltas_from_one_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    next_deltas = compaction._next_deltas
-    monkeypatch.setattr(
-        compaction,
-        "_next_deltas",
-        lambda store, incarnation, after: (
-            [
-                (found, size)
-                for found, size in next_deltas(store, incarnation, after)
-                if len(found.slots) == 0 or found.position.next_index % 3
-            ]
-            if after == 0
-            else next_deltas(store, incarnation, after)
-        ),
-    )
+    monkeypatch.setattr(compaction, "_changes_of", without_first)
 
 
 def _position_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +234,8 @@ def _no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "loading merges by overwriting": lambda m: m.setattr(snapshots, "merge", _overwrite),
-    "compaction merges by overwriting": lambda m: m.setattr(compaction, "np", _Overwriting()),
-    "compaction leaves deltas out": _deltas_from_one_too_late,
+    "compaction merges by overwriting": lambda m: m.setattr(compaction, "np", _OverwritingNumpy()),
+    "compaction leaves a delta out": _the_first_delta_is_left_out,
     "the position is ahead of the state": _position_is_ahead,
     "deltas go before their pages are there": _header_first,
     "names get lost when packed": _names_are_deleted_unpacked,
@@ -259,5 +246,5 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTED[bug](monkeypatch)
-    with pytest.raises((AssertionError, SeqdedupeError, hypothesis.errors.HypothesisException, ExceptionGroup)):
+    with pytest.raises((AssertionError, SeqdedupeError, ExceptionGroup)):
         run(PLANTED_CASES, (Phase.generate,))

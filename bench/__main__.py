@@ -1,0 +1,83 @@
+"""The runner: measures the figures named, or all, and prints ratio, spread and machine."""
+
+import argparse
+import importlib
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.figure import Figure, Ratio
+
+FIGURES = (
+    "publish",
+    "large_batches",
+    "syncs",
+    "one_in_flight",
+    "single_messages",
+    "half_old",
+    "many_names",
+    "reading",
+    "snapshot_pause",
+    "start",
+    "memory",
+)
+
+
+def measure(figure: Figure, rounds: int | None) -> dict[str, list[float]]:
+    """Each arm's measurements, round by round; the first round does not count."""
+    measured: dict[str, list[float]] = {name: [] for name in figure.arms}
+    for number in range((rounds or figure.rounds) + 1):
+        for name, arm in figure.arms.items():
+            value = arm()
+            if number:
+                measured[name].append(value)
+    return measured
+
+
+def show(ratio: Ratio, measured: dict[str, list[float]]) -> bool:
+    """Prints a ratio's line; whether it is reached."""
+    rounds = [dict(zip(measured, values, strict=True)) for values in zip(*measured.values(), strict=True)]
+    values = [ratio.value(one) for one in rounds]
+    middle = statistics.median(values)
+    bound = f"≥ {ratio.at_least:g}" if ratio.at_least is not None else f"≤ {ratio.at_most:g}"
+    aim = f", aim {ratio.aim:g}" if ratio.aim is not None else ""
+    verdict = "reached" if ratio.is_reached(middle) else "NOT REACHED"
+    spread = f"{min(values):.3g}–{max(values):.3g}"
+    print(f"  {ratio.name:<58} {middle:8.3g} {ratio.unit:<3} ({spread})  {bound}{aim}  {verdict}", flush=True)
+    return ratio.is_reached(middle)
+
+
+def main() -> int:
+    """Runs; exits 0 whatever is reached, because a figure is to be read, not to be a gate."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("figures", nargs="*", choices=[*FIGURES, []], help="which; all if none is named")
+    parser.add_argument("--rounds", type=int, help="measure so often instead of what the figure says")
+    parser.add_argument("--folder", type=Path, help="where to put data: it should be on the disk to be measured")
+    given = parser.parse_args()
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}"
+    )
+    print(f"load average at the start {os.getloadavg()[0]:.2f}; medians over rounds, (least–most)")
+    missed = 0
+    for name in given.figures or FIGURES:
+        module = importlib.import_module(f"bench.{name}")
+        print(f"{name}: {module.__doc__.strip().splitlines()[0]}", flush=True)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder, module.figure(Path(folder)) as figure:
+            measured = measure(figure, given.rounds)
+            for arm, values in measured.items():
+                print(f"    {arm:<56} {statistics.median(values):12.5g}")
+            missed += sum(not show(ratio, measured) for ratio in figure.ratios)
+            for note in figure.notes:
+                print(f"    {note}")
+        print(f"    ({time.monotonic() - began:.0f} s)")
+    print(f"{missed} not reached" if missed else "all reached")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

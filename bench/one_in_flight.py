@@ -1,0 +1,43 @@
+"""One message in flight: p50 against a stream's ping-pong p50 + fdatasync p50."""
+
+import itertools
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench import setup
+from bench.figure import Figure, Ratio
+from bench.publish import frame_bytes, rising
+
+MESSAGES = 1_500
+
+_names = itertools.count()
+
+
+@contextmanager
+def figure(folder: Path) -> Iterator[Figure]:
+    one = frame_bytes(1)
+
+    def published(address: str) -> float:
+        name = f"p{next(_names)}"
+        _, seconds = setup.run(setup.publish(address, [name], rising(name, 1), MESSAGES, 1))
+        return statistics.median(seconds) * 1000
+
+    with setup.sidecar(folder) as sidecar, setup.echo_server() as echo:
+        yield Figure(
+            arms={
+                "published": lambda: published(sidecar.address),
+                "ping-pong": lambda: statistics.median(setup.run(setup.echo(echo, one, MESSAGES, 1))[1]) * 1000,
+                "append + fdatasync": lambda: statistics.median(setup.serial_append(folder, len(one), MESSAGES)) * 1000,
+            },
+            ratios=[
+                Ratio(
+                    "published ÷ (ping-pong + fdatasync)",
+                    lambda m: m["published"] / (m["ping-pong"] + m["append + fdatasync"]),
+                    at_most=1.6,
+                    aim=1.4,
+                )
+            ],
+            notes=["arms in milliseconds, p50"],
+        )

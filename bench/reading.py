@@ -1,0 +1,57 @@
+"""ReadStream of a whole topic, bytes a second, against an identity stream of 256 KiB messages."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from bench import setup
+from bench.echo import STREAM
+from bench.figure import Figure, Ratio, over
+from bench.publish import rising
+from seqdedupe.v1 import read_pb2
+
+MESSAGE_BYTES = 256 * 1024
+TOPIC_BYTES = 64 * 1024 * 1024
+SMALL_ROWS = 16
+LARGE_ROWS = 256
+
+
+async def _stream(address: str, method: str, request: bytes) -> float:
+    async with grpc.aio.insecure_channel(address, options=setup.LARGE) as channel:
+        call: Any = channel.unary_stream(method)(request)
+        size = 0
+        began = time.perf_counter()
+        while (message := await call.read()) is not grpc.aio.EOF:
+            size += len(message)
+        return size / (time.perf_counter() - began)
+
+
+@contextmanager
+def figure(folder: Path) -> Iterator[Figure]:
+    identity = f"{MESSAGE_BYTES} {TOPIC_BYTES // MESSAGE_BYTES}".encode()
+    whole = read_pb2.ReadStreamRequest(topic=setup.TOPIC).SerializeToString()
+    with (
+        setup.sidecar(folder / "small") as small,
+        setup.sidecar(folder / "large") as large,
+        setup.echo_server() as echo,
+    ):
+        for sidecar, rows in ((small, SMALL_ROWS), (large, LARGE_ROWS)):
+            batches = TOPIC_BYTES // (rows * 120)
+            setup.run(setup.publish(sidecar.address, ["p"], rising("p", rows), batches, 64))
+        method = "/seqdedupe.v1.ReadService/ReadStream"
+        yield Figure(
+            arms={
+                "topic of 256-row batches": lambda: setup.run(_stream(large.address, method, whole)),
+                "topic of 16-row batches": lambda: setup.run(_stream(small.address, method, whole)),
+                "identity": lambda: setup.run(_stream(echo, STREAM, identity)),
+            },
+            ratios=[
+                Ratio("256-row batches ÷ identity", over("topic of 256-row batches", "identity"), at_least=0.7),
+                Ratio("16-row batches ÷ identity", over("topic of 16-row batches", "identity"), at_least=0.7),
+            ],
+            notes=["arms in bytes a second"],
+        )

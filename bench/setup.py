@@ -1,0 +1,156 @@
+"""What the benchmarks share: servers as processes, a raw publishing client, plain disk writes."""
+
+import asyncio
+import itertools
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import uvloop
+
+from bench.echo import ECHO
+from seqdedupe import wire
+from seqdedupe.batch import Batch
+from seqdedupe.v1 import publish_pb2
+from tests.sidecar import Sidecar
+
+LARGE = [("grpc.max_receive_message_length", 1 << 26)]
+TOPIC = "bench"
+
+_frames = itertools.count(1)
+
+
+@contextmanager
+def echo_server() -> Iterator[str]:
+    """The address of an echo server."""
+    with subprocess.Popen([sys.executable, "-m", "bench.echo"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+@contextmanager
+def sidecar(folder: Path, **keys: object) -> Iterator[Sidecar]:
+    """A sidecar of its own."""
+    one = Sidecar(folder / "sidecar", log_level="warning" if keys.pop("quiet", False) else "info", **keys)
+    one.start()
+    try:
+        yield one
+    finally:
+        one.kill()
+
+
+MakeBatch = Callable[[int], Batch]
+"""The k-th batch to publish. Links and epochs are set by the client."""
+
+
+def run(work: Any) -> Any:
+    """Runs a coroutine in a loop of its own, as the sidecar does."""
+    return uvloop.run(work)
+
+
+async def open_names(channel: grpc.aio.Channel, topic: str, names: list[str]) -> publish_pb2.OpenResponse:
+    """Starts sessions."""
+    call: Any = channel.unary_unary(
+        "/seqdedupe.v1.PublishService/Open",
+        publish_pb2.OpenRequest.SerializeToString,
+        publish_pb2.OpenResponse.FromString,
+    )
+    return await call(publish_pb2.OpenRequest(topic=topic, producer_names=names))  # type: ignore[no-any-return]
+
+
+class Windowed:
+    """Sends messages on a stream with at most so many unanswered, and keeps the time each answer took."""
+
+    def __init__(self, call: Any, in_flight: int, answered: Callable[[bytes], int]) -> None:
+        self._call = call
+        self._answered = answered
+        self._room = asyncio.Semaphore(in_flight)
+        self._sent: list[float] = []
+        self.seconds: list[float] = []
+
+    async def send(self, messages: Iterator[bytes], count: int) -> float:
+        """Sends `count` messages; the seconds it took until the last answer."""
+        reader = asyncio.ensure_future(self._read(count))
+        began = time.perf_counter()
+        for message in itertools.islice(messages, count):
+            await self._room.acquire()
+            self._sent.append(time.perf_counter())
+            await self._call.write(message)
+        await reader
+        return time.perf_counter() - began
+
+    async def _read(self, count: int) -> None:
+        got = 0
+        while got < count:
+            answers = self._answered(await self._call.read())
+            now = time.perf_counter()
+            for _ in range(answers):
+                self.seconds.append(now - self._sent[got])
+                self._room.release()
+                got += 1
+
+
+def _receipts(data: bytes) -> int:
+    message = wire.PublishStreamResponse.FromString(data)
+    if message.refusals:
+        raise RuntimeError(f"refused: {message.refusals[0].reason} {message.refusals[0].message}")
+    return len(message.receipts)
+
+
+def frame(batch: Batch) -> bytes:
+    """An encoded PublishStreamRequest."""
+    parts = batch.encoded_parts()
+    size = sum(len(part) for part in parts)
+    head = struct.pack("<BQ", 2 << 3 | 1, next(_frames)) + wire.varint(15 << 3 | 2) + wire.varint(size)
+    return b"".join([head, *parts])
+
+
+async def publish(
+    address: str, names: list[str], make: Callable[[int, np.ndarray], Batch], count: int, in_flight: int
+) -> tuple[float, list[float]]:
+    """Opens the names and publishes `count` batches; seconds in all, and for each receipt."""
+    async with grpc.aio.insecure_channel(address, options=LARGE) as channel:
+        opened = await open_names(channel, TOPIC, names)
+        epochs = np.array(opened.epochs, np.int64)
+        call: Any = channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")()
+        await call.write(publish_pb2.PublishStreamRequest(topic=TOPIC).SerializeToString())
+        window = Windowed(call, in_flight, _receipts)
+        seconds = await window.send((frame(make(k, epochs)) for k in range(count)), count)
+        return seconds, window.seconds
+
+
+async def echo(address: str, message: bytes, count: int, in_flight: int) -> tuple[float, list[float]]:
+    """Sends the same message `count` times to the echo server; as `publish`."""
+    async with grpc.aio.insecure_channel(address, options=LARGE) as channel:
+        window = Windowed(channel.stream_stream(ECHO)(), in_flight, lambda _: 1)
+        seconds = await window.send(itertools.repeat(message), count)
+        return seconds, window.seconds
+
+
+def serial_append(folder: Path, size: int, count: int) -> list[float]:
+    """Appends so many bytes and syncs, `count` times; the seconds each took."""
+    path = folder / "serial"
+    data = b"x" * size
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    try:
+        seconds = []
+        for _ in range(count):
+            began = time.perf_counter()
+            os.write(file, data)
+            os.fdatasync(file)
+            seconds.append(time.perf_counter() - began)
+        return seconds
+    finally:
+        os.close(file)
+        path.unlink()

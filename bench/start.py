@@ -1,0 +1,85 @@
+"""Process start → SERVING with 1M producers and a tail of 1M messages, also in batches of one row."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from bench import setup
+from bench.figure import Figure, Ratio
+from broker_sidecar.config import Config
+from broker_sidecar.topics import Topics
+from seqdedupe.admission import NumbersCache
+from seqdedupe.batch import Binary, single_producer
+from seqdedupe.topic import Receipt, Refusal
+from tests.sidecar import Sidecar
+
+PRODUCERS = 1_000_000
+TAIL = 1_000_000
+IN_FLIGHT = 256
+
+
+async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int = TAIL) -> None:
+    """A data directory with a snapshot of so many producers and so many messages behind it."""
+    config = Config(data_directory=str(data), deduplication_entries_interval=2**62)
+    topics = Topics(config, lambda name, state: None)
+    topic = await topics.create(setup.TOPIC)
+    for first in range(0, producers, 50_000):
+        names = [f"producer-{i:07d}" for i in range(first, min(first + 50_000, producers))]
+        await topic.open_sessions(names, None)
+    opened = await topic.open_sessions(["p"], None)
+    cache = NumbersCache()
+    payloads = Binary.of_all([b"x" * 100] * rows)
+    base = np.arange(rows, dtype=np.int64)
+    answered = 0
+
+    def reply(answer: Receipt | Refusal) -> None:
+        nonlocal answered
+        if isinstance(answer, Refusal):
+            raise answer.error
+        answered += 1
+
+    for k in range(tail // rows):
+        batch = single_producer(b"p", opened.epochs[0], k * rows - 1, base + k * rows, payloads)
+        topic.admit(batch.encode(), k, reply, cache)
+        while k - answered > IN_FLIGHT:
+            await topic.in_flight_now()
+    await topic.in_flight_now()
+    # No last snapshot: the process is killed, as far as its data are concerned.
+    await topic.close("done")
+    await topics.close()
+
+
+@contextmanager
+def figure(folder: Path) -> Iterator[Figure]:
+    async def make() -> None:
+        await fill(folder / "rows-256" / "data", 256)
+        await fill(folder / "rows-1" / "data", 1)
+
+    asyncio.run(make())
+
+    def start(name: str) -> float:
+        sidecar = Sidecar(folder / name)
+        began = time.perf_counter()
+        sidecar.start()
+        seconds = time.perf_counter() - began
+        sidecar.kill()
+        return seconds
+
+    (folder / "empty").mkdir()
+    yield Figure(
+        arms={
+            "nothing to recover": lambda: start("empty"),
+            "batches of 256 rows": lambda: start("rows-256"),
+            "batches of one row": lambda: start("rows-1"),
+        },
+        ratios=[
+            Ratio("start, tail in batches of 256 rows", lambda m: m["batches of 256 rows"], at_most=3, unit="s"),
+            Ratio("start, tail in batches of one row", lambda m: m["batches of one row"], at_most=3, unit="s"),
+        ],
+        rounds=3,
+        notes=["arms in seconds"],
+    )
