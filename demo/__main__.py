@@ -1,6 +1,7 @@
 """`python -m demo`: publishes real flights through kill -9 and a bad network, then proves what the topic holds."""
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -20,9 +21,9 @@ READY_TIMEOUT_SECONDS = 30.0
 
 NEXT = """\
 To try next:
-  python -m demo --no-deduplication                      the same without deduplication: see the doubles
-  seqdedupe serve --data-directory data                  a sidecar of your own; then, in another terminal:
-  seqdedupe publish FILE --topic t --producer p          any file of lines or CSV; stop it, start it again"""
+  {bin}/python -m demo --no-deduplication                  the same without deduplication: see the doubles
+  {bin}/seqdedupe serve --data-directory data              a sidecar of your own; then, in another terminal:
+  {bin}/seqdedupe publish FILE --topic t --producer p      any file of lines or CSV; stop it, start it again"""
 
 
 def _arguments() -> argparse.Namespace:
@@ -51,7 +52,10 @@ def main() -> int:
                 tallies = check(reader, flights)
         print_table(run, tallies)
         print(f"\nTook {time.monotonic() - began:.0f} s.")
-        return verdict(run, tallies)
+        status = verdict(run, tallies)
+    if status and arguments.no_deduplication:
+        print("That is what resends do without deduplication.")
+    return status
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
@@ -61,18 +65,19 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 def print_table(run: Run, tallies: dict[str, Tally]) -> None:
     """What was sent and answered, and what the log holds."""
     heads = ("", "sent", "NotDup", "Dup", "Unknown", "in the log", "missing", "doubled")
-    rows = [
-        (
-            origin,
+    rows = {
+        origin: (
             *(run.board.get(origin, column) for column in ("sent", "not_dup", "dup", "unknown")),
             *(tallies[origin].in_the_log, tallies[origin].missing, tallies[origin].doubled),
         )
         for origin in ORIGINS
-    ]
-    totals = ("total", *(sum(int(row[column]) for row in rows) for column in range(1, len(heads))))
+    }
+    totals = [sum(column) for column in zip(*rows.values(), strict=True)]
     print("\n" + "".join(f"{head:>11}" for head in heads))
-    for row in [*rows, totals]:
-        print(f"{row[0]:>11}" + "".join(f"{number:>11,}" for number in row[1:]))
+    for name, numbers in [*rows.items(), ("total", totals)]:
+        print(f"{name:>11}" + "".join(f"{number:>11,}" for number in numbers))
+    unanswered = totals[0] - sum(totals[1:4])
+    print(f"{unanswered:,} of the messages sent got no verdict: it was lost, or its sender or the sidecar was killed.")
 
 
 def verdict(run: Run, tallies: dict[str, Tally]) -> int:
@@ -93,7 +98,7 @@ def verdict(run: Run, tallies: dict[str, Tally]) -> int:
         f"{run.sidecar_kills} kills of the sidecar, {run.producer_kills} of a producer and "
         f"{run.board.total('lost_answers')} losses of answers.\n"
     )
-    print(NEXT)
+    print(NEXT.format(bin=os.path.relpath(Path(sys.executable).parent)))
     return 0
 
 

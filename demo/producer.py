@@ -5,17 +5,18 @@ import json
 import signal
 import sys
 from collections import deque
+from collections.abc import Iterator
 from datetime import datetime
 
 from demo.board import Board
-from demo.flights import departures
+from demo.flights import ORIGINS, departures
 from demo.wire import Wire
 from seqdedupe.client import Client, Producer, ProducerConfig, Receipt
 from seqdedupe.errors import SeqdedupeError
 
 TOPIC = "flights"
 LOSE_ANSWERS_AT = (0.1, 0.35, 0.6, 0.85)
-"""Parts of a producer's flights at which the network loses answers."""
+"""Parts of the file at which a producer's network loses answers."""
 
 BYTES_PER_SECOND = 4_000_000
 """The bandwidth of a producer's network."""
@@ -24,6 +25,8 @@ LEAST_SECONDS = 3.0
 """With few flights the network is slower, so that publishing them takes about so long."""
 
 TYPICAL_MESSAGE_BYTES = 450
+MAX_BATCH_ROWS = 200
+MAX_IN_FLIGHT_BATCHES = 16
 REPORT_SECONDS = 0.02
 
 
@@ -37,32 +40,35 @@ def run(host: str, port: int, origin: str, flights: int, board: Board) -> None:
 
 
 async def _run(host: str, port: int, origin: str, flights: int, board: Board) -> None:
-    mine = list(departures(origin, flights))
-    bytes_per_second = min(BYTES_PER_SECOND, 1 + TYPICAL_MESSAGE_BYTES * len(mine) / LEAST_SECONDS)
-    config = ProducerConfig(max_batch_rows=min(200, 1 + len(mine) // 200), max_in_flight_batches=16)
+    mine = 1 + flights // len(ORIGINS)  # about
+    bytes_per_second = min(BYTES_PER_SECOND, TYPICAL_MESSAGE_BYTES * mine / LEAST_SECONDS)
+    config = ProducerConfig(
+        max_batch_rows=min(MAX_BATCH_ROWS, 1 + mine // 200), max_in_flight_batches=MAX_IN_FLIGHT_BATCHES
+    )
     async with (
         Wire(host, port, bytes_per_second) as wire,
         Client(wire.address).producer(TOPIC, origin, config) as producer,
     ):
         reporter = Reporter(board, origin, producer, wire)
         ticking = asyncio.create_task(reporter.run())
-        await _publish(mine, producer, wire, reporter)
+        await _publish(departures(origin, flights), flights, producer, wire, reporter)
         await producer.flush()
         ticking.cancel()
         reporter.report()
 
 
 async def _publish(
-    mine: list[tuple[int, dict[str, str]]], producer: Producer, wire: Wire, reporter: "Reporter"
+    records: Iterator[tuple[int, dict[str, str]]], flights: int, producer: Producer, wire: Wire, reporter: "Reporter"
 ) -> None:
     """Sends what is not in the log yet. The record's number in the file is its sequence ID: gaps are fine."""
     resume_after = producer.persisted_sequence_id
-    faults = {int(len(mine) * part) for part in LOSE_ANSWERS_AT}
-    for place, (number, record) in enumerate(mine):
+    lose_at = [int(flights * part) for part in LOSE_ANSWERS_AT if flights * part > resume_after]
+    for number, record in records:
         if number <= resume_after:
             reporter.done += 1
             continue
-        if place in faults:
+        if lose_at and number >= lose_at[0]:
+            lose_at.pop(0)
             wire.lose_answers()
         receipt = await producer.send(
             json.dumps(record).encode(),

@@ -12,7 +12,7 @@ MAX_READ_BYTES = 64 * 1024
 
 
 class Wire:
-    """`async with Wire(host, port, bytes_per_second) as wire`: what connects to `wire.address` gets through to there."""
+    """`async with Wire(host, port, bytes_per_second) as wire`: `wire.address` leads to that port."""
 
     def __init__(self, host: str, port: int, bytes_per_second: float) -> None:
         self.address = ""

@@ -8,11 +8,23 @@ import numpy.typing as npt
 
 from seqdedupe import batch as batches
 from seqdedupe.core import decide, layout
-from seqdedupe.core.columns import BAD, COLUMNS_END, NAME_OFFSETS, NAMES, PLACES, ROWS
+from seqdedupe.core.columns import (
+    BAD,
+    COLUMNS_END,
+    NAME_OFFSETS,
+    NAMES,
+    PLACES,
+    PROPERTY_NAME_OFFSETS,
+    PROPERTY_NAMES,
+    PROPERTY_VALUE_OFFSETS,
+    PROPERTY_VALUES,
+    ROWS,
+)
 from seqdedupe.core.decide import NOT_DUP
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.sessions import can_have_been_given
 
 MAX_PRODUCERS_IN_REFUSAL = 16
 
@@ -97,16 +109,40 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
     if wrong != layout.CANONICAL:
         why = _WRONG.get(wrong, "its fields do not fit together").format(bad=places[BAD])
         raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
+    for offsets, values in ((PROPERTY_NAME_OFFSETS, PROPERTY_NAMES), (PROPERTY_VALUE_OFFSETS, PROPERTY_VALUES)):
+        if places[2 * values + 1] and not _is_text(view, places, offsets, values):
+            raise error("INVALID_BATCH", "the batch is not valid: the names and values of properties are not all UTF-8")
     names = encoded[places[2 * NAME_OFFSETS] : places[2 * NAMES] + places[2 * NAMES + 1]]
     if names != cache.names:
         known = producers.known(encoded, places)
         if known is None:
-            raise error(
-                "INVALID_EPOCH",
-                "a producer of the batch has no session on this topic, or is listed twice: open it",
-            )
+            raise _wrong_names(view, places, producers)
         cache.names, cache.numbers = names, known
     return Frame(encoded, view, places, cache.numbers)
+
+
+def _is_text(view: Uint8s, places: Int64s, offsets: int, values: int) -> bool:
+    """Whether every value of a column is UTF-8: its blob is, and no value begins within a character."""
+    start, size = places[2 * values], places[2 * values + 1]
+    blob = view[start : start + size]
+    try:
+        blob.tobytes().decode()
+    except UnicodeDecodeError:
+        return False
+    start, size = places[2 * offsets], places[2 * offsets + 1]
+    begins = view[start : start + size].view(np.int32)
+    return not (blob[begins[begins < len(blob)]] & 0xC0 == 0x80).any()
+
+
+def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> SeqdedupeError:
+    """The error for a list of producers that are not all known."""
+    if not _is_text(view, places, NAME_OFFSETS, NAMES):
+        return error("INVALID_NAME", "the batch is not valid: its producer names are not all UTF-8")
+    names = [name for name, *_ in producers.numbers_in_frame(view, places)]
+    if len(set(names)) < len(names):
+        return error("INVALID_NAME", "the batch is not valid: a producer is listed twice")
+    unknown = next(name for name in names if name not in producers).decode()
+    return error("INVALID_EPOCH", f"producer {unknown!r} has no session on this topic: open it", producer_name=unknown)
 
 
 def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
@@ -139,7 +175,7 @@ def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeErro
             "below it",
             **numbers,
         )
-    elif why == decide.FENCED and all(p.epoch < p.current_epoch for p in listed):
+    elif why == decide.FENCED and all(_is_stale(p) for p in listed):
         e = error(
             "FENCED",
             f"producer {one.name!r} has been opened by another session: its epoch is {one.current_epoch}, not "
@@ -149,7 +185,7 @@ def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeErro
             current_epoch=one.current_epoch,
         )
     elif why == decide.FENCED:
-        one = next(p for p in listed if p.epoch >= p.current_epoch)
+        one = next(p for p in listed if not _is_stale(p))
         e = error(
             "INVALID_EPOCH",
             f"producer {one.name!r} sends with epoch {one.epoch}, which this topic did not give it",
@@ -171,6 +207,10 @@ def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeErro
             **numbers,
         )
     return e, listed[:MAX_PRODUCERS_IN_REFUSAL]
+
+
+def _is_stale(producer: ProducerNumbers) -> bool:
+    return can_have_been_given(producer.epoch) and producer.epoch < producer.current_epoch
 
 
 def cut(frame: Frame, verdicts: Uint8s) -> Frame:

@@ -112,6 +112,8 @@ async def take_over(
     written with a higher term. If `confirmed_index` is above 0, the record before it must be there: if it is not, the
     end of the log is gone, which is LOG_DAMAGED. Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
     """
+    if confirmed_index < log.first_index:
+        raise damaged(f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
     replay = _Replay(log, max(confirmed_index - 1, log.first_index), merge, skip_below=confirmed_index)
     while True:
         if term > MAX_TERM:

@@ -13,6 +13,11 @@ _TERM_SHIFT = 32
 OPENS_PER_TERM = 2**_TERM_SHIFT - 1
 
 
+def can_have_been_given(epoch: int) -> bool:
+    """Whether any topic can have given this epoch: terms and opens are counted from 1."""
+    return epoch > 1 << _TERM_SHIFT
+
+
 class Sessions:
     """The sessions of one topic in the term of its current owner."""
 
@@ -58,7 +63,7 @@ class Sessions:
             current = 0 if number is None else int(self._producers.numbers[number, EPOCH])
             shown = name.decode()
             # Each term begins with n = 0, so an epoch of an earlier term is one that may have been given.
-            if not 1 << _TERM_SHIFT < epoch <= newest:
+            if not can_have_been_given(epoch) or epoch > newest:
                 raise error(
                     "INVALID_EPOCH",
                     f"this topic never gave the epoch {epoch} with which {shown!r} resumes",

@@ -141,6 +141,7 @@ class Topic:
         self._in_flight_bytes = 0
         self._admitted_frames = 0
         self._settled_frames = 0
+        self._is_recovering = False
         self._settled = _Broadcast()
         self._confirmed = _Broadcast()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -206,13 +207,16 @@ class Topic:
         While the log cannot be written it is tried again, and the topic is READ_ONLY. Raises `DamagedError` for
         damage; the topic then stays as it is.
         """
+        self._is_recovering = True
         delay = REOPEN_FIRST_DELAY_SECONDS
         while not await self._took_over():
             await asyncio.sleep(delay)
             delay = min(2 * delay, REOPEN_LONGEST_DELAY_SECONDS)
+        self._is_recovering = False
         self._set_state(State.SERVING, "")
 
     async def _took_over(self) -> bool:
+        failures = self.counters.log_failures
         try:
             owner = await recovery.take_over(
                 self.log,
@@ -236,7 +240,8 @@ class Topic:
         self._sessions.begin_term(owner.term)
         self.next_index = self.confirmed_index = owner.next_index
         self._confirmed.tell()
-        return True
+        # What the log held is known now; but if it failed again meanwhile, it takes nothing yet.
+        return self.counters.log_failures == failures
 
     def _merge(self, chunk: bytes, table: recovery.Table, count: int) -> None:
         """Records found in the log; frames in flight that are among them are confirmed and answered."""
@@ -340,6 +345,9 @@ class Topic:
     def _log_failed(self, failure: Failure, why: str) -> None:
         self.counters.log_failures += 1
         logger.warning("the log of topic %s failed (%s): %s", self.name, failure.value, why)
+        if self._is_recovering:
+            # Nothing was handed over since that began, so this says nothing of what is in flight; it tries again.
+            return
         if failure is Failure.REFUSED:
             self._fail_in_flight("LOG_REFUSED", why)
             self._set_state(State.READ_ONLY, why)

@@ -101,11 +101,11 @@ class Producer(ProducerBase):
 
     def __init__(self, address: str, topic: str, name: str, config: ProducerConfig) -> None:
         super().__init__(address, topic, name, config)
-        self._lock = threading.Lock()  # held by callers only; the loop's thread must never wait for it
-        # The first pair is written under the lock, the second by the loop's thread: no lock between them.
+        self._lock = threading.Lock()  # for what is gathered; the loop's thread must never wait for it
+        self._room = threading.Condition()  # held for moments only
+        # The first pair is written under the lock, the second by the loop's thread.
         self._handed_over_batches = self._handed_over_bytes = 0
         self._settled_batches = self._settled_bytes = 0
-        self._settled = threading.Event()
         self._is_watched = False  # under the lock: the loop looks after the batch that is being gathered
 
     def __enter__(self) -> Self:
@@ -123,7 +123,11 @@ class Producer(ProducerBase):
     def open(self) -> None:
         """Starts the session, see `seqdedupe.client.Producer.open`."""
         self._begin()
-        _run(self._session.start())
+        try:
+            _run(self._session.start())
+        except BaseException:
+            self._state = "closed"
+            raise
         self._builder = self._new_builder()
 
     def send(
@@ -186,12 +190,11 @@ class Producer(ProducerBase):
     def _begin_batch(self) -> None:
         if self._builder.is_empty:
             return
-        if self._handed_over_batches == self._settled_batches:
-            self._builder.seal()
-        elif not self._is_watched:
+        if not self._is_watched:
             self._is_watched = True
-            loop = _event_loop()
-            loop.call_soon_threadsafe(self._watch, self._builder.pending)
+            nothing_in_flight = self._handed_over_batches == self._settled_batches
+            begin = self._look if nothing_in_flight else self._watch
+            _event_loop().call_soon_threadsafe(begin, self._builder.pending)
 
     def _watch(self, pending: PendingBatch) -> None:
         """On the loop's thread: looks after a while whether this batch still lingers, and so on while there is any."""
@@ -217,24 +220,29 @@ class Producer(ProducerBase):
         self._handed_over_bytes += size_bytes
 
         def settled() -> None:
-            self._settled_batches += 1
-            self._settled_bytes += size_bytes
-            self._settled.set()
+            with self._room:
+                self._settled_batches += 1
+                self._settled_bytes += size_bytes
+                self._room.notify_all()
 
         pending.when_settled(settled)
         _event_loop().call_soon_threadsafe(self._session.add, pending)
 
-    def _is_full(self) -> bool:
+    def _has_room(self) -> bool:
         return (
-            self._handed_over_batches - self._settled_batches >= self._config.max_in_flight_batches
-            or self._handed_over_bytes - self._settled_bytes >= self._config.max_in_flight_bytes
+            self._handed_over_batches - self._settled_batches < self._config.max_in_flight_batches
+            and self._handed_over_bytes - self._settled_bytes < self._config.max_in_flight_bytes
         )
 
     def _pause(self) -> None:
-        while self._is_full():
-            self._settled.clear()
-            if self._is_full():
-                self._settled.wait()
+        """With the lock, which it lets go of while it waits: closing must not wait for a sender."""
+        while not self._has_room():
+            self._lock.release()
+            try:
+                with self._room:
+                    self._room.wait_for(self._has_room)
+            finally:
+                self._lock.acquire()
         self._check_open()
         self._must_pause = False
 

@@ -1,5 +1,6 @@
 """How the client reaches the sidecar, and the one place that looks at gRPC's errors."""
 
+import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,9 +55,18 @@ def new_channel(address: str) -> grpc.aio.Channel:
 
 @contextmanager
 def typed_errors(address: str) -> Iterator[None]:
-    """Turns gRPC's errors into this project's."""
+    """Turns gRPC's errors into this project's.
+
+    A call that the other side cancels, or that is cancelled by `call.cancel()`, looks to gRPC's callers as if they
+    themselves were; it is an error like others, unless they are.
+    """
     try:
         yield
+    except asyncio.CancelledError as e:
+        task = asyncio.current_task()
+        if task is not None and not task.cancelling():
+            raise error("OUTCOME_UNKNOWN", f"the call to {address} was cancelled") from e
+        raise
     except grpc.aio.AioRpcError as e:
         raise _error_of_call(e, address) from e
 

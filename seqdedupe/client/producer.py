@@ -81,10 +81,10 @@ class Producer(ProducerBase):
     `InvalidRequestError` when the sidecar refuses a batch for its content (those before it still get receipts).
 
     Messages are gathered into batches, and `send` waits while too many are in flight, as `ProducerConfig` says. A
-    message that finds nothing in flight goes at once. A producer belongs to one event loop; tasks of it may share it.
+    message that finds nothing in flight goes at the loop's next turn. A producer belongs to one event loop; tasks of it may share it.
     """
 
-    _linger: asyncio.TimerHandle | None = None
+    _linger: asyncio.Handle | None = None
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -102,7 +102,11 @@ class Producer(ProducerBase):
         """Starts the session. Raises `UnavailableError` if that has not succeeded within 30 seconds, or what the
         sidecar refuses it for."""
         self._begin()
-        await self._session.start()
+        try:
+            await self._session.start()
+        except BaseException:
+            self._state = "closed"
+            raise
         self._builder = self._new_builder()
 
     async def send(
@@ -174,10 +178,10 @@ class Producer(ProducerBase):
         """A batch has its first message, and may be full with it."""
         if self._builder.is_empty:
             return
+        loop = asyncio.get_running_loop()
         if self._session.is_idle:
-            self._builder.seal()
+            self._linger = loop.call_soon(self._builder.seal)
         else:
-            loop = asyncio.get_running_loop()
             self._linger = loop.call_later(self._config.linger_ms / 1000, self._builder.seal)
 
     def _emit(self, pending: PendingBatch) -> None:

@@ -140,7 +140,7 @@ class Reader:
         self._records: list[Any] = []  # of the last answer, in reverse
         self._stored: StoredBatch | None = None  # the batch in hand, and the next row of it
         self._row = 0
-        self.closed = False
+        self._closed = False
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         if isinstance(start, Position):
             self._read_on_after(start)
@@ -211,7 +211,7 @@ class Reader:
 
     async def fetch(self) -> bool:
         """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
-        while not self.closed:
+        while not self._closed:
             try:
                 if self._records:
                     self._take_in_hand(self._records.pop())
@@ -224,17 +224,15 @@ class Reader:
             except UnavailableError as e:
                 await self._disconnect()
                 await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
-            except BaseException as e:
+            except BaseException:
                 # Cancelled or refused: what was under way is void, a later call starts from the position.
                 await self._disconnect()
-                if isinstance(e, asyncio.CancelledError) and _cancelled_by_close(self):
-                    return False
                 raise
         return False
 
     async def close(self) -> None:
         """Ends it; a `fetch` under way ends too."""
-        self.closed = True
+        self._closed = True
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -302,7 +300,8 @@ class Reader:
             raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream before its end")
         self._check_incarnation(answer.incarnation)
         self._records = [record for record in reversed(answer.records) if record.HasField("batch")]
-        self._backoff.reset()
+        if self._records:
+            self._backoff.reset()
         return True
 
     def _check_incarnation(self, incarnation: int) -> None:
@@ -329,9 +328,3 @@ class Reader:
         self._stored = StoredBatch(batch, record.base_index, record.publish_time_ms, record.incarnation)
         self._row = 0
         self._read_on_after(self._stored.position(len(batch) - 1))
-
-
-def _cancelled_by_close(reader: Reader) -> bool:
-    """Whether it was `close` that cancelled the call, not somebody that cancelled the task."""
-    task = asyncio.current_task()
-    return reader.closed and task is not None and not task.cancelling()

@@ -25,7 +25,7 @@ try:
     from numba.extending import intrinsic
 except ImportError:
 
-    def kernel(result: str, *arguments: str) -> Callable[[F], Any]:
+    def kernel(result: str, *arguments: str, nogil: bool = False) -> Callable[[F], Any]:
         """Leaves the function as it is."""
         return lambda function: function
 
@@ -69,10 +69,13 @@ else:
     if _CACHE is not None:
         numba.config.CACHE_DIR = str(_CACHE)  # type: ignore[attr-defined]
 
-    def kernel(result: str, *arguments: str) -> Callable[[F], Any]:
-        """Compiles the function for this result and these argument types, by their names in `_TYPES`."""
+    def kernel(result: str, *arguments: str, nogil: bool = False) -> Callable[[F], Any]:
+        """Compiles the function for this result and these argument types, by their names in `_TYPES`.
+
+        `nogil` lets other threads run meanwhile: for what takes long, and is called in a thread.
+        """
         signature = _TYPES[result](*(_TYPES[name] for name in arguments))
-        return njit(signature, cache=_CACHE is not None, error_model="numpy")
+        return njit(signature, cache=_CACHE is not None, error_model="numpy", nogil=nogil)
 
     def _load(bits: int) -> Any:
         # One unaligned load, where composing the number from bytes costs compile time in every kernel.

@@ -256,6 +256,9 @@ def scan_record(raw, at, incarnation, file_offset, places):  # type: ignore[no-u
     places[SYNCED_OFFSET] = load64(raw, at + _SYNCED_AT)
     places[TERM] = 0
     if body_tag == _MARKER_TAG:
+        # It has no payload: the checksum of nothing.
+        if load32(raw, at + _PAYLOAD_CRC_AT) != 0:
+            return DAMAGED
         places[ROWS] = 0
         places[COLUMNS_END] = end
         places[TERM] = load64(raw, at + HEADER_BYTES + 1)
@@ -269,7 +272,7 @@ def scan_record(raw, at, incarnation, file_offset, places):  # type: ignore[no-u
     return END
 
 
-@kernel("int", "bytes", "int", "int", "int", "int64s2", "int64s")
+@kernel("int", "bytes", "int", "int", "int", "int64s2", "int64s", nogil=True)
 def scan(raw, incarnation, file_offset, next_index, table, result):  # type: ignore[no-untyped-def]
     """Reads the records of a buffer into `table`, one place row each, up to the first that cannot be read.
 
@@ -300,7 +303,7 @@ def scan(raw, incarnation, file_offset, next_index, table, result):  # type: ign
     return why
 
 
-@kernel("int", "bytes", "int64s2", "int")
+@kernel("int", "bytes", "int64s2", "int", nogil=True)
 def first_bad_payload(raw, table, records):  # type: ignore[no-untyped-def]
     """The first of so many scanned records whose payload has not its checksum; -1 if all have."""
     for i in range(records):
@@ -311,7 +314,7 @@ def first_bad_payload(raw, table, records):  # type: ignore[no-untyped-def]
     return -1
 
 
-@kernel("int", "bytes", "int", "int")
+@kernel("int", "bytes", "int", "int", nogil=True)
 def find_record(raw, incarnation, file_offset):  # type: ignore[no-untyped-def]
     """Where in a buffer, which begins at that offset of its file, a header stands that names this topic and place.
 

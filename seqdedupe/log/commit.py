@@ -95,7 +95,7 @@ class FatalError(Exception):
 class Writer:
     """The end of one topic's log. Belongs to the commit thread.
 
-    `on_news` is called on the event loop with what was written.
+    `mend` is called before anything is written. `on_news` is called on the event loop with what was written.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Writer:
         publish_time_ms: int,
         last_point: int,
         segment_bytes: int,
+        mend: Callable[[], None],
         on_news: Callable[[Written], None],
     ) -> None:
         self.file = file
@@ -124,6 +125,7 @@ class Writer:
         self._last_point = last_point
         self._segment_bytes = segment_bytes
         self._opening: Opening | None = None
+        self._mend: Callable[[], None] | None = mend
         self._broken = False
 
     def write(self, opening: Opening, now_ms: int) -> Written | None:
@@ -140,6 +142,13 @@ class Writer:
             self._opening = opening
         elif self._opening is not opening or opening.failed or not batches:
             return None
+        if self._mend is not None:
+            try:
+                self._mend()
+            except OSError as e:
+                opening.failed = True
+                return self._written(opening, 0, [], Failure.REFUSED, f"the log cannot be mended: {e}")
+            self._mend = None
         self._publish_time_ms = max(self._publish_time_ms, now_ms)
         try:
             self._roll()

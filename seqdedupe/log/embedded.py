@@ -11,6 +11,7 @@ import shutil
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ from seqdedupe.log.segment import (
     Segment,
     damaged,
 )
-from seqdedupe.log.tail import Tail, base_indexes, open_segments
+from seqdedupe.log.tail import Tail, base_indexes, mend, open_segments
 from seqdedupe.message_id import MessageId
 
 _log = logging.getLogger("seqdedupe.log")
@@ -108,9 +109,10 @@ class EmbeddedLogs:
     async def open(self, incarnation: int, covered_index: int) -> "EmbeddedLog":
         """Opens a log that is there. Everything below `covered_index` is known to have been stored.
 
-        A torn tail, which a crash leaves, is cut; it is logged, and counted in the log's `cut_bytes` and
-        `cut_records`. Raises LOG_DAMAGED or NEWER_FORMAT, and then has changed nothing; LOG_REFUSED if the
-        disk does not take what has to be written again, which can be tried again.
+        A torn tail, which a crash leaves, is left out and counted in the log's `cut_bytes` and `cut_records`; it
+        is cut, and the end of the log made durable again, by the first `open_for_writing`. So a full disk can be
+        opened and read; until it can be written, only what is known to have been stored should be shown. Raises
+        LOG_DAMAGED, NEWER_FORMAT.
         """
         folder = self._folder / str(incarnation)
         opened = await asyncio.get_running_loop().run_in_executor(
@@ -129,7 +131,7 @@ class EmbeddedLog:
     """One topic's log, which satisfies `seqdedupe.log.contract.Log`. Made by `EmbeddedLogs.open`.
 
     A message ID's ledger is the incarnation, its entry the index. `cut_bytes` and `cut_records` (about) are what
-    opening cut off.
+    opening found torn.
     """
 
     def __init__(self, logs: EmbeddedLogs, folder: Path, segments: list[Segment], tail: Tail, file: int) -> None:
@@ -155,6 +157,7 @@ class EmbeddedLog:
             publish_time_ms=tail.publish_time_ms,
             last_point=points[-1].offset if points else -POINT_INTERVAL_BYTES,
             segment_bytes=logs.segment_bytes,
+            mend=partial(mend, tail, file),
             on_news=self._on_news,
         )
 
@@ -178,8 +181,8 @@ class EmbeddedLog:
         await opening.ready
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
-        if self._opening is None:
-            raise error("INTERNAL", "an append to a log that was not opened for writing")
+        if self._opening is None or not self._opening.opened:
+            raise error("INTERNAL", "an append to a log that is not open for writing")
         self._opening.append(batch, rows, column_bytes, self._logs.committer.queue)
 
     def _on_news(self, news: Written) -> None:
@@ -248,7 +251,7 @@ class EmbeddedLog:
         offset, index = segment.before_index(from_index)
         if before is not None and before.segment is segment:
             offset, index = before.end, from_index
-        found = await self._find(segment, offset, index, _holds(from_index), size=size, payloads=True)
+        found = await self._find(segment, offset, index, _holds(from_index), size=size, payloads_from=from_index)
         if found is None:
             raise damaged(segment.path, segment.end, f"the message with index {from_index} should be here")
         return Window(segment, *found)
@@ -301,12 +304,12 @@ class EmbeddedLog:
         wanted: Callable[[Piece], np.ndarray],
         *,
         size: int = CHUNK_BYTES,
-        payloads: bool = False,
+        payloads_from: int | None = None,
     ) -> tuple[Piece, int] | None:
         """The first wanted record of a segment from an offset on: its place in the piece that was read with it."""
         end = segment.end
         while offset < end:
-            piece = await self._read(segment, offset, end, index, size, payloads)
+            piece = await self._read(segment, offset, end, index, size, payloads_from)
             hits = np.flatnonzero(wanted(piece))
             if len(hits):
                 return piece, int(hits[0])
@@ -314,23 +317,18 @@ class EmbeddedLog:
         return None
 
     async def _read(
-        self, segment: Segment, offset: int, end: int, index: int, size: int, payloads: bool = False
+        self, segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None = None
     ) -> Piece:
         """A piece of a segment, read and checked in a thread. Raises what is damaged or has been trimmed."""
         self._check_is_there(segment.base_index)
-        behind = self._place_of(segment.base_index) + 1
-        next_base = self._segments[behind].base_index if behind < len(self._segments) else None
         try:
             piece = await asyncio.get_running_loop().run_in_executor(
-                self._logs.threads, segment.read, offset, end, index, size, payloads
+                self._logs.threads, segment.read, offset, end, index, size, payloads_from
             )
         except FileNotFoundError as e:
             self._check_is_there(segment.base_index)
             raise damaged(segment.path, offset, "the file is missing") from e
         segment.learn(piece)
-        ends_with = piece.next_index(index)
-        if next_base is not None and piece.end == segment.end and ends_with != next_base:
-            raise damaged(segment.path, piece.end, f"messages {ends_with} to {next_base - 1} should be here")
         return piece
 
     async def _begins_before(self, segment: Segment, publish_time_ms: int) -> bool:

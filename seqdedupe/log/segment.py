@@ -74,7 +74,7 @@ class Piece:
 
 
 def scan_bytes(
-    raw: bytes, incarnation: int, offset: int, next_index: int, *, payloads: bool
+    raw: bytes, incarnation: int, offset: int, next_index: int, payloads_from: int | None
 ) -> tuple[np.ndarray, int, int]:
     """The records of a buffer as a piece's table, how many bytes they take, and why there are no more."""
     if not hasattr(_scratch, "table"):
@@ -88,9 +88,12 @@ def scan_bytes(
         part = whole[at:]
         why = records.scan(part, incarnation, offset + at, next_index, places, result)
         count, size = int(result[0]), int(result[1])
-        bad = records.first_bad_payload(part, places, count) if payloads else -1
-        if bad >= 0:
-            why, count, size = records.DAMAGED, bad, int(places[bad, RECORD_START])
+        if payloads_from is not None:
+            skipped = int(np.searchsorted(places[:count, BASE_INDEX] + places[:count, ROWS], payloads_from, "right"))
+            bad = records.first_bad_payload(part, places[skipped:count], count - skipped)
+            if bad >= 0:
+                why, count = records.DAMAGED, skipped + bad
+                size = int(places[count, RECORD_START])
         table = places[:count, _COLUMNS]
         table[:, (START, END)] += at
         tables.append(table)
@@ -108,21 +111,22 @@ def read_piece(
     next_index: int,
     *,
     size: int = CHUNK_BYTES,
-    payloads: bool = False,
+    payloads_from: int | None = None,
 ) -> Piece:
     """The records from an offset of an open file on: about `size` bytes of them, at least one, none behind `end`.
 
-    `next_index` is the index that the first one must have, -1 to believe it. Payloads are checked if asked for.
+    `next_index` is the index that the first one must have, -1 to believe it. Payloads are checked where they are
+    those of this index and later ones.
     """
     raw = os.pread(file, min(size, end - offset), offset)
-    table, taken, why = scan_bytes(raw, incarnation, offset, next_index, payloads=payloads)
+    table, taken, why = scan_bytes(raw, incarnation, offset, next_index, payloads_from)
     if why == records.INCOMPLETE and offset + len(raw) < end:
         if taken:
             why = records.END
         elif len(raw) >= MAX_RECORD_BYTES:
             why = records.DAMAGED
         elif size < CHUNK_BYTES:
-            return read_piece(file, incarnation, offset, end, next_index, payloads=payloads)
+            return read_piece(file, incarnation, offset, end, next_index, payloads_from=payloads_from)
     return Piece(offset, raw, table, taken, why)
 
 
@@ -158,7 +162,7 @@ class Segment:
         self.indexed_end = 0
         """Up to here the file was scanned and `points` are complete."""
 
-    def read(self, offset: int, end: int, next_index: int, size: int, payloads: bool) -> Piece:
+    def read(self, offset: int, end: int, next_index: int, size: int, payloads_from: int | None) -> Piece:
         """`read_piece` of this file, for use in any thread. It ends before damage.
 
         Raises LOG_DAMAGED or NEWER_FORMAT if the first record cannot be read, FileNotFoundError if retention
@@ -166,7 +170,9 @@ class Segment:
         """
         file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            piece = read_piece(file, self.incarnation, offset, end, next_index, size=size, payloads=payloads)
+            piece = read_piece(file, self.incarnation, offset, end, next_index, size=size, payloads_from=payloads_from)
+        except OSError as e:
+            raise damaged(self.path, offset, f"it cannot be read: {e}") from e
         finally:
             os.close(file)
         if not piece.size:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from seqdedupe.core import records
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import error
 from seqdedupe.log.segment import (
     CHUNK_BYTES,
     SUFFIX,
@@ -58,7 +58,10 @@ def base_indexes(folder: Path) -> list[int]:
 
 
 def open_segments(folder: Path, incarnation: int, covered_index: int) -> tuple[list[Segment], Tail, int]:
-    """A log's segments, what its end is, and the last one's file, open. See `EmbeddedLogs.open`."""
+    """A log's segments, what its end is, and the last one's file, open. Writes nothing.
+
+    Before the file is written it must be mended. Raises LOG_DAMAGED, NEWER_FORMAT.
+    """
     bases = base_indexes(folder) if folder.exists() else []
     if not bases:
         raise error("LOG_DAMAGED", f"{folder} has no segment files", file=folder)
@@ -70,35 +73,31 @@ def open_segments(folder: Path, incarnation: int, covered_index: int) -> tuple[l
             first_index=bases[0],
             covered_index=covered_index,
         )
-    segments = []
-    for base in bases[:-1]:
-        segment = Segment(folder, incarnation, base, 0)
+    segments = [Segment(folder, incarnation, base, 0) for base in bases]
+    for segment in segments:
         segment.end = segment.path.stat().st_size
-        segments.append(segment)
-    tail, file = recover(folder, incarnation, bases[-1])
+    file = os.open(segments[-1].path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if segments and tail.publish_time_ms == 0:
-            # Nothing is in the last segment: the end of the log is in the one before, which was synced whole.
-            before = _survey_sealed(segments[-1], folder, bases[-1])
-            segments[-1], tail.publish_time_ms = before.segment, before.publish_time_ms
+        tail = recover(folder, incarnation, bases[-1], file)
+        segments[-1] = tail.segment
+        if len(segments) > 1 and not tail.segment.end:
+            # Nothing is in the last segment: the log's end is in the one before, which was synced whole.
+            before = _survey_sealed(segments[-2], folder, bases[-1])
+            segments[-2], tail.publish_time_ms = before.segment, before.publish_time_ms
         if tail.next_index < covered_index:
             raise error(
                 "LOG_DAMAGED",
-                f"{tail.segment.path} ends with index {tail.next_index - 1} at byte {tail.segment.end}: messages up to "
-                f"{covered_index - 1} were stored",
+                f"{tail.segment.path} ends with index {tail.next_index - 1} at byte {tail.segment.end}: messages "
+                f"up to {covered_index - 1} were stored",
                 file=tail.segment.path,
                 offset=tail.segment.end,
                 next_index=tail.next_index,
                 covered_index=covered_index,
             )
-        try:
-            mend(tail, file)
-        except OSError as e:
-            raise error("LOG_REFUSED", f"{tail.segment.path} cannot be written: {e}") from e
-    except SeqdedupeError:
+    except BaseException:
         os.close(file)
         raise
-    return [*segments, tail.segment], tail, file
+    return segments, tail, file
 
 
 def _survey_sealed(segment: Segment, folder: Path, next_base: int) -> Tail:
@@ -129,21 +128,11 @@ def _add(tail: Tail, piece: Piece) -> None:
         tail.synced_offset = max(tail.synced_offset, int(piece.table[:, SYNCED].max()))
 
 
-def recover(folder: Path, incarnation: int, base_index: int) -> tuple[Tail, int]:
-    """The last segment up to its last intact record, and its file, open. Changes nothing: see `mend`.
+def recover(folder: Path, incarnation: int, base_index: int, file: int) -> Tail:
+    """The last segment up to its last intact record. Changes nothing: see `mend`.
 
     Raises LOG_DAMAGED if something is wrong below the synced offset, NEWER_FORMAT.
     """
-    segment = Segment(folder, incarnation, base_index, 0)
-    file = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return _recover(folder, incarnation, base_index, file), file
-    except BaseException:
-        os.close(file)
-        raise
-
-
-def _recover(folder: Path, incarnation: int, base_index: int, file: int) -> Tail:
     size = os.fstat(file).st_size
     tail = survey(folder, incarnation, base_index, file, size)
     path, end, why = tail.segment.path, tail.segment.end, tail.why
@@ -165,7 +154,7 @@ def mend(tail: Tail, file: int) -> None:
     """Cuts the torn tail off, writes again what is kept above the synced offset, and syncs.
 
     After a failed sync the kernel takes pages for written that the disk does not have: writing them again is what
-    brings them there. Raises OSError.
+    brings them there. Raises OSError, and can be tried again.
     """
     end = tail.segment.end
     if tail.cut_bytes:
@@ -177,6 +166,7 @@ def mend(tail: Tail, file: int) -> None:
             end,
         )
         os.ftruncate(file, end)
+        tail.cut_bytes = 0
     at = tail.synced_offset
     while at < end:
         at += os.pwrite(file, os.pread(file, min(CHUNK_BYTES, end - at), at), at)
@@ -204,7 +194,7 @@ def _synced_behind(tail: Tail, file: int, size: int) -> int:
 def _intact_end(tail: Tail, file: int, at: int) -> int:
     """Up to where the records from an offset on have intact payloads."""
     while at < tail.segment.end:
-        piece = read_piece(file, tail.segment.incarnation, at, tail.segment.end, -1, payloads=True)
+        piece = read_piece(file, tail.segment.incarnation, at, tail.segment.end, -1, payloads_from=-1)
         at = piece.end
         if piece.why != records.END:
             break

@@ -18,6 +18,7 @@ from pathlib import Path
 from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded import EmbeddedLogs
 from tests.log.batches import encoded_batch
+from tests.log.conformance import replayed
 
 IN_FLIGHT = 32
 
@@ -32,9 +33,8 @@ async def write(folder: Path, incarnation: int, seed: int, lie: bool, report: in
     logs = EmbeddedLogs(folder, clock_ms=lambda: time.time_ns() // 1_000_000, fatal=fatal, segment_bytes=200_000)
     log = await logs.open(incarnation, 0)
     next_index = 0
-    async for chunk in log.replay(0):
-        del chunk
-    next_index = log.next_index
+    for record in await replayed(log):
+        next_index = record.base_index + record.rows
     in_flight = asyncio.Semaphore(IN_FLIGHT)
     ends: list[int] = []
 

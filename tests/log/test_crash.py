@@ -3,7 +3,7 @@
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,9 @@ from tests.log.conformance import Owner, replayed, what
 INCARNATION = 1_700_000_000_000_000
 ROOT = Path(__file__).parents[2]
 KILLS = 25
+CONTROL_KILLS = 6
 SECTOR_BYTES = 512
+Writers = subprocess.Popen[str]
 
 
 def fatal(reason: str) -> None:
@@ -36,44 +38,63 @@ async def make_logs() -> AsyncIterator[Callable[[Path], EmbeddedLogs]]:
         await logs.close()
 
 
-async def kills(logs: EmbeddedLogs, folder: Path, *, lie: bool, times: int) -> list[int]:
+@pytest.fixture
+def start_writers() -> Iterator[Callable[[Path, bool], Writers]]:
+    """Starts the program that has its children write; it is gone when the test ends."""
+    started: list[Writers] = []
+
+    def start(folder: Path, lie: bool) -> Writers:
+        command = [sys.executable, "-m", "tests.log.crash_writer", str(folder), str(INCARNATION), str(int(lie))]
+        started.append(
+            subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        )
+        return started[-1]
+
+    yield start
+    for writers in started:
+        writers.communicate()
+
+
+async def kills(logs: EmbeddedLogs, writers: Writers, times: int) -> list[int]:
     """Kills writers of one log, and compares it each time: how many messages reported as stored were not there."""
     seed = random.randrange(1, 2**31)
     print(f"seed {seed}")
     randomly = random.Random(seed)
-    await logs.create(INCARNATION)
-    command = [sys.executable, "-m", "tests.log.crash_writer", str(folder), str(INCARNATION), str(int(lie))]
+    assert writers.stdin
+    assert writers.stdout
     missing, end = [], 0
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as nursery:
-        assert nursery.stdin
-        assert nursery.stdout
-        for _ in range(times):
-            nursery.stdin.write(f"{randomly.randrange(1, 2**31)} {randomly.randrange(1, 60_000)}\n")
-            reported = int(nursery.stdout.readline())
-            log = await logs.open(INCARNATION, 0)
-            ids = [i for r in await replayed(log) if r.rows for i in r.batch.sequence_ids]
-            assert ids == list(range(len(ids)))
-            assert len(ids) >= end, "what an earlier run had is gone"
-            end = len(ids)
-            missing.append(max(0, reported - end))
-            await log.close()
-        nursery.stdin.close()
+    for _ in range(times):
+        writers.stdin.write(f"{randomly.randrange(1, 2**31)} {randomly.randrange(1, 20_000)}\n")
+        reported = int(writers.stdout.readline())
+        log = await logs.open(INCARNATION, 0)
+        ids = [i for r in await replayed(log) if r.rows for i in r.batch.sequence_ids]
+        assert ids == list(range(len(ids)))
+        assert len(ids) >= end, "what an earlier run had is gone"
+        end = len(ids)
+        missing.append(max(0, reported - end))
+        await log.close()
     assert end > 0
     return missing
 
 
 async def test_a_killed_writer_loses_nothing_that_it_reported(
-    make_logs: Callable[[Path], EmbeddedLogs], tmp_path: Path
+    make_logs: Callable[[Path], EmbeddedLogs],
+    start_writers: Callable[[Path, bool], Writers],
+    tmp_path: Path,
 ) -> None:
-    assert await kills(make_logs(tmp_path), tmp_path, lie=False, times=KILLS) == [0] * KILLS
+    logs = make_logs(tmp_path)
+    await logs.create(INCARNATION)
+    assert await kills(logs, start_writers(tmp_path, False), KILLS) == [0] * KILLS
 
 
 async def test_control_a_writer_that_reports_too_early_is_caught(
-    make_logs: Callable[[Path], EmbeddedLogs], tmp_path: Path
+    make_logs: Callable[[Path], EmbeddedLogs],
+    start_writers: Callable[[Path, bool], Writers],
+    tmp_path: Path,
 ) -> None:
-    assert any(await kills(make_logs(tmp_path), tmp_path, lie=True, times=KILLS))
+    logs = make_logs(tmp_path)
+    await logs.create(INCARNATION)
+    assert any(await kills(logs, start_writers(tmp_path, True), CONTROL_KILLS))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -94,14 +115,14 @@ async def test_a_power_cut_leaves_a_prefix(
     log = await logs.open(INCARNATION, 0)
     owner = await Owner(log, 1).open()
     path = folder / str(INCARNATION) / f"{0:020d}.log"
-    appended, synced_size, synced_index = 0, path.stat().st_size, 0
+    everything: list[int] = []
+    synced_size, synced_index = 0, 0
     for group in groups:
-        synced_size, synced_index = path.stat().st_size, sum(sum(g) for g in groups[: groups.index(group)])
-        synced_index = log.next_index
+        synced_size, synced_index = path.stat().st_size, sum(everything)
         for rows in group:
-            owner.append(log.next_index if rows is group[0] else 0, rows, 100)
-            appended += 1
-        await owner.until_stored(appended)
+            owner.append(sum(everything), rows, 100)
+            everything.append(rows)
+        await owner.until_stored(len(everything))
     await log.close()
     raw = bytearray(path.read_bytes())
     del raw[survives.draw(st.integers(synced_size, len(raw)), "size") :]
@@ -112,10 +133,9 @@ async def test_a_power_cut_leaves_a_prefix(
         raw[start:end] = bytes(max(0, end - start))
     path.write_bytes(raw)
     log = await logs.open(INCARNATION, synced_index)
-    assert log.next_index >= synced_index
     rows = [r.rows for r in await replayed(log) if r.rows]
-    assert rows == [rows for group in groups for rows in group][: len(rows)]
-    assert sum(rows) == log.next_index
+    assert rows == everything[: len(rows)]
+    assert sum(rows) >= synced_index
     assert log.size_bytes + log.cut_bytes == len(raw)
     # What is left can be written on to, and opens again.
     owner = await Owner(log, 2).open()

@@ -1,5 +1,6 @@
 """Logs that were damaged, byte by byte: a torn tail is cut and counted, everything else is an error."""
 
+import errno
 import logging
 import os
 import shutil
@@ -11,16 +12,17 @@ from typing import NamedTuple
 import pytest
 
 from seqdedupe.core import records
-from seqdedupe.errors import DamagedError
+from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.log.embedded import EmbeddedLog, EmbeddedLogs
 from tests.log.batches import encoded_batch
 from tests.log.conformance import Owner, parsed, replayed, what
 
 INCARNATION = 77
+MARKER_BYTES = 109
 
 
 PAYLOAD_CHECKSUM = range(72, 76)
-"""Where it stands in a record. Opening does not look at it below the synced offset, no more than at payloads."""
+"""Where it stands in a record. Opening does not look at a batch's below the synced offset."""
 
 
 class Stored(NamedTuple):
@@ -35,7 +37,7 @@ class Stored(NamedTuple):
 
     def is_seen_at_start(self, at: int) -> bool:
         """Whether opening looks at this byte of the file wherever it stands."""
-        return at < self.payload_start and at - self.start not in PAYLOAD_CHECKSUM
+        return at < self.payload_start and not (self.rows and at - self.start in PAYLOAD_CHECKSUM)
 
 
 @dataclass
@@ -110,6 +112,12 @@ def on_disk(tmp_path: Path, base_index: int = 0) -> bytes:
     return (tmp_path / "logs" / str(INCARNATION) / f"{base_index:020d}.log").read_bytes()
 
 
+def is_cut_and_marked(tmp_path: Path, kept: bytes) -> bool:
+    """Whether the file is what was kept, and behind it the marker of who has opened the log for writing."""
+    raw = on_disk(tmp_path)
+    return raw.startswith(kept) and len(raw) == len(kept) + MARKER_BYTES
+
+
 async def read_until_error(log: EmbeddedLog, end: int) -> tuple[list[int], str]:
     """The sequence IDs that reading in small steps gives, and the reason why it stopped."""
     at, ids = log.first_index, list[int]()
@@ -150,8 +158,9 @@ async def test_truncated_at_every_byte(logs: EmbeddedLogs, tmp_path: Path) -> No
         assert log.cut_records == (1 if size - kept >= records.HEADER_BYTES else 0), size
         assert [what(r)[1:] for r in await replayed(log) if r.rows] == [(r.base_index, r.rows) for r in whole if r.rows]
         assert await read_until_error(log, end) == (list(range(end)), "")
+        await Owner(log, 2).open()
         await log.close()
-        assert on_disk(tmp_path) == file.raw[:kept]
+        assert is_cut_and_marked(tmp_path, file.raw[:kept])
 
 
 @pytest.mark.parametrize("flip", [0x01, 0xFF])
@@ -170,8 +179,9 @@ async def test_every_byte_flipped(logs: EmbeddedLogs, tmp_path: Path, flip: int)
             assert log.cut_bytes == len(raw) - hit.start
             assert log.cut_records >= sum(r.start > hit.start for r in file.stored)
             assert await read_until_error(log, hit.base_index) == (list(range(hit.base_index)), "")
+            await Owner(log, 2).open()
             await log.close()
-            assert on_disk(tmp_path) == file.raw[: hit.start]
+            assert is_cut_and_marked(tmp_path, file.raw[: hit.start])
         elif hit.is_seen_at_start(at):
             seen.add("refused")
             with pytest.raises(DamagedError) as refused:
@@ -201,10 +211,7 @@ async def test_every_byte_of_an_earlier_segment_flipped(logs: EmbeddedLogs, tmp_
         put(tmp_path, (0, first.raw), (13, bytes(raw)), (26, third.raw))
         log = await logs.open(INCARNATION, 39)
         hit = next(r for r in second.stored if r.start <= at < r.end)
-        ids, reason = await read_until_error(log, 39)
-        assert reason == "LOG_DAMAGED"
-        assert 13 <= len(ids) <= hit.base_index
-        assert ids == list(range(len(ids)))
+        assert await read_until_error(log, 39) == (list(range(hit.base_index)), "LOG_DAMAGED")
         if hit.is_seen_at_start(at):
             with pytest.raises(DamagedError):
                 await replayed(log, 20)
@@ -219,9 +226,8 @@ async def test_an_earlier_segment_truncated_at_every_byte(logs: EmbeddedLogs, tm
     for size in range(len(first.raw)):
         put(tmp_path, (0, first.raw[:size]), (13, second.raw))
         log = await logs.open(INCARNATION, 26)
-        ids, reason = await read_until_error(log, 26)
-        assert reason == "LOG_DAMAGED"
-        assert ids == list(range(len(ids)))
+        left = sum(r.rows for r in first.stored if r.end <= size)
+        assert await read_until_error(log, 26) == (list(range(left)), "LOG_DAMAGED")
         with pytest.raises(DamagedError):
             await replayed(log, 0)
         assert len(await replayed(log, 14)) == 6
@@ -232,10 +238,7 @@ async def test_a_missing_segment_is_an_error_for_who_reads_across(logs: Embedded
     first, second, third = small_file(), small_file(13), small_file(26)
     put(tmp_path, (0, first.raw), (26, third.raw))
     log = await logs.open(INCARNATION, 39)
-    ids, reason = await read_until_error(log, 39)
-    assert reason == "LOG_DAMAGED"
-    assert ids == list(range(len(ids)))
-    assert len(ids) <= 13
+    assert await read_until_error(log, 39) == (list(range(13)), "LOG_DAMAGED")
     with pytest.raises(DamagedError):
         await log.read(15, 39, 1_000_000)
     with pytest.raises(DamagedError):
@@ -325,11 +328,12 @@ async def test_a_cut_is_logged(logs: EmbeddedLogs, tmp_path: Path, caplog: pytes
     file = small_file()
     put(tmp_path, (0, file.raw[:-1]))
     with caplog.at_level(logging.WARNING, "seqdedupe.log"):
-        await (await logs.open(INCARNATION, 0)).close()
-        assert "torn tail" in caplog.text
-        caplog.clear()
-        await (await logs.open(INCARNATION, 0)).close()
-        assert caplog.text == ""
+        for term, is_torn in ((2, True), (3, False)):
+            log = await logs.open(INCARNATION, 0)
+            await Owner(log, term).open()
+            assert ("torn tail" in caplog.text) == is_torn
+            await log.close()
+            caplog.clear()
 
 
 async def test_what_is_kept_is_written_again_before_it_is_served(
@@ -338,7 +342,7 @@ async def test_what_is_kept_is_written_again_before_it_is_served(
     file = small_file()
     put(tmp_path, (0, file.raw[:-1]))
     done = []
-    really_write, really_sync = os.pwrite, os.fsync
+    really_write, really_sync, really_add = os.pwrite, os.fsync, os.pwritev
 
     def write(fd: int, data: bytes, offset: int) -> int:
         done.append(("write", offset, bytes(data)))
@@ -348,9 +352,39 @@ async def test_what_is_kept_is_written_again_before_it_is_served(
         done.append(("sync", 0, b""))
         really_sync(fd)
 
+    def add(fd: int, group: list[bytes], offset: int) -> int:
+        done.append(("marker", offset, b""))
+        return really_add(fd, group, offset)
+
     monkeypatch.setattr(os, "pwrite", write)
     monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "pwritev", add)
     log = await logs.open(INCARNATION, 0)
+    assert done == []
+    await Owner(log, 2).open()
     kept, synced = file.stored[-2], file.stored[-2].synced
-    assert done == [("write", synced, file.raw[synced : kept.end]), ("sync", 0, b"")]
+    rewritten = [("write", synced, file.raw[synced : kept.end]), ("sync", 0, b"")]
+    assert done == [*rewritten, ("marker", kept.end, b"")]
     await log.close()
+
+
+async def test_what_cannot_be_written_again_is_tried_again(
+    logs: EmbeddedLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = small_file()
+    put(tmp_path, (0, file.raw[:-1]))
+
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "no room")
+
+    log = await logs.open(INCARNATION, 9)
+    for call in ("ftruncate", "pwrite", "fsync"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, fail)
+            with pytest.raises(UnavailableError, match="LOG_REFUSED"):
+                await Owner(log, 2).open()
+            assert await read_until_error(log, 9) == (list(range(9)), "")
+            assert on_disk(tmp_path).startswith(file.raw[: file.stored[-2].end])
+    await Owner(log, 3).open()
+    await log.close()
+    assert is_cut_and_marked(tmp_path, file.raw[: file.stored[-2].end])

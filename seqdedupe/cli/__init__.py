@@ -1,0 +1,1 @@
+"""The `seqdedupe` command. docs/cli.md describes it."""

@@ -1,0 +1,86 @@
+"""`seqdedupe read`: a topic's messages on stdout."""
+
+import base64
+import json
+import sys
+from itertools import islice
+
+import click
+
+from seqdedupe.cli.options import common, connect
+from seqdedupe.client import Message
+from seqdedupe.client.reader import Start
+from seqdedupe.message_id import MessageId
+
+
+class _StartType(click.ParamType[Start]):
+    name = "start"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Start:
+        text = str(value)
+        if text == "earliest" or text == "latest":
+            return text  # type: ignore[return-value]
+        if text.isdecimal():
+            return int(text)
+        if ":" in text:
+            return MessageId.parse(text)
+        raise click.BadParameter(f"{text!r} is not earliest, latest, an index or a message ID.", ctx, param)
+
+
+@click.command(short_help="Print a topic's messages.")
+@click.argument("topic")
+@click.option(
+    "--from",
+    "start",
+    type=_StartType(),
+    default="earliest",
+    show_default=True,
+    metavar="earliest|latest|INDEX|MESSAGE_ID",
+    help="The first message left, the next one published, the one at an index, or the one after a message ID.",
+)
+@click.option("--follow", is_flag=True, help="At the end wait for new messages instead of ending.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N messages.")
+@common
+def read(topic: str, start: Start, follow: bool, limit: int | None, address: str, as_json: bool) -> None:
+    """Print the messages of a topic: the payloads as they are, one a line, or with --json one object a line."""
+    out = sys.stdout.buffer
+    form = _json_line if as_json else _payload_line
+    with connect(address) as client:
+        client.admin.topic(topic)
+        left = limit
+        with client.reader(topic, start, follow=follow) as reader:
+            for stored in reader.batches():
+                out.writelines(form(Message(stored, row)) for row in islice(range(len(stored)), left))
+                out.flush()
+                if left is not None:
+                    left -= min(left, len(stored))
+                    if not left:
+                        return
+
+
+def _payload_line(message: Message) -> bytes:
+    return (message.payload or b"") + b"\n"
+
+
+def _json_line(message: Message) -> bytes:
+    """The form is documented: keep it stable."""
+    value = {
+        "index": message.index,
+        "message_id": str(message.message_id),
+        "producer_name": message.producer_name,
+        "sequence_id": message.sequence_id,
+        "publish_time_ms": message.publish_time_ms,
+        "event_time_ms": message.event_time_ms or None,
+        **_text("key", message.key),
+        "properties": message.properties,
+        **_text("payload", message.payload),
+    }
+    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+
+
+def _text(name: str, value: bytes | None) -> dict[str, str | None]:
+    """The value as text; where it is not UTF-8 in base64, under another name."""
+    try:
+        return {name: None if value is None else value.decode()}
+    except UnicodeDecodeError:
+        return {f"{name}_base64": base64.b64encode(value or b"").decode()}

@@ -1,0 +1,194 @@
+"""The records of a file: lines or CSV, plain, gzip or zip."""
+
+import csv
+import difflib
+import gzip
+import io
+import os
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NamedTuple, Self
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+
+_GZIP = b"\x1f\x8b"
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_MOST_NAMES_SHOWN = 5
+
+
+class Record(NamedTuple):
+    """A record: the payload is its text in the file, byte for byte, without the line's end."""
+
+    sequence_id: int
+    payload: bytes
+    key: bytes | None
+
+
+class Source:
+    """The records of a file in order, with sequence IDs that rise.
+
+    A line is a record, also an empty one; lines end with LF or CR LF. In a CSV file (by its name, or if `is_csv`) the
+    first record is the header and none of the records; a record may stretch over lines within quotes, and empty
+    lines are skipped. The sequence ID is the record's number from 0, or what a column says. Bytes that are not
+    UTF-8 are taken as they are. gzip and zip (of one file) are told by their first bytes.
+
+    Everything that is wrong with the file is INVALID_SOURCE, MESSAGE_TOO_LARGE, or NOT_ASCENDING.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        is_csv: bool | None = None,
+        sequence_id_column: str | None = None,
+        key_column: str | None = None,
+    ) -> None:
+        self._path = path
+        self._line = 0
+        self._columns = (sequence_id_column, key_column)
+        with self._readable():
+            self._raw = path.open("rb")
+            try:
+                self._file, name = self._unpacked()
+                self.is_csv = name.lower().endswith(".csv") or any(self._columns) if is_csv is None else is_csv
+                if any(self._columns) and not self.is_csv:
+                    raise self._bad("has no columns: it is read as lines")
+                self._records = self._csv_records() if self.is_csv else self._line_records()
+            except BaseException:
+                self._raw.close()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._raw.close()
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file on disk; 0 if it is no regular file."""
+        status = os.fstat(self._raw.fileno())
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+    @property
+    def read_bytes(self) -> int:
+        """How much of `size_bytes` has been read, about."""
+        return self._raw.tell() if self.size_bytes else 0
+
+    def __iter__(self) -> Iterator[Record]:
+        last = -1
+        with self._readable():
+            for record in self._records:
+                if record.sequence_id <= last:
+                    raise self._bad(
+                        f"has sequence ID {record.sequence_id} behind {last}: they should rise",
+                        reason="NOT_ASCENDING",
+                        hint="Sort the file by that column, or publish by record numbers.",
+                    )
+                last = record.sequence_id
+                yield record
+
+    def _unpacked(self) -> tuple[IO[bytes], str]:
+        """The file within, and its name."""
+        start = self._raw.peek(4)[:4]
+        if start.startswith(_GZIP):
+            return io.BufferedReader(gzip.GzipFile(fileobj=self._raw)), self._path.name.removesuffix(".gz")
+        if start.startswith(_ZIP):
+            archive = zipfile.ZipFile(self._raw)
+            names = [item.filename for item in archive.infolist() if not item.is_dir()]
+            if len(names) != 1:
+                shown = ", ".join(names[:_MOST_NAMES_SHOWN]) + (", …" if len(names) > _MOST_NAMES_SHOWN else "")
+                raise self._bad(f"is a zip of {len(names)} files ({shown}): it should be of one")
+            return archive.open(names[0]), names[0]
+        return self._raw, self._path.name
+
+    def _lines(self) -> Iterator[bytes]:
+        while line := self._file.readline(MAX_PAYLOAD_BYTES + 3):
+            self._line += 1
+            if len(_without_end(line)) > MAX_PAYLOAD_BYTES:
+                raise self._bad(f"is longer than a payload may be: {MAX_PAYLOAD_BYTES} bytes", "MESSAGE_TOO_LARGE")
+            yield line
+
+    def _line_records(self) -> Iterator[Record]:
+        for number, line in enumerate(self._lines()):
+            yield Record(number, _without_end(line), None)
+
+    def _csv_records(self) -> Iterator[Record]:
+        """Reads the header now and the records when they are asked for."""
+        taken: list[bytes] = []  # the lines of the record that is being read
+
+        def texts() -> Iterator[str]:
+            for line in self._lines():
+                taken.append(line)
+                text = line.removeprefix(_BYTE_ORDER_MARK) if self._line == 1 else line
+                yield text.decode(errors="surrogateescape")
+
+        csv.field_size_limit(MAX_PAYLOAD_BYTES)
+        rows = csv.reader(texts(), strict=True)
+        header = next((row for row in rows if row), None)
+        if header is None:
+            raise self._bad("is empty: a CSV file begins with a header")
+        id_place, key_place = (None if name is None else self._place(header, name) for name in self._columns)
+        taken.clear()
+        return self._csv_rows(rows, taken, len(header), id_place, key_place)
+
+    def _csv_rows(
+        self, rows: Iterator[list[str]], taken: list[bytes], width: int, id_place: int | None, key_place: int | None
+    ) -> Iterator[Record]:
+        number = 0
+        for row in rows:
+            payload = _without_end(b"".join(taken))
+            taken.clear()
+            if not row:
+                continue
+            if len(row) != width:
+                raise self._bad(f"has {len(row)} fields, the header {width}")
+            sequence_id = number if id_place is None else self._sequence_id(row[id_place])
+            key = None if key_place is None else row[key_place].encode(errors="surrogateescape")
+            yield Record(sequence_id, payload, key)
+            number += 1
+
+    def _place(self, header: list[str], name: str) -> int:
+        if name not in header:
+            near = difflib.get_close_matches(name, header, 1) or difflib.get_close_matches(
+                name.lower(), [known.lower() for known in header], 1
+            )
+            guess = next((known for known in header if near and known.lower() == near[0].lower()), None)
+            known = f"did you mean {guess!r}?" if guess else "it has " + ", ".join(header)
+            raise self._bad(f"has no column {name!r}: {known}")
+        return header.index(name)
+
+    def _sequence_id(self, text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and int(text) <= MAX_SEQUENCE_ID):
+            raise self._bad(f"has the sequence ID {text[:40]!r}: it should be a whole number from 0 to 2^63 - 1")
+        return int(text)
+
+    def _bad(self, what: str, reason: str = "INVALID_SOURCE", hint: str | None = None) -> SeqdedupeError:
+        place = f", line {self._line}," if self._line else ""
+        return error(reason, f"{self._path}{place} {what}", hint=hint)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise self._bad(f"cannot be read: {e.strerror or e}") from e
+        except (EOFError, zlib.error, zipfile.BadZipFile) as e:
+            raise self._bad(f"is damaged: {e}") from e
+        except (NotImplementedError, RuntimeError) as e:  # a zip that is encrypted, or compressed in another way
+            raise self._bad(f"cannot be unpacked: {e}") from e
+        except csv.Error as e:
+            raise self._bad(f"is not CSV: {e}") from e
+
+
+def _without_end(line: bytes) -> bytes:
+    return line.removesuffix(b"\n").removesuffix(b"\r")

@@ -1,0 +1,169 @@
+"""The operators' commands: topics, producers, snapshots, versions."""
+
+from importlib import metadata
+from typing import Any
+
+import click
+
+from seqdedupe.cli.options import common, connect, print_json, print_table
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from seqdedupe.v1 import admin_pb2
+
+
+def position_json(position: Position) -> dict[str, Any]:
+    """A position; `message_id` is null before a topic's first message."""
+    message_id = None if position.message_id is None else str(position.message_id)
+    return {"incarnation": position.incarnation, "index": position.index, "message_id": message_id}
+
+
+def _state(topic: admin_pb2.Topic) -> str:
+    return admin_pb2.TopicState.Name(topic.state).removeprefix("TOPIC_STATE_")
+
+
+def _messages(topic: admin_pb2.Topic) -> int:
+    return topic.last.index + 1 - topic.first_index
+
+
+def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
+    return {
+        "name": topic.name,
+        "state": _state(topic),
+        "deduplication_enabled": topic.policy.deduplication_enabled,
+        "messages": _messages(topic),
+        "first_index": topic.first_index,
+        "last": position_json(Position.from_proto(topic.last)),
+        "snapshot_index": topic.snapshot_index,
+        "term": topic.term,
+        "producers": topic.producers,
+        "log_bytes": topic.log_bytes,
+        "not_dup": topic.not_dup,
+        "dup": topic.dup,
+        "unknown": topic.unknown,
+        "refused": topic.refused,
+    }
+
+
+def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
+    if as_json:
+        print_json(_topic_json(topic))
+        return
+    for name, value in (
+        ("topic", topic.name),
+        ("state", _state(topic)),
+        ("deduplication", _on_off(topic)),
+        ("messages", f"{_messages(topic):,}, indexes {topic.first_index} to {topic.last.index}"),
+        ("last", Position.from_proto(topic.last)),
+        ("snapshot", f"up to index {topic.snapshot_index}, not included"),
+        ("producers", f"{topic.producers:,}"),
+        ("log", f"{topic.log_bytes:,} bytes"),
+        ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since the start"),
+        ("refused", f"{topic.refused:,} frames since the start"),
+    ):
+        click.echo(f"{name:<14}{value}")
+
+
+def _on_off(topic: admin_pb2.Topic) -> str:
+    return "on" if topic.policy.deduplication_enabled else "off"
+
+
+@click.group(invoke_without_command=True, short_help="List, create, delete, show topics; set their policy.")
+@common
+@click.pass_context
+def topics(context: click.Context, address: str, as_json: bool) -> None:
+    """List the topics. The commands below create, delete and show one, and set its policy."""
+    if context.invoked_subcommand is not None:
+        return
+    with connect(address) as client:
+        found = client.admin.topics()
+    if as_json:
+        print_json([_topic_json(topic) for topic in found])
+        return
+    print_table(
+        ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
+        [(t.name, _state(t), _on_off(t), _messages(t), t.producers, t.log_bytes) for t in found],
+    )
+
+
+@topics.command()
+@click.argument("name")
+@click.option("--deduplication/--no-deduplication", default=True, show_default=True, help="Whether it deduplicates.")
+@common
+def create(name: str, deduplication: bool, address: str, as_json: bool) -> None:
+    """Create a topic and show it."""
+    with connect(address) as client:
+        _print_topic(client.admin.create_topic(name, deduplication_enabled=deduplication), as_json)
+
+
+@topics.command()
+@click.argument("name")
+@common
+def delete(name: str, address: str, as_json: bool) -> None:
+    """Delete a topic with its messages and producers, for good and without asking."""
+    with connect(address) as client:
+        client.admin.delete_topic(name)
+    if as_json:
+        print_json({"deleted": topic_name(name)})
+    else:
+        click.echo(f"{topic_name(name)} is deleted")
+
+
+@topics.command()
+@click.argument("name")
+@common
+def show(name: str, address: str, as_json: bool) -> None:
+    """Show a topic."""
+    with connect(address) as client:
+        _print_topic(client.admin.topic(name), as_json)
+
+
+@topics.command()
+@click.argument("name")
+@click.option("--deduplication/--no-deduplication", required=True, default=None, help="Whether it deduplicates.")
+@common
+def policy(name: str, deduplication: bool, address: str, as_json: bool) -> None:
+    """Set a topic's policy, durable when this returns, and show the topic."""
+    with connect(address) as client:
+        _print_topic(client.admin.set_topic_policy(name, deduplication_enabled=deduplication), as_json)
+
+
+@click.command(short_help="List a topic's producers.")
+@click.argument("topic")
+@common
+def producers(topic: str, address: str, as_json: bool) -> None:
+    """List a topic's producers with their highest sequence IDs, in the order in which they first came."""
+    with connect(address) as client:
+        found = client.admin.producers(topic)
+    if as_json:
+        print_json([{"name": p.name, "persisted": p.persisted, "pushed": p.pushed, "epoch": p.epoch} for p in found])
+        return
+    print_table(("PRODUCER", "PERSISTED", "PUSHED"), [(p.name, p.persisted, p.pushed) for p in found])
+
+
+@click.command(short_help="Take a snapshot of a topic now.")
+@click.argument("topic")
+@common
+def snapshot(topic: str, address: str, as_json: bool) -> None:
+    """Take a snapshot of a topic; returns when it is durable."""
+    with connect(address) as client:
+        position = client.admin.snapshot(topic)
+    if as_json:
+        print_json({"topic": topic_name(topic), "position": position_json(position)})
+    else:
+        click.echo(f"the snapshot is durable: recovery would start after {position}")
+
+
+@click.command(short_help="Show the versions of this command and of the sidecar.")
+@common
+def version(address: str, as_json: bool) -> None:
+    """Show the versions of this command and of the sidecar, and the sidecar's limits."""
+    with connect(address) as client:
+        answer = client.admin.version()
+    own = metadata.version("seqdedupe")
+    if as_json:
+        numbers = ("record_format_version", "uptime_seconds", "max_batch_bytes", "max_batch_rows")
+        print_json({"command": own, "sidecar": answer.version} | {name: getattr(answer, name) for name in numbers})
+        return
+    click.echo(f"command       {own}")
+    click.echo(f"sidecar       {answer.version}, serving at {address} for {answer.uptime_seconds:,} s")
+    click.echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")

@@ -1,0 +1,141 @@
+"""A sidecar that says what a test wants: for answers that the real one gives seldom, or never."""
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from seqdedupe.v1 import publish_pb2, read_pb2
+
+Frames = Callable[[publish_pb2.PublishStreamRequest], Iterable[publish_pb2.PublishStreamResponse | bytes]]
+
+INCARNATION = 5
+
+
+class Refused(Exception):
+    """A handler raises it to end the call with this status."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str | None = None,
+        retry_delay_ms: int | None = None,
+        **numbers: str,
+    ) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.details: list[any_pb2.Any] = []
+        if reason is not None:
+            self._add(error_details_pb2.ErrorInfo(reason=reason, domain="seqdedupe", metadata=numbers))
+        if retry_delay_ms is not None:
+            delay = duration_pb2.Duration()
+            delay.FromMilliseconds(retry_delay_ms)
+            self._add(error_details_pb2.RetryInfo(retry_delay=delay))
+
+    def _add(self, detail: Any) -> None:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        self.details.append(packed)
+
+    def trailing_metadata(self) -> Any:
+        status = status_pb2.Status(code=self.code.value[0], message="refused", details=self.details)
+        return rpc_status.to_status(status).trailing_metadata if self.details else ()
+
+
+class FakeSidecar:
+    """Its handlers are set by the test; what it was sent is kept."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.term = 1
+        self.ends_streams = 0
+        """So many streams end, in peace, with their first batch."""
+        self.opens: list[publish_pb2.OpenRequest] = []
+        self.frames: list[publish_pb2.PublishStreamRequest] = []
+        self.on_open: Callable[[publish_pb2.OpenRequest], publish_pb2.OpenResponse] = lambda _: self.opened()
+        self.on_frame: Frames = lambda frame: [self.stored(frame)]
+        self.on_read: Callable[[read_pb2.ReadStreamRequest], Iterable[read_pb2.ReadStreamResponse]] = lambda _: []
+        self.on_unary: Callable[[str], bytes] = lambda _: b""
+
+    def opened(self, epoch: int = 100, persisted: int = -1, **columns: Any) -> publish_pb2.OpenResponse:
+        columns = {"incarnation": INCARNATION, "term": self.term} | columns
+        return publish_pb2.OpenResponse(
+            epochs=[epoch], persisted=[persisted], persisted_indexes=[-1], persisted_message_ids=[{}], **columns
+        )
+
+    def stored(self, frame: publish_pb2.PublishStreamRequest) -> publish_pb2.PublishStreamResponse:
+        """All rows are new, at the indexes of their sequence IDs."""
+        return self.answer(receipts=[{"frame": frame.frame, "first_index": frame.batch.sequence_ids[0]}])
+
+    def refusal(
+        self, frame: publish_pb2.PublishStreamRequest, reason: str, delay_ms: int
+    ) -> publish_pb2.PublishStreamResponse:
+        refusal = {"frame": frame.frame, "reason": reason, "message": "no", "retry_delay_ms": delay_ms}
+        return self.answer(refusals=[refusal])
+
+    def answer(self, **columns: Any) -> publish_pb2.PublishStreamResponse:
+        return publish_pb2.PublishStreamResponse(**({"incarnation": INCARNATION, "term": self.term} | columns))
+
+    async def _open(self, data: bytes, context: Any) -> bytes:
+        request = publish_pb2.OpenRequest.FromString(data)
+        self.opens.append(request)
+        return await _or_abort(context, lambda: self.on_open(request).SerializeToString())
+
+    async def _publish(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for data in requests:
+            frame = publish_pb2.PublishStreamRequest.FromString(data)
+            self.frames.append(frame)
+            if frame.HasField("batch"):
+                if self.ends_streams:
+                    self.ends_streams -= 1
+                    return
+                for answer in await _or_abort(context, lambda frame=frame: list(self.on_frame(frame))):
+                    yield answer if isinstance(answer, bytes) else answer.SerializeToString()
+
+    async def _read(self, data: bytes, context: Any) -> AsyncIterator[bytes]:
+        request = read_pb2.ReadStreamRequest.FromString(data)
+        for answer in await _or_abort(context, lambda: list(self.on_read(request))):
+            yield answer.SerializeToString()
+
+    def service(self, details: Any) -> Any:
+        if details.method.endswith("/Open"):
+            return grpc.unary_unary_rpc_method_handler(self._open)
+        if details.method.endswith("/PublishStream"):
+            return grpc.stream_stream_rpc_method_handler(self._publish)
+        if details.method.endswith("/ReadStream"):
+            return grpc.unary_stream_rpc_method_handler(self._read)
+
+        async def unary(data: bytes, context: Any) -> bytes:
+            return await _or_abort(context, lambda: self.on_unary(details.method))
+
+        return grpc.unary_unary_rpc_method_handler(unary)
+
+
+async def _or_abort(context: Any, act: Callable[[], Any]) -> Any:
+    try:
+        return act()
+    except Refused as e:
+        await context.abort(e.code, "refused", e.trailing_metadata())
+
+
+@asynccontextmanager
+async def fake_sidecar() -> AsyncIterator[FakeSidecar]:
+    fake = FakeSidecar()
+    server = grpc.aio.server()
+
+    class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, handler_call_details: Any) -> Any:
+            return fake.service(handler_call_details)
+
+    server.add_generic_rpc_handlers((Handler(),))
+    fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield fake
+    finally:
+        await server.stop(None)

@@ -1,0 +1,46 @@
+"""What the client shows, and what it needs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import seqdedupe.client
+from seqdedupe.client import ProducerConfig, blocking
+
+PUBLIC = [
+    "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters", "DamagedError", "DataLossError",
+    "FencedError", "InvalidRequestError", "Message", "MessageId", "NotFoundError", "OutcomeUnknownError", "Position",
+    "PositionError", "Producer", "ProducerConfig", "Published", "Reader", "Receipt", "SeqdedupeError", "StoredBatch",
+    "UnavailableError", "Verdict",
+]  # fmt: skip
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(seqdedupe.client.__all__) == PUBLIC
+    assert all(hasattr(seqdedupe.client, name) for name in PUBLIC)
+    assert sorted(blocking.__all__) == ["Admin", "BatchReceipt", "Client", "Producer", "Reader", "Receipt"]
+
+
+def test_the_defaults_are_these_and_cannot_be_changed() -> None:
+    config = ProducerConfig()
+    assert (config.linger_ms, config.max_batch_rows, config.max_batch_bytes) == (1.0, 1000, 131_072)
+    assert (config.max_in_flight_batches, config.max_in_flight_bytes) == (32, 16 * 1024 * 1024)
+    assert config.delivery_timeout_seconds is None
+    with pytest.raises(AttributeError):
+        config.linger_ms = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("module", ["seqdedupe.client", "seqdedupe.client.blocking"])
+def test_it_imports_with_the_dependencies_of_a_client_alone(module: str) -> None:
+    heavy = ["numba", "uvloop", "rocksdict", "google_crc32c", "structlog", "grpc_health", "grpc_reflection"]
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({heavy}))\n"
+        f"import {module}\n"
+        "bad = [m for m in sys.modules if m.startswith(('seqdedupe.core', 'seqdedupe.log', 'broker_sidecar'))]\n"
+        "sys.exit(' '.join(bad) or 0)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,254 @@
+"""The reader against a real sidecar: every message once, in order, from where it was told to."""
+
+import asyncio
+
+import pytest
+
+from seqdedupe.client import (
+    Client,
+    InvalidRequestError,
+    Message,
+    MessageId,
+    NotFoundError,
+    Position,
+    PositionError,
+    ProducerConfig,
+)
+from seqdedupe.client.reader import Reader, Start
+from tests.client.helpers import until
+from tests.client.proxy import Proxy
+from tests.sidecar import Sidecar
+
+
+async def publish(sidecar: Sidecar, topic: str, count: int, size_bytes: int = 0, batch_rows: int = 10) -> None:
+    config = ProducerConfig(max_batch_rows=batch_rows, linger_ms=1000)
+    async with Client(sidecar.address) as client, client.producer(topic, "p", config) as producer:
+        for _ in range(count):
+            number = producer.last_sequence_id + 1
+            await producer.send(b"%d" % number + b"." * size_bytes)
+
+
+async def take(reader: Reader, count: int) -> list[Message]:
+    return [await anext(reader) for _ in range(count)]
+
+
+async def positions(sidecar: Sidecar, topic: str) -> list[Position]:
+    async with Client(sidecar.address) as client, client.reader(topic) as reader:
+        return [message.position async for message in reader]
+
+
+def indexes(messages: list[Message]) -> list[int]:
+    assert [m.payload for m in messages] == [b"%d" % m.index for m in messages]
+    return [m.index for m in messages]
+
+
+async def test_it_starts_where_it_is_told(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 35)
+    known = await positions(shared_sidecar, topic)
+    starts: list[tuple[Start, int]] = [
+        ("earliest", 0),
+        (0, 0),
+        (17, 17),
+        (35, 35),
+        (Position.start(known[0].incarnation), 0),
+        (known[0], 1),
+        (known[16], 17),
+        (known[34], 35),
+        (MessageId(known[0].incarnation, 16), 17),
+        ("latest", 35),
+    ]
+    async with Client(shared_sidecar.address) as client:
+        for start, first in starts:
+            async with client.reader(topic, start) as reader:
+                assert indexes([message async for message in reader]) == list(range(first, 35)), start
+            async with client.reader(topic, start) as reader:
+                stored = [batch async for batch in reader.batches()]
+                assert sum(map(len, stored)) == 35 - first
+                assert [batch.base_index for batch in stored][:1] == [first][: len(stored)]
+            async with client.reader(topic, start, follow=True) as reader:
+                assert indexes(await take(reader, 35 - first)) == list(range(first, 35))
+                assert await anything_more(reader) is False
+
+
+async def anything_more(reader: Reader) -> bool:
+    """Whether something comes within a moment; the reader goes on afterwards."""
+    try:
+        async with asyncio.timeout(0.02):
+            await reader.fetch()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def test_following_goes_on_with_what_is_published(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 5)
+    async with (
+        Client(shared_sidecar.address) as client,
+        client.reader(topic, "latest", follow=True) as latest,
+        client.reader(topic, follow=True) as all_of,
+    ):
+        assert await anything_more(latest) is False
+        await publish(shared_sidecar, topic, 7)
+        assert indexes(await take(latest, 7)) == list(range(5, 12))
+        assert indexes(await take(all_of, 12)) == list(range(12))
+
+
+async def test_latest_is_fixed_when_it_connects_not_when_it_connects_again(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 5)
+    async with Proxy(shared_sidecar.address) as proxy, Client(proxy.address) as client:
+        reader = client.reader(topic, "latest", follow=True)
+        assert await anything_more(reader) is False
+        proxy.refuses = True
+        proxy.cut()
+        await publish(shared_sidecar, topic, 3)
+        proxy.refuses = False
+        assert indexes(await take(reader, 3)) == [5, 6, 7]
+        await reader.close()
+
+
+async def test_the_end_is_fixed_when_it_connects(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 5)
+    async with Proxy(shared_sidecar.address) as proxy, Client(proxy.address) as client, client.reader(topic) as reader:
+        assert indexes(await take(reader, 1)) == [0]
+        await publish(shared_sidecar, topic, 5)
+        proxy.cut()
+        assert indexes([message async for message in reader]) == [1, 2, 3, 4]
+    async with Client(shared_sidecar.address) as client, client.reader(topic) as reader:
+        assert indexes([message async for message in reader]) == list(range(10))
+
+
+async def test_messages_and_batches_of_one_reader_go_together(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 21)  # the first goes alone, then ten and ten
+    async with Client(shared_sidecar.address) as client, client.reader(topic) as reader:
+        assert reader.position is None
+        assert indexes(await take(reader, 4)) == [0, 1, 2, 3]
+        assert reader.position is not None
+        assert reader.position.index == 3
+        rest = await reader.next_batch()
+        assert rest is not None
+        assert (rest.base_index, len(rest), rest.batch.payloads[0]) == (4, 7, b"4")
+        assert reader.position.index == 10
+        whole = await reader.next_batch()
+        assert whole is not None
+        assert (whole.base_index, len(whole)) == (11, 10)
+        assert await reader.next_batch() is None
+        assert reader.position == whole.position(9)
+
+
+async def test_an_empty_topic_has_nothing_to_read(shared_sidecar: Sidecar, topic: str) -> None:
+    async with Client(shared_sidecar.address) as client:
+        with pytest.raises(NotFoundError):
+            await anext(client.reader(topic))
+        await client.admin.create_topic(topic)
+        starts: list[Start] = ["earliest", "latest", 0]
+        for start in starts:
+            async with client.reader(topic, start) as reader:
+                assert [message async for message in reader] == []
+
+
+@pytest.mark.parametrize("follow", [False, True])
+async def test_positions_that_cannot_be_read_on_from(shared_sidecar: Sidecar, topic: str, follow: bool) -> None:
+    await publish(shared_sidecar, topic, 3)
+    last = (await positions(shared_sidecar, topic))[-1]
+    id_behind = MessageId(last.incarnation, 3)
+    starts: list[Start] = [
+        Position(last.incarnation + 1, None, -1),
+        Position(last.incarnation + 1, MessageId(last.incarnation + 1, 1), 1),
+        MessageId(last.incarnation - 1, 1),
+        Position(last.incarnation, id_behind, 3),
+        id_behind,
+        4,
+    ]
+    async with Client(shared_sidecar.address) as client:
+        for start in starts:
+            async with client.reader(topic, start, follow=follow) as reader:
+                with pytest.raises(PositionError) as caught:
+                    await anext(reader)
+                assert caught.value.reason == "POSITION_UNKNOWN", start
+        for bad in (-1, "newest"):
+            with pytest.raises(InvalidRequestError):
+                client.reader(topic, bad)  # type: ignore[arg-type]
+
+
+async def test_a_topic_made_anew_ends_a_reader(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 3)
+    async with Client(shared_sidecar.address) as client, client.reader(topic, follow=True) as reader:
+        await take(reader, 2)
+        await client.admin.delete_topic(topic)
+        await client.admin.create_topic(topic)
+        await publish(shared_sidecar, topic, 5)
+        await take(reader, 1)  # it had that one already
+        with pytest.raises((PositionError, NotFoundError)):
+            await anext(reader)
+
+
+async def test_cut_connections_skip_and_double_nothing(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 3000, size_bytes=1000, batch_rows=20)
+    async with Proxy(shared_sidecar.address) as proxy, Client(proxy.address) as client, client.reader(topic) as reader:
+        seen = []
+        async for message in reader:
+            seen.append(message.index)
+            if len(seen) % 500 == 0:
+                proxy.cut()
+        assert seen == list(range(3000))
+        assert proxy.connections > 3
+
+
+async def test_a_reader_lives_through_kill_9(sidecar: Sidecar) -> None:
+    async with (
+        Client(sidecar.address) as client,
+        client.producer("t", "p") as producer,
+        client.reader("t", follow=True) as reader,
+    ):
+        read: list[int] = []
+        for kill in range(3):
+            for _ in range(200):
+                await producer.send(b"")
+            if kill:
+                restarting = asyncio.create_task(asyncio.to_thread(sidecar.restart))
+                read += [m.sequence_id for m in await take(reader, 200)]
+                await restarting
+        await producer.flush()
+        read += [m.sequence_id for m in await take(reader, 200)]
+        assert await anything_more(reader) is False
+        assert read == list(range(600))
+
+
+async def test_a_slow_reader_holds_up_nobody(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 100, size_bytes=10_000)
+    async with Client(shared_sidecar.address) as client, client.reader(topic, follow=True) as slow:
+        assert (await anext(slow)).index == 0
+        async with asyncio.timeout(60):
+            await publish(shared_sidecar, topic, 1900, size_bytes=10_000)
+            async with client.reader(topic) as quick:
+                assert [m.index async for m in quick] == list(range(2000))
+        assert [m.index for m in await take(slow, 1999)] == list(range(1, 2000))
+
+
+async def test_a_cancelled_wait_loses_nothing(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 1)
+    async with Client(shared_sidecar.address) as client, client.reader(topic, follow=True) as reader:
+        seen = indexes(await take(reader, 1))
+        for _ in range(5):
+            waiting = asyncio.create_task(anext(reader))  # type: ignore[arg-type]
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await publish(shared_sidecar, topic, 2)
+            seen += indexes(await take(reader, 2))
+        assert seen == list(range(11))
+
+
+async def test_closing_ends_a_wait(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 1)
+    async with Client(shared_sidecar.address) as client:
+        reader = client.reader(topic, follow=True)
+
+        async def count() -> int:
+            return len([message async for message in reader])
+
+        counting = asyncio.create_task(count())
+        await until(lambda: reader.position is not None)
+        await reader.close()
+        assert await asyncio.wait_for(counting, 30) == 1

@@ -1,0 +1,408 @@
+"""What the client makes of answers that a sidecar gives seldom, or never: the contract is the law, not one server."""
+
+import asyncio
+import itertools
+import struct
+from collections.abc import AsyncIterator, Iterable
+
+import grpc
+import pytest
+
+from seqdedupe.batch import Binary, single_producer
+from seqdedupe.client import (
+    Client,
+    DamagedError,
+    DataLossError,
+    FencedError,
+    InvalidRequestError,
+    OutcomeUnknownError,
+    PositionError,
+    ProducerConfig,
+    SeqdedupeError,
+    UnavailableError,
+    Verdict,
+)
+from seqdedupe.client.builder import _id_column
+from seqdedupe.errors import NEVER
+from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
+from tests.client.fake_sidecar import INCARNATION, FakeSidecar, Refused, fake_sidecar
+from tests.client.helpers import until
+
+Request = publish_pb2.PublishStreamRequest
+Response = publish_pb2.PublishStreamResponse
+
+ONE_BY_ONE = ProducerConfig(max_batch_rows=1)
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeSidecar]:
+    async with fake_sidecar() as fake:
+        yield fake
+
+
+def sent_ids(fake: FakeSidecar) -> list[int]:
+    return [sequence_id for frame in fake.frames for sequence_id in frame.batch.sequence_ids]
+
+
+async def test_frames_are_what_the_contract_asks_for(fake: FakeSidecar) -> None:
+    fake.on_open = lambda _: fake.opened(epoch=4711, persisted=9)
+    async with Client(fake.address) as client, client.producer("t", "p", ONE_BY_ONE) as producer:
+        for _ in range(3):
+            await producer.send(b"x", key=b"k")
+    assert fake.opens[0].topic == "persistent://public/default/t"
+    assert list(fake.opens[0].producer_names) == ["p"]
+    assert not fake.opens[0].epochs
+    first, *frames = fake.frames
+    assert (first.topic, first.frame, first.HasField("batch")) == ("persistent://public/default/t", 0, False)
+    assert len({frame.frame for frame in frames} | {0}) == 4
+    assert [frame.topic for frame in frames] == [""] * 3
+    assert [list(frame.batch.epochs) for frame in frames] == [[4711]] * 3
+    assert [list(frame.batch.previous_sequence_ids) for frame in frames] == [[9], [10], [11]]
+    assert sent_ids(fake) == [10, 11, 12]
+
+
+async def test_a_resume_names_its_epoch_and_uses_the_new_one(fake: FakeSidecar) -> None:
+    epochs = itertools.count(100)
+    fake.on_open = lambda _: fake.opened(epoch=next(epochs))
+    breaks = iter([True, True, False])
+
+    def on_frame(frame: Request) -> list[Response]:
+        if next(breaks, False):
+            raise Refused(grpc.StatusCode.UNAVAILABLE)
+        return [fake.stored(frame)]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client, client.producer("t", "p") as producer:
+        await (await producer.send(b""))
+    assert [list(request.epochs) for request in fake.opens] == [[], [100], [101]]
+    assert [list(frame.batch.epochs) for frame in fake.frames if frame.HasField("batch")] == [[100], [101], [102]]
+
+
+async def test_a_stream_that_ends_is_begun_again(fake: FakeSidecar) -> None:
+    fake.ends_streams = 1
+    ends = iter(
+        [Refused(code) for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)]
+    )
+
+    def on_frame(frame: Request) -> list[Response]:
+        end = next(ends, None)
+        if end is not None:
+            raise end
+        return [fake.stored(frame)]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client, client.producer("t", "p") as producer:
+        assert (await (await producer.send(b""))).verdict is Verdict.NOT_DUP
+        assert producer.counters.connections == 5
+
+
+@pytest.mark.parametrize("delay_ms", [400, 0])
+async def test_the_delay_that_a_refusal_asks_for_is_kept(fake: FakeSidecar, delay_ms: int) -> None:
+    times: list[float] = []
+
+    def on_frame(frame: Request) -> list[Response]:
+        times.append(asyncio.get_running_loop().time())
+        return [fake.refusal(frame, "LOG_REFUSED", delay_ms) if len(times) == 1 else fake.stored(frame)]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client, client.producer("t", "p") as producer:
+        await (await producer.send(b""))
+    waited_ms = (times[1] - times[0]) * 1000
+    assert waited_ms >= 395 if delay_ms else waited_ms < 395
+
+
+async def test_the_delay_that_open_asks_for_is_kept(fake: FakeSidecar) -> None:
+    times: list[float] = []
+
+    def on_open(_: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
+        times.append(asyncio.get_running_loop().time())
+        if len(times) < 3:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "RECOVERING", 200)
+        return fake.opened()
+
+    fake.on_open = on_open
+    async with Client(fake.address) as client, client.producer("t", "p"):
+        assert all(later - earlier >= 0.195 for earlier, later in itertools.pairwise(times))
+
+
+async def test_unknown_is_sent_again_until_it_ends(fake: FakeSidecar) -> None:
+    unknowns = iter(range(4))
+
+    def on_frame(frame: Request) -> list[Response]:
+        if next(unknowns, None) is None:
+            return [fake.stored(frame)]
+        return [fake.answer(receipts=[{"frame": frame.frame, "verdicts": [3], "first_index": -1}])]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client, client.producer("t", "p") as producer:
+        assert (await (await producer.send(b""))).verdict is Verdict.NOT_DUP
+        assert (producer.counters.unknown, producer.counters.not_dup) == (4, 1)
+
+
+async def test_what_is_refused_for_its_content_ends_the_producer_behind_what_was_before(fake: FakeSidecar) -> None:
+    held: list[Request] = []
+
+    def on_frame(frame: Request) -> Iterable[Response]:
+        held.append(frame)
+        if len(held) == 3:
+            yield fake.refusal(held[1], "INVALID_BATCH", NEVER)
+            yield fake.stored(held[0])
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p", ONE_BY_ONE)
+        await producer.open()
+        receipts = [await producer.send(b"") for _ in range(3)]
+        assert (await receipts[0]).verdict is Verdict.NOT_DUP
+        for receipt in receipts[1:]:
+            with pytest.raises(InvalidRequestError):
+                await receipt
+        with pytest.raises(InvalidRequestError) as caught:
+            await producer.send(b"")
+        assert caught.value.reason == "INVALID_BATCH"
+        with pytest.raises(InvalidRequestError):
+            await producer.close()
+    assert len(fake.opens) == 1
+
+
+async def test_answers_of_a_lower_term_are_ignored(fake: FakeSidecar) -> None:
+    fake.term = 7
+
+    def on_frame(frame: Request) -> list[Response]:
+        if frame.batch.sequence_ids[0] == 0:
+            stale = {"frame": frame.frame, "first_index": 666}
+            return [fake.answer(receipts=[stale], term=6), fake.stored(frame)]
+        stale = {"frame": frame.frame, "reason": "FENCED", "message": "", "retry_delay_ms": NEVER}
+        return [fake.answer(refusals=[stale], term=6), fake.stored(frame)]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client, client.producer("t", "p", ONE_BY_ONE) as producer:
+        assert [(await (await producer.send(b""))).index for _ in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("resumed", "kind"),
+    [
+        ({"persisted": 1}, None),
+        ({"persisted": 0}, DataLossError),
+        ({"persisted": 3}, FencedError),
+        ({"persisted": 1, "term": 0}, DataLossError),
+        ({"persisted": 1, "incarnation": INCARNATION + 1}, DataLossError),
+        (Refused(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_EPOCH"), DataLossError),
+        (Refused(grpc.StatusCode.FAILED_PRECONDITION, "FENCED"), FencedError),
+        (Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND"), InvalidRequestError),
+    ],
+)
+async def test_a_resume_that_cannot_be_right_ends_the_producer(
+    fake: FakeSidecar, resumed: dict[str, int] | Refused, kind: type[SeqdedupeError] | None
+) -> None:
+    def on_open(request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
+        if not request.epochs:
+            return fake.opened()
+        if isinstance(resumed, Refused):
+            raise resumed
+        return fake.opened(**resumed)
+
+    def on_frame(frame: Request) -> list[Response]:
+        if frame.batch.sequence_ids[0] == 2 and len(fake.opens) == 1:
+            raise Refused(grpc.StatusCode.UNAVAILABLE)
+        return [fake.stored(frame)]
+
+    fake.on_open, fake.on_frame = on_open, on_frame
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p", ONE_BY_ONE)
+        await producer.open()
+        for _ in range(2):
+            await (await producer.send(b""))
+        receipt = await producer.send(b"")
+        if kind is None:
+            assert (await receipt).verdict is Verdict.NOT_DUP
+        else:
+            with pytest.raises(kind):
+                await receipt
+        await producer.abort()
+
+
+def varint_field(number: int, value: int) -> bytes:
+    return bytes((number << 3, value))
+
+
+def message_field(number: int, data: bytes) -> bytes:
+    return bytes((number << 3 | 2, len(data))) + data
+
+
+def fixed64_field(number: int, value: int) -> bytes:
+    return bytes((number << 3 | 1,)) + struct.pack("<q", value)
+
+
+@pytest.mark.parametrize("form", ["unpacked", "split", "unpacked and none new", "with a field of the future"])
+async def test_legal_but_unusual_encodings_of_receipts_are_understood(fake: FakeSidecar, form: str) -> None:
+    """Read carelessly, unpacked verdicts look like none at all: as if every row were new."""
+
+    def on_frame(frame: Request) -> list[bytes]:
+        number = bytes((1 << 3 | 1,)) + struct.pack("<Q", frame.frame)
+        dups = [1, 2, 2] if form != "unpacked and none new" else [2, 2, 2]
+        if form == "split":
+            verdicts = message_field(2, bytes(dups[:1])) + message_field(2, bytes(dups[1:]))
+        elif form == "with a field of the future":
+            verdicts = message_field(2, bytes(dups)) + varint_field(15, 1)
+        else:
+            verdicts = b"".join(varint_field(2, verdict) for verdict in dups)
+        known = b"".join(
+            (
+                bytes((5 << 3 | 5,)) + struct.pack("<I", 2),
+                fixed64_field(6, 40),
+                fixed64_field(7, 41),
+                fixed64_field(8, 42),
+            )
+        )
+        receipt = number + verdicts + fixed64_field(3, 30 if dups[0] == 1 else -1) + known
+        return [message_field(1, receipt) + fixed64_field(3, INCARNATION) + fixed64_field(4, 1)]
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client, client.producer("t", "p") as producer:
+        result = await (await producer.send_batch([b"", b"", b""]))
+    new = form != "unpacked and none new"
+    assert [result[row].verdict for row in range(3)] == [1 if new else 2, 2, 2]
+    assert result.indexes.tolist() == [30 if new else -1, -1, 40]
+    assert result[1].message_id is None
+    assert str(result[2].message_id) == "41:42"
+
+
+async def test_a_defect_leaves_nobody_waiting(fake: FakeSidecar) -> None:
+    fake.on_frame = lambda _: [b"\xff\xff\xff"]
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p")
+        await producer.open()
+        receipt = await producer.send(b"")
+        with pytest.raises(SeqdedupeError) as caught:
+            await receipt
+        assert caught.value.reason == "INTERNAL"
+        await producer.abort()
+
+
+@pytest.mark.parametrize(
+    ("refused", "kind", "reason", "delay_ms"),
+    [
+        (Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND"), InvalidRequestError, "TOPIC_NOT_FOUND", NEVER),
+        (Refused(grpc.StatusCode.UNAVAILABLE, "RECOVERING", 123), UnavailableError, "RECOVERING", 123),
+        (Refused(grpc.StatusCode.UNAVAILABLE, "NEW_ONE", 5), UnavailableError, "NEW_ONE", 5),
+        (Refused(grpc.StatusCode.UNKNOWN, "NEW_TWO"), SeqdedupeError, "NEW_TWO", NEVER),
+        (Refused(grpc.StatusCode.UNAVAILABLE), UnavailableError, "UNREACHABLE", 100),
+        (Refused(grpc.StatusCode.INTERNAL), OutcomeUnknownError, "OUTCOME_UNKNOWN", 0),
+        (Refused(grpc.StatusCode.CANCELLED), OutcomeUnknownError, "OUTCOME_UNKNOWN", 0),
+        (Refused(grpc.StatusCode.UNIMPLEMENTED), SeqdedupeError, "INTERNAL", NEVER),
+    ],
+)
+async def test_errors_are_typed_by_their_reason(
+    fake: FakeSidecar, refused: Refused, kind: type[SeqdedupeError], reason: str, delay_ms: int
+) -> None:
+    def on_unary(_: str) -> bytes:
+        raise refused
+
+    fake.on_unary = on_unary
+    async with Client(fake.address) as client:
+        with pytest.raises(SeqdedupeError) as caught:
+            await client.admin.topic("t")
+    assert type(caught.value) is kind or reason == "TOPIC_NOT_FOUND"
+    assert isinstance(caught.value, kind)
+    assert (caught.value.reason, caught.value.retry_delay_ms) == (reason, delay_ms)
+
+
+async def test_numbers_of_an_error_arrive(fake: FakeSidecar) -> None:
+    def on_unary(_: str) -> bytes:
+        raise Refused(grpc.StatusCode.OUT_OF_RANGE, "POSITION_TRIMMED", first_index="17")
+
+    fake.on_unary = on_unary
+    async with Client(fake.address) as client:
+        with pytest.raises(PositionError) as caught:
+            await client.admin.topic("t")
+    assert caught.value.numbers == {"first_index": "17"}
+
+
+async def test_wait_ready_waits_for_serving(fake: FakeSidecar) -> None:
+    answers = iter([b"\x08\x02", b"\x08\x02"])
+    asked: list[str] = []
+
+    def on_unary(method: str) -> bytes:
+        asked.append(method)
+        return next(answers, b"\x08\x01")
+
+    fake.on_unary = on_unary
+    async with Client(fake.address) as client:
+        await client.wait_ready(30)
+        assert asked == ["/grpc.health.v1.Health/Check"] * 3
+        fake.on_unary = lambda _: b"\x08\x02"
+        with pytest.raises(UnavailableError, match="NOT_SERVING"):
+            await client.wait_ready(0.2)
+
+
+def page(*records: tuple[int, int], incarnation: int = INCARNATION) -> read_pb2.ReadStreamResponse:
+    """Records of (base index, rows)."""
+    answer = read_pb2.ReadStreamResponse(incarnation=incarnation)
+    for base_index, rows in records:
+        batch = single_producer(b"p", 1, -1, _id_column(list(range(rows))), Binary.of_all([b""] * rows))
+        answer.records.add(
+            incarnation=incarnation,
+            base_index=base_index,
+            rows=rows,
+            batch=batch_pb2.Batch.FromString(batch.encode()),
+        )
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("pages", "kind"),
+    [
+        ([page((0, 2), (2, 1)), page(), page((3, 1))], None),
+        ([page((0, 2), (3, 1))], DamagedError),
+        ([page((0, 2)), page((1, 1))], DamagedError),
+        ([page((0, 2)), page((2, 1), incarnation=INCARNATION + 1)], PositionError),
+    ],
+)
+async def test_a_reader_passes_over_nothing(
+    fake: FakeSidecar, pages: list[read_pb2.ReadStreamResponse], kind: type[Exception] | None
+) -> None:
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=3))
+    fake.on_unary = lambda _: last.SerializeToString()
+    fake.on_read = lambda _: pages
+    seen: list[int] = []
+    async with Client(fake.address) as client, client.reader("t") as reader:
+        if kind is None:
+            assert [message.index async for message in reader] == [0, 1, 2, 3]
+            return
+        with pytest.raises(kind):  # noqa: PT012 (what came before the error counts)
+            async for message in reader:
+                seen.append(message.index)  # noqa: PERF401
+    assert seen == [0, 1]
+
+
+async def test_an_opening_that_is_cancelled_leaves_nothing_behind(fake: FakeSidecar) -> None:
+    def on_open(_: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
+        raise Refused(grpc.StatusCode.UNAVAILABLE, "RECOVERING", 10)
+
+    fake.on_open = on_open
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p")
+        opening = asyncio.create_task(producer.open())
+        await until(lambda: len(fake.opens) > 1)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        with pytest.raises(InvalidRequestError):
+            await producer.send(b"")
+        await producer.close()
+
+
+async def test_a_silent_sidecar_is_left(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqdedupe.client.session.ANSWER_TIMEOUT_SECONDS", 0.2)
+    fake.on_frame = lambda _: []
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p")
+        await producer.open()
+        receipt = await producer.send(b"")
+        await until(lambda: len(fake.opens) >= 3)
+        assert not receipt.done()
+        fake.on_frame = lambda frame: [fake.stored(frame)]
+        await receipt
+        await producer.close()

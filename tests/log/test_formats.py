@@ -1,0 +1,53 @@
+"""`docs/formats.md` and what the log writes are the same."""
+
+import re
+from pathlib import Path
+
+from seqdedupe.core import records
+from tests.log.batches import encoded_batch
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "formats.md"
+ROW = re.compile(r"^ +(\d+) +(\d+)  ([0-9A-F]{2}(?: [0-9A-F]{2})*)(?: .*)?$", re.MULTILINE)
+VALUE = re.compile(r"^ +(\d+) +(\d+) +([a-z_0-9]+): ", re.MULTILINE)
+
+
+def log_section() -> str:
+    return DOCUMENT.read_text().split("\n## Log\n")[1].split("\n## ")[0]
+
+
+def tags(text: str) -> dict[int, bytes]:
+    """Offset to fixed bytes, of a drawing."""
+    return {int(at): bytes.fromhex(fixed) for at, _, fixed in ROW.findall(text)}
+
+
+def test_the_drawn_header_is_the_one_written() -> None:
+    place = {
+        "incarnation": 1 << 60 | 2,
+        "file_offset": 3,
+        "publish_time_ms": 4,
+        "synced_offset": 5,
+    }
+    batch, rows, column_bytes = encoded_batch(7, 6)
+    header = records.batch_header(batch, rows=rows, column_bytes=column_bytes, base_index=8, **place)
+    drawing = log_section().split("### Record")[1].split("### Marker")[0]
+    found = tags(drawing)
+    assert len(found) == 12
+    for at, fixed in found.items():
+        assert header[at : at + len(fixed)] == fixed, at
+    values = {name: (int(at), int(size)) for at, size, name in VALUE.findall(drawing)}
+    expected = place | {"format_version": 1, "base_index": 8, "rows": rows, "column_bytes": column_bytes}
+    for name, value in expected.items():
+        at, size = values.pop(name)
+        assert int.from_bytes(header[at : at + size], "little") == value, name
+    assert set(values) == {"column_crc32c", "payload_crc32c"}
+    assert len(header) == records.HEADER_BYTES == 82
+
+    marker = records.marker_record(9, b"t" * 16, next_index=8, **place)
+    found = tags(log_section().split("### Marker")[1].split("### Torn")[0])
+    assert len(found) == 2
+    for at, fixed in found.items():
+        assert marker[at : at + len(fixed)] == fixed, at
+    assert int.from_bytes(marker[83:91], "little") == 9
+    assert marker[93:] == b"t" * 16
+    assert len(marker) == 109
+    assert marker[76] == 0x72

@@ -1,0 +1,150 @@
+"""Logs that are wrong on purpose: the suite must notice each."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqdedupe.log import tail
+from seqdedupe.log.contract import Outcome
+from tests.log import test_damage
+from tests.log.conformance import LogConformance, LogHarness
+from tests.log.faulty import FaultyLog, Storage
+from tests.log.test_conformance import INCARNATION, FaultyHarness
+from tests.log.test_damage import logs as logs
+
+Settle = Callable[[Outcome], None]
+
+
+class TakesMoreAfterARefusal(FaultyLog):
+    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+        if self.failed:
+            self.storage.add_batch(batch, rows, column_bytes)
+        else:
+            super().append(batch, rows, column_bytes)
+
+
+class DoesNotFence(FaultyLog):
+    """What an earlier opening left is stored behind the marker of the next one."""
+
+    async def open_for_writing(self, term: int, token: bytes, settle: Settle) -> None:
+        late = list(self._in_flight)
+        await super().open_for_writing(term, token, settle)
+        for batch in late:
+            self.storage.add_batch(*batch)
+
+
+class TellsTheOldOwner(FaultyLog):
+    _first: Settle | None = None
+
+    async def open_for_writing(self, term: int, token: bytes, settle: Settle) -> None:
+        self._first = first = self._first or settle
+
+        def both(outcome: Outcome) -> None:
+            settle(outcome)
+            if first is not settle:
+                first(outcome)
+
+        await super().open_for_writing(term, token, both)
+
+
+class WritesNoMarker(FaultyLog):
+    async def open_for_writing(self, term: int, token: bytes, settle: Settle) -> None:
+        await super().open_for_writing(term, token, settle)
+        self.storage.records.pop()
+
+
+class ReplaysFromOneTooLate(FaultyLog):
+    def replay(self, from_index: int) -> Any:
+        return super().replay(from_index + (from_index < self.storage.next_index))
+
+
+class ConfirmsTooEarly(FaultyLog):
+    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+        settle = self._settle
+        if settle is not None and not self.failed:
+            settle(Outcome(1))
+        super().append(batch, rows, column_bytes)
+
+
+class SwapsTwo(FaultyLog):
+    def store(self, count: int | None = None) -> None:
+        if len(self._in_flight) > 1:
+            self._in_flight.rotate(1)
+        super().store(count)
+
+
+class TrimsTheSnapshotsEntry(FaultyLog):
+    def trim(self, below_index: int) -> None:
+        super().trim(below_index + 1 if below_index else 0)
+
+
+class ShowsMarkers(FaultyLog):
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:
+        return self.storage.records[0] + await super().read(from_index, stop_index, max_bytes)
+
+
+SUITE = LogConformance()
+EVERYTHING = [getattr(SUITE, name) for name in dir(SUITE) if name.startswith("test_")]
+
+
+class WrongHarness(FaultyHarness):
+    def __init__(self, kind: type[FaultyLog]) -> None:
+        super().__init__()
+        self._kind = kind
+        self._wrong = Storage(INCARNATION, lambda: self.now_ms)
+
+    async def open(self) -> FaultyLog:
+        return self._kind(self._wrong, automatic=True, retention=True)
+
+
+async def failures(make: Callable[[], LogHarness]) -> list[str]:
+    """The tests of the suite that fail."""
+    failed = []
+    for test in EVERYTHING:
+        try:
+            async with asyncio.timeout(10):
+                await test(make())
+        except (Exception, pytest.fail.Exception) as e:  # noqa: BLE001
+            failed.append(f"{test.__name__}: {type(e).__name__}")
+    return failed
+
+
+async def test_control_a_right_log_passes() -> None:
+    assert await failures(lambda: WrongHarness(FaultyLog)) == []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        TakesMoreAfterARefusal,
+        DoesNotFence,
+        TellsTheOldOwner,
+        WritesNoMarker,
+        ReplaysFromOneTooLate,
+        ConfirmsTooEarly,
+        SwapsTwo,
+        TrimsTheSnapshotsEntry,
+        ShowsMarkers,
+    ],
+)
+async def test_the_suite_notices(kind: type[FaultyLog]) -> None:
+    assert await failures(lambda: WrongHarness(kind)) != []
+
+
+async def test_damage_taken_for_a_torn_tail_is_noticed(
+    logs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = tail.survey
+
+    def survey(*arguments: Any) -> tail.Tail:
+        found = really(*arguments)
+        found.synced_offset = 0
+        return found
+
+    monkeypatch.setattr(tail, "survey", survey)
+    monkeypatch.setattr(tail, "_synced_behind", lambda *arguments: 0)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        await test_damage.test_every_byte_flipped(logs, tmp_path, 0xFF)

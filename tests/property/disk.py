@@ -1,0 +1,155 @@
+"""What outlives a process: the store with power cuts, and the log's storage, which checks what it is given."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rocksdict import WriteBatch
+
+from seqdedupe import batch as batches
+from seqdedupe.errors import error
+from seqdedupe.store.db import Store, _Opening
+from seqdedupe.store.records import snapshot_range
+from tests.log.faulty import Storage
+
+
+class Violation(AssertionError):
+    """Something that was promised does not hold."""
+
+
+class CrashableStore(Store):
+    """The real store, of which a power cut loses what was not synced: in one topic, as if it were alone in it.
+
+    `states` are what a power cut may leave: what is durable, and what was written since, in order.
+    """
+
+    @staticmethod
+    def open_crashable(folder: Path) -> "CrashableStore":
+        store = Store.open(folder)
+        # `Store.open` makes a Store; nothing but methods is different.
+        store.__class__ = CrashableStore
+        assert isinstance(store, CrashableStore)
+        return store
+
+    def watch(self, incarnation: int) -> None:
+        """This topic's records are those that matter from now on; it has none yet."""
+        self._range = snapshot_range(incarnation)
+        self.states: list[list[tuple[bytes, bytes]]] = [[]]
+        self.restart()
+
+    def write(self, batch: WriteBatch) -> int:
+        opening = super().write(batch)
+        self.states.append(list(self.scan(*self._range)))
+        return opening
+
+    def fail_next_sync(self, survives: int) -> None:
+        """The next sync fails, and RocksDB is opened again: of what was not durable, a part is still there."""
+        self.fails = survives
+
+    def _sync(self, opening: _Opening) -> None:
+        if self.fails is not None:
+            survives, self.fails = self.fails, None
+            self.cut_power(survives)
+            self._openings += 1
+            self._opening = _Opening(self._openings, opening.db)
+            raise error("STORE_UNAVAILABLE", "a planned failure")
+        super()._sync(opening)
+        self.states = self.states[-1:]
+
+    def cut_power(self, survives: int) -> None:
+        """All is lost that was written after the first so many unsynced writes."""
+        left = self.states[min(survives, len(self.states) - 1)]
+        batch = WriteBatch(raw_mode=True)
+        batch.delete_range(*self._range)
+        for key, value in left:
+            batch.put(key, value)
+        super().write(batch)
+        self.states = [left]
+
+    def restart(self) -> None:
+        """The process ended: what it had written and still finds is durable once RocksDB is open again."""
+        self._this_flush = self._next_flush = None
+        self.fails: int | None = None
+        self.states = self.states[-1:]
+
+
+class Row(NamedTuple):
+    """A message in the log."""
+
+    name: str
+    sequence_id: int
+    payload: bytes
+
+
+@dataclass(slots=True)
+class Promised:
+    """What the log may hold, by producer name."""
+
+    epoch: int = 0
+    """The newest session that Open answered: nothing of an earlier one comes any more."""
+
+    highest: int = -1
+    """The highest sequence ID in the log."""
+
+
+class CheckedStorage(Storage):
+    """The log's storage. Each batch that becomes durable is held against what was promised.
+
+    `rows` are all messages ever, by index. `may_double` are those sent while deduplication was off.
+    """
+
+    def __init__(self, incarnation: int, violations: list[str]) -> None:
+        super().__init__(incarnation)
+        self.rows: list[Row] = []
+        self.indexes: dict[tuple[str, int], list[int]] = {}
+        self.promised: dict[str, Promised] = {}
+        self.may_double: set[tuple[str, int]] = set()
+        self._violations = violations
+        self._places: dict[bytes, np.ndarray] = {}
+
+    def places(self, record: bytes) -> np.ndarray:
+        found = self._places.get(record)
+        if found is None:
+            found = self._places[record] = super().places(record)
+        return found
+
+    def promise(self, name: str) -> Promised:
+        return self.promised.setdefault(name, Promised())
+
+    def add_batch(self, batch: bytes, rows: int, column_bytes: int) -> None:
+        super().add_batch(batch, rows, column_bytes)
+        decoded = batches.decode(batch)
+        names = decoded.names()
+        for p, name in enumerate(names):
+            if decoded.epochs[p] < self.promise(name).epoch:
+                self._violations.append(f"a batch of an earlier session of {name} is stored after Open answered")
+        started: set[int] = set()
+        for row, sequence_id in enumerate(decoded.sequence_ids.tolist()):
+            p = decoded.producer_of(row)
+            name = names[p]
+            if p not in started:
+                started.add(p)
+                self._check_link(name, sequence_id, int(decoded.previous_sequence_ids[p]))
+            self._add_row(Row(name, sequence_id, decoded.payloads[row] or b""))
+
+    def _check_link(self, name: str, sequence_id: int, link: int) -> None:
+        highest = self.promise(name).highest
+        if link > highest:
+            self._violations.append(f"{name} {sequence_id} is linked to {link}, but the log has only {highest}")
+        if link == -1 and highest >= 0 and (name, sequence_id) not in self.may_double:
+            self._violations.append(f"{name} {sequence_id} is linked to nothing, but the log has {highest}")
+
+    def _add_row(self, row: Row) -> None:
+        key = row.name, row.sequence_id
+        promised = self.promise(row.name)
+        if row.sequence_id <= promised.highest and key not in self.may_double:
+            what = "doubled" if key in self.indexes else f"stored behind {promised.highest}"
+            self._violations.append(f"{row.name} {row.sequence_id} is {what}")
+        promised.highest = max(promised.highest, row.sequence_id)
+        self.indexes.setdefault(key, []).append(len(self.rows))
+        self.rows.append(row)
+
+    def holds(self, name: str, sequence_id: int, payload: bytes) -> bool:
+        """Whether the log has this very message."""
+        return any(self.rows[index].payload == payload for index in self.indexes.get((name, sequence_id), ()))

@@ -1,0 +1,209 @@
+"""Bugs put into the code on purpose, each a mistake that somebody might make. The property must find every one.
+
+Each function breaks the code through a `MonkeyPatch`.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from seqdedupe import batch as batches
+from seqdedupe import recovery
+from seqdedupe.admission import NumbersCache
+from seqdedupe.core import producers
+from seqdedupe.core.columns import EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS
+from seqdedupe.core.decide import EPOCH, PERSISTED, PREDECESSOR_MISSING, PUSHED
+from seqdedupe.core.producers import Producers
+from seqdedupe.log.contract import Failure
+from seqdedupe.message_id import Position
+from seqdedupe.snapshotter import Snapshotter
+from seqdedupe.topic import Refusal, Topic
+from tests.log.faulty import FaultyLog
+from tests.property.client import Session
+
+
+def link_check_left_out(patch: pytest.MonkeyPatch) -> None:
+    original = producers.refusal
+
+    def refusal(*arguments: Any) -> int:
+        why = int(original(*arguments))
+        return 0 if why == PREDECESSOR_MISSING else why
+
+    patch.setattr(producers, "refusal", refusal)
+
+
+def link_is_the_id_sent_before(patch: pytest.MonkeyPatch) -> None:
+    original = Session.link
+
+    def link(self: Session, first: int) -> int:
+        return self.last_sent if 0 <= self.last_sent < first else original(self, first)
+
+    patch.setattr(Session, "link", link)
+
+
+def frame_admitted_in_part(patch: pytest.MonkeyPatch) -> None:
+    original = Topic.admit
+
+    def admit(self: Topic, encoded: bytes, frame: int, reply: Any, cache: NumbersCache, *, lone: bool = False) -> None:
+        def in_part(answer: Any) -> None:
+            whole = batches.decode(encoded)
+            if isinstance(answer, Refusal):
+                bad = {p.name for p in answer.producers}
+                good = [p for p, name in enumerate(whole.names()) if name not in bad]
+                rows = [row for row in range(len(whole)) if whole.producer_of(row) in good]
+                if bad and rows:
+                    rest = whole.take(np.array(rows, np.int64)).encode()
+                    original(self, rest, frame, lambda _: None, NumbersCache(), lone=lone)
+            reply(answer)
+
+        original(self, encoded, frame, in_part, cache, lone=lone)
+
+    patch.setattr(Topic, "admit", admit)
+
+
+def position_of_the_last_admitted_message(patch: pytest.MonkeyPatch) -> None:
+    def last_position(self: Topic) -> Position:
+        index = self.next_index - 1
+        message_id = self.log.message_id(index) if index >= 0 else None
+        return Position(self.log.incarnation, message_id, index)
+
+    patch.setattr(Topic, "last_position", property(last_position))
+
+
+def snapshot_of_pushed(patch: pytest.MonkeyPatch) -> None:
+    original = Producers.collect_dirty
+
+    def collect_dirty(self: Producers) -> Any:
+        changed, _, epochs = original(self)
+        return changed, self.numbers[changed, PUSHED], epochs
+
+    patch.setattr(Producers, "collect_dirty", collect_dirty)
+
+
+def pushed_not_reset(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Producers, "fail_in_flight", lambda self: None)
+
+
+def failure_does_not_take_what_is_behind(patch: pytest.MonkeyPatch) -> None:
+    original = Topic._fail_in_flight
+
+    def fail_in_flight(self: Topic, reason: str, why: str) -> None:
+        behind = list(self._in_flight)[1:]
+        while len(self._in_flight) > 1:
+            self._in_flight.pop()
+        original(self, reason, why)
+        self._in_flight.extend(behind)
+
+    patch.setattr(Topic, "_fail_in_flight", fail_in_flight)
+
+
+def append_accepted_after_a_refused_one(patch: pytest.MonkeyPatch) -> None:
+    def refuse(self: FaultyLog, *, report: bool = True, why: str = "no room") -> None:
+        if self._in_flight:
+            self._in_flight.popleft()
+        self.storage_takes_all_others = True
+        while self._in_flight:
+            self.storage.add_batch(*self._in_flight.popleft())
+        self._fail(Failure.REFUSED, why, report)
+
+    patch.setattr(FaultyLog, "refuse", refuse)
+
+
+def replay_from_one_too_late(patch: pytest.MonkeyPatch) -> None:
+    original = recovery._Replay.__init__
+
+    def init(self: Any, log: Any, next_index: int, merge: Any, skip_below: int) -> None:
+        original(self, log, next_index, merge, skip_below=skip_below + 1)
+
+    patch.setattr(recovery._Replay, "__init__", init)
+
+
+def no_marker_before_reading(patch: pytest.MonkeyPatch) -> None:
+    async def take_over(log: Any, *, term: int, confirmed_index: int, merge: Any, **others: Any) -> recovery.Ownership:
+        replay = recovery._Replay(log, max(confirmed_index - 1, 0), merge, skip_below=confirmed_index)
+        await replay.run()
+        term = max([term, *(earlier + 1 for earlier in replay.tokens.values())])
+        await log.open_for_writing(term, others["random_bytes"](recovery.TOKEN_BYTES), others["settle"])
+        return recovery.Ownership(term, replay.next_index)
+
+    patch.setattr(recovery, "take_over", take_over)
+
+
+def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
+    original = producers.persist_all
+
+    def persist_all(raw: Any, table: Any, count: int, slots: Any, first_name: Any, numbers: Any, *others: Any) -> int:
+        entered = int(original(raw, table, count, slots, first_name, numbers, *others))
+        for k in range(count):
+            places = table[k]
+            if not places[ROWS]:
+                continue
+            for p in range(places[PRODUCERS]):
+                slot = slots[first_name[k] + p]
+                numbers[slot, EPOCH] = _number(raw, places[2 * EPOCHS] + 8 * p, 8)
+            for row in range(places[ROWS]):
+                p = _number(raw, places[2 * PRODUCER_INDEXES] + 4 * row, 4) if places[PRODUCERS] > 1 else 0
+                numbers[slots[first_name[k] + p], PERSISTED] = _number(raw, places[2 * SEQUENCE_IDS] + 8 * row, 8)
+        return entered
+
+    patch.setattr(producers, "persist_all", persist_all)
+
+
+def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
+    original = producers.refusal
+
+    def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool) -> int:
+        believed = numbers.copy()
+        for p, slot in enumerate(slots):
+            epoch = _number(raw, places[2 * EPOCHS] + 8 * p, 8)
+            believed[slot, EPOCH] = min(believed[slot, EPOCH], epoch)
+        return int(original(raw, places, slots, believed, lone))
+
+    patch.setattr(producers, "refusal", refusal)
+
+
+def open_answered_before_what_is_in_flight_has_settled(patch: pytest.MonkeyPatch) -> None:
+    async def at_once(self: Topic) -> None:
+        pass
+
+    patch.setattr(Topic, "in_flight_now", at_once)
+
+
+def open_answered_before_its_epoch_is_durable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Producers, "have_new_epoch", lambda self, numbers: False)
+
+
+def log_trimmed_before_the_snapshot_is_durable(patch: pytest.MonkeyPatch) -> None:
+    original = Snapshotter.take
+    of = Topic.snapshot
+
+    async def snapshot(self: Topic) -> None:
+        self.log.trim(self.confirmed_index)
+        await of(self)
+
+    patch.setattr(Topic, "snapshot", snapshot)
+    patch.setattr(Snapshotter, "take", original)
+
+
+def _number(raw: Any, at: int, size: int) -> int:
+    return int.from_bytes(bytes(raw[at : at + size]), "little", signed=True)
+
+
+ALL = [
+    link_check_left_out,
+    link_is_the_id_sent_before,
+    frame_admitted_in_part,
+    position_of_the_last_admitted_message,
+    snapshot_of_pushed,
+    pushed_not_reset,
+    failure_does_not_take_what_is_behind,
+    append_accepted_after_a_refused_one,
+    replay_from_one_too_late,
+    no_marker_before_reading,
+    merge_by_overwriting,
+    stale_epoch_accepted,
+    open_answered_before_what_is_in_flight_has_settled,
+    open_answered_before_its_epoch_is_durable,
+    log_trimmed_before_the_snapshot_is_durable,
+]

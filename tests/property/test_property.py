@@ -1,0 +1,79 @@
+"""Random interleavings of everything that producers, logs, stores and crashes do: see `world`.
+
+`SEQDEDUPE_CASES=100000 pytest tests/property` runs more of them. A failure shows its seed, the fewest steps that still
+fail, and what happened in them; `python -m tests.property.run --seed N --cases 1` runs it again.
+"""
+
+import os
+import secrets
+
+import pytest
+
+from seqdedupe.core.decide import DUP, NOT_DUP, UNKNOWN
+from seqdedupe.topic import Receipt
+from tests.property.disk import CrashableStore
+from tests.property.run import first_failure, many_cases, report, run_steps
+from tests.property.world import World, steps_of
+
+CASES = int(os.environ.get("SEQDEDUPE_CASES", "5000"))
+PARTS = 4
+SEEDS = 2**40
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_nothing_is_lost_doubled_or_out_of_order(part: int) -> None:
+    first_seed = secrets.randbelow(SEEDS)
+    with many_cases() as store:
+        found = first_failure(store, first_seed, CASES // PARTS)
+        if found is not None:
+            pytest.fail(report(store, found[0]), pytrace=False)
+
+
+def test_a_case_replays() -> None:
+    with many_cases() as store:
+        for seed in range(20):
+            first, again = _trace(store, seed), _trace(store, seed)
+            assert first == again
+            assert len(first) > 20
+
+
+def _trace(store: CrashableStore, seed: int) -> list[str]:
+    trace: list[str] = []
+    run_steps(store, seed, steps_of(seed), trace)
+    return trace
+
+
+def test_the_cases_are_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases in which nothing happens would prove nothing."""
+    counts = dict.fromkeys(("rows", "crashes", "known", "refused", NOT_DUP, DUP, UNKNOWN), 0)
+    check_receipt, end_process, finish = World.check_receipt, World.end_process, World.finish
+
+    def count_receipt(self: World, frame: object, receipt: Receipt) -> None:
+        for verdict in [NOT_DUP] if receipt.verdicts is None else receipt.verdicts.tolist():
+            counts[verdict] += 1
+        counts["known"] += len(receipt.known_rows)
+        check_receipt(self, frame, receipt)  # type: ignore[arg-type]
+
+    def count_crash(self: World, lands: int) -> None:
+        counts["crashes"] += 1
+        counts["refused"] += self.topic.counters.refused
+        end_process(self, lands)
+
+    def count_rows(self: World) -> None:
+        counts["rows"] += len(self.storage.rows)
+        finish(self)
+
+    monkeypatch.setattr(World, "check_receipt", count_receipt)
+    monkeypatch.setattr(World, "end_process", count_crash)
+    monkeypatch.setattr(World, "finish", count_rows)
+    cases = 200
+    with many_cases() as store:
+        assert first_failure(store, 0, cases) is None
+    assert counts["rows"] > 4 * cases
+    assert counts["crashes"] > 1.5 * cases
+    assert counts["refused"] > 3 * cases
+    assert counts[NOT_DUP] > 3 * cases
+    assert counts[DUP] > cases
+    assert counts[UNKNOWN] > cases / 2
+    assert counts["known"] > cases / 2
