@@ -25,7 +25,7 @@ def _encode(topic: Topic, page: Page) -> bytes:
     tail = _TAIL.pack(
         13 << 3 | 1, page.next_index, 14 << 3 | 1, topic.confirmed_index, 15 << 3 | 1, topic.log.incarnation
     )
-    return page.records + tail
+    return b"".join((page.records, tail))
 
 
 def _start(topic: Topic, start: read_pb2.ReadStart) -> int:

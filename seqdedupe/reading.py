@@ -1,5 +1,6 @@
 """Pages of a topic for readers: where to start, how far to go, batches cut at both ends."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -12,11 +13,10 @@ from seqdedupe.core.columns import (
     PLACES,
     PUBLISH_TIME_MS,
     RECORD_END,
-    RECORD_START,
     ROWS,
 )
 from seqdedupe.core.layout import layout_columns
-from seqdedupe.core.records import END, batch_header, body_of, scan_record
+from seqdedupe.core.records import END, batch_header, body_of, scan_record, span
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.topic import Topic
@@ -29,7 +29,7 @@ PAGE_BYTES = 256 * 1024
 class Page:
     """Stored records, whole or cut, and where the next page starts."""
 
-    records: bytes
+    records: bytes | memoryview
     next_index: int
 
 
@@ -87,39 +87,27 @@ async def read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: i
     `from_index` below `stop_index`, and `stop_index` at most the topic's confirmed index.
     """
     raw = await topic.log.read(from_index, stop_index, max_bytes)
+    covers = np.empty(5, np.int64)
+    span(np.frombuffer(raw, np.uint8), covers)
+    first, behind_first, last_at, last, behind_last = covers.tolist()
+    if first >= from_index and behind_last <= stop_index:
+        return Page(raw, behind_last)
+    whole_from = 0
+    head = tail = b""
+    if first < from_index or behind_first > stop_index:
+        head, whole_from = _cut(topic, raw, 0, from_index, stop_index)
+    whole_to = len(raw)
+    if behind_last > stop_index and last_at >= whole_from and last_at > 0:
+        tail, _ = _cut(topic, raw, last_at, last, stop_index)
+        whole_to = last_at
+    return Page(b"".join((head, raw[whole_from:whole_to], tail)), min(behind_last, stop_index))
+
+
+def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int) -> tuple[bytes, int]:
+    """The record at `at` with only those of its rows that were asked for, and where it ends."""
     places = np.empty(PLACES, np.int64)
-    view = np.frombuffer(raw, np.uint8)
-    if scan_record(view, 0, topic.log.incarnation, -1, places) != END:
-        raise error("LOG_DAMAGED", f"the record of topic {topic.name} at index {from_index} cannot be read")
-    head = b""
-    start = 0
-    if places[BASE_INDEX] < from_index or places[BASE_INDEX] + places[ROWS] > stop_index:
-        head = _cut(topic, raw, places, from_index, stop_index)
-        start = int(places[RECORD_END])
-    if start == len(raw):
-        return Page(head, min(int(places[BASE_INDEX] + places[ROWS]), stop_index))
-    last = _last_record(raw)
-    if scan_record(view, last, topic.log.incarnation, -1, places) != END:
-        raise error("LOG_DAMAGED", f"a record of topic {topic.name} behind index {from_index} cannot be read")
-    end_index = int(places[BASE_INDEX] + places[ROWS])
-    if end_index > stop_index:
-        tail = _cut(topic, raw, places, from_index, stop_index)
-        return Page(b"".join((head, raw[start : places[RECORD_START]], tail)), stop_index)
-    return Page(head + raw[start:] if start else raw, end_index)
-
-
-def _last_record(raw: bytes) -> int:
-    """Where the last record of a slice begins: its header's length leads from one to the next."""
-    at = 0
-    while True:
-        size = sum((raw[at + 1 + i] & 0x7F) << (7 * i) for i in range(5))
-        if at + 6 + size >= len(raw):
-            return at
-        at += 6 + size
-
-
-def _cut(topic: Topic, raw: bytes, places: np.ndarray, from_index: int, stop_index: int) -> bytes:
-    """A record with only those of its rows that were asked for."""
+    if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, places) != END:
+        raise error("LOG_DAMAGED", f"a record of topic {topic.name} at index {from_index} or behind it cannot be read")
     base = int(places[BASE_INDEX])
     first, last = max(from_index - base, 0), min(stop_index - base, int(places[ROWS]))
     encoded = batches.decode(body_of(raw, places)).take(np.arange(first, last)).encode()
@@ -135,7 +123,7 @@ def _cut(topic: Topic, raw: bytes, places: np.ndarray, from_index: int, stop_ind
         publish_time_ms=int(places[PUBLISH_TIME_MS]),
         synced_offset=0,
     )
-    return header + encoded
+    return header + encoded, int(places[RECORD_END])
 
 
 async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> AsyncIterator[Page]:
@@ -144,11 +132,18 @@ async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> Asyn
     Ends early when the topic closes.
     """
     here = from_index
-    while stop_index is None or here < stop_index:
-        await topic.wait_for_message(here)
-        end = topic.confirmed_index if stop_index is None else min(stop_index, topic.confirmed_index)
-        if end <= here:
-            return
-        page = await read_page(topic, here, end, PAGE_BYTES)
-        yield page
-        here = page.next_index
+    following: asyncio.Task[Page] | None = None
+    try:
+        while stop_index is None or here < stop_index:
+            await topic.wait_for_message(here)
+            end = topic.confirmed_index if stop_index is None else min(stop_index, topic.confirmed_index)
+            if end <= here:
+                return
+            page = await (following or read_page(topic, here, end, PAGE_BYTES))
+            here = page.next_index
+            # The next page is read while this one is on its way.
+            following = asyncio.ensure_future(read_page(topic, here, end, PAGE_BYTES)) if here < end else None
+            yield page
+    finally:
+        if following is not None:
+            following.cancel()

@@ -1,6 +1,6 @@
-"""A whole client on nothing but the published schema: open, pipelined publish, resend, read.
+"""A whole client on nothing but the published schema: open, pipelined publish, resend, read, for one producer name.
 
-It keeps to the duty in `PublishService`'s comment, in fewer than a hundred lines, for one producer name.
+It keeps to the duty in `PublishService`'s comment, in at most a hundred lines. IDs rise from one call to the next.
 """
 
 import itertools
@@ -13,96 +13,89 @@ import grpc
 from seqdedupe.v1 import batch_pb2, publish_pb2, publish_pb2_grpc, read_pb2, read_pb2_grpc
 
 FRAMES = itertools.count(1)
-DONE = (publish_pb2.VERDICT_NOT_DUP, publish_pb2.VERDICT_DUP)
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 class SchemaClient:
     def __init__(self, address: str, topic: str, name: str) -> None:
         self.address, self.topic, self.name = address, topic, name
-        self.epochs: list[int] = []
-        self.highest = -1
+        self.epochs: list[int] = []  # of the session; empty before the first Open
+        self.incarnation = 0
+        self.persisted = -1  # the highest sequence ID that is known to be in the log
         self.dups = 0
 
-    def open(self, channel: grpc.Channel) -> int:
+    def publish(self, messages: list[tuple[int, bytes]], rows: int = 7, in_flight: int = 8) -> None:
+        """Returns when every (sequence ID, payload) has a receipt, however often the sidecar is killed meanwhile."""
+        left = dict(sorted(messages))
+        while left:
+            with grpc.insecure_channel(self.address) as channel:
+                try:
+                    self._open(channel)
+                    self._send(channel, left, rows, in_flight)
+                except grpc.RpcError as e:
+                    if e.code() != UNAVAILABLE:
+                        raise  # FENCED, and whatever trying again does not help
+                    time.sleep(0.05)
+
+    def _open(self, channel: grpc.Channel) -> None:
+        """Starts the session, or resumes it: never without its epochs again."""
         request = publish_pb2.OpenRequest(topic=self.topic, producer_names=[self.name], epochs=self.epochs)
         answer = publish_pb2_grpc.PublishServiceStub(channel).Open(request, wait_for_ready=True, timeout=60)
-        self.epochs = list(answer.epochs)
-        self.highest = max(self.highest, answer.persisted[0])
-        return answer.persisted[0]
+        if answer.persisted[0] < self.persisted or self.incarnation not in (0, answer.incarnation):
+            raise RuntimeError("acknowledged data is gone")
+        self.epochs, self.incarnation, self.persisted = list(answer.epochs), answer.incarnation, answer.persisted[0]
 
-    def batch(self, messages: list[tuple[int, bytes]]) -> batch_pb2.Batch:
-        offsets = [0, *itertools.accumulate(len(payload) for _, payload in messages)]
-        link = max((i for i in [*self.sent, self.opened] if i < messages[0][0]), default=-1)
-        self.sent.update(i for i, _ in messages)
+    def _send(self, channel: grpc.Channel, left: dict[int, bytes], rows: int, in_flight: int) -> None:
+        """Sends what is left, from the first message without a receipt; returns early when that has to begin anew."""
+        requests: queue.SimpleQueue[publish_pb2.PublishStreamRequest | None] = queue.SimpleQueue()
+        requests.put(publish_pb2.PublishStreamRequest(topic=self.topic))
+        answers = publish_pb2_grpc.PublishServiceStub(channel).PublishStream(iter(requests.get, None))
+        waiting, frames, again_ms = iter(list(left.items())), {}, -1
+        # What is sent rises, so the link is the ID before, or what Open answered if that is below the first one.
+        link = self.persisted if self.persisted < next(iter(left)) else -1
+        while again_ms < 0:
+            while len(frames) < in_flight and (some := list(itertools.islice(waiting, rows))):
+                number = next(FRAMES)
+                requests.put(publish_pb2.PublishStreamRequest(frame=number, batch=self._batch(some, link)))
+                link, frames[number] = some[-1][0], [i for i, _ in some]
+            if not frames:
+                break
+            answer = next(answers)
+            for refusal in answer.refusals:
+                if refusal.retry_delay_ms < 0:
+                    raise RuntimeError(f"{refusal.reason}: {refusal.message}")
+                again_ms = max(again_ms, refusal.retry_delay_ms)
+            for receipt in answer.receipts:
+                ids = frames.pop(receipt.frame)
+                for i, verdict in zip(ids, receipt.verdicts or [publish_pb2.VERDICT_NOT_DUP] * len(ids), strict=True):
+                    if verdict == publish_pb2.VERDICT_UNKNOWN:
+                        again_ms = max(again_ms, 0)
+                        continue
+                    self.dups += verdict == publish_pb2.VERDICT_DUP
+                    self.persisted = max(self.persisted, i)
+                    left.pop(i, None)
+        requests.put(None)
+        time.sleep(max(again_ms, 0) / 1000)
+
+    def _batch(self, messages: list[tuple[int, bytes]], link: int) -> batch_pb2.Batch:
         return batch_pb2.Batch(
             producer_name_offsets=[0, len(self.name.encode())],
             producer_names=self.name.encode(),
             epochs=self.epochs,
             previous_sequence_ids=[link],
             sequence_ids=[i for i, _ in messages],
-            payload_offsets=offsets,
+            payload_offsets=[0, *itertools.accumulate(len(payload) for _, payload in messages)],
             payloads=b"".join(payload for _, payload in messages),
         )
-
-    def publish(self, messages: list[tuple[int, bytes]], rows: int = 7, in_flight: int = 8) -> None:
-        """Returns when every message has a receipt, however often the sidecar is killed meanwhile."""
-        self.sent: set[int] = set()
-        self.opened = -1
-        left = dict(messages)
-        while left:
-            try:
-                with grpc.insecure_channel(self.address) as channel:
-                    self.opened = self.open(channel)
-                    self._send(channel, left, rows, in_flight)
-            except grpc.RpcError as e:
-                if e.code() != grpc.StatusCode.UNAVAILABLE:
-                    raise
-                time.sleep(0.05)
-
-    def _send(self, channel: grpc.Channel, left: dict[int, bytes], rows: int, in_flight: int) -> None:
-        frames: dict[int, list[int]] = {}
-        requests: queue.SimpleQueue[publish_pb2.PublishStreamRequest | None] = queue.SimpleQueue()
-        requests.put(publish_pb2.PublishStreamRequest(topic=self.topic))
-        answers = publish_pb2_grpc.PublishServiceStub(channel).PublishStream(iter(requests.get, None))
-        waiting = iter(sorted(left.items()))
-
-        def send_more() -> None:
-            while len(frames) < in_flight and (some := list(itertools.islice(waiting, rows))):
-                number = next(FRAMES)
-                frames[number] = [i for i, _ in some]
-                requests.put(publish_pb2.PublishStreamRequest(frame=number, batch=self.batch(some)))
-
-        send_more()
-        while frames:
-            answer = next(answers)
-            resend_after_ms = -1
-            for refusal in answer.refusals:
-                if refusal.retry_delay_ms < 0:
-                    raise RuntimeError(f"{refusal.reason}: {refusal.message}")
-                resend_after_ms = max(resend_after_ms, refusal.retry_delay_ms)
-            for receipt in answer.receipts:
-                ids = frames.pop(receipt.frame)
-                for i, verdict in zip(ids, receipt.verdicts or [DONE[0]] * len(ids), strict=True):
-                    self.dups += verdict == publish_pb2.VERDICT_DUP
-                    if verdict in DONE:
-                        left.pop(i, None)
-                    else:
-                        resend_after_ms = max(resend_after_ms, 0)
-            if resend_after_ms >= 0:
-                time.sleep(resend_after_ms / 1000)
-                break  # a new stream: from the first message without a receipt
-            send_more()
-        requests.put(None)
 
     def read(self) -> Iterator[tuple[int, str, int, bytes]]:
         """(index, producer name, sequence ID, payload) of every message of the topic."""
         with grpc.insecure_channel(self.address) as channel:
-            stub = read_pb2_grpc.ReadServiceStub(channel)
-            for answer in stub.ReadStream(read_pb2.ReadStreamRequest(topic=self.topic), wait_for_ready=True):
+            request = read_pb2.ReadStreamRequest(topic=self.topic)
+            for answer in read_pb2_grpc.ReadServiceStub(channel).ReadStream(request, wait_for_ready=True):
                 for record in answer.records:
                     b = record.batch
-                    for row, sequence_id in enumerate(b.sequence_ids):
-                        p = b.producer_indexes[row] if b.producer_indexes else 0
-                        name = b.producer_names[b.producer_name_offsets[p] : b.producer_name_offsets[p + 1]].decode()
-                        payload = b.payloads[b.payload_offsets[row] : b.payload_offsets[row + 1]]
-                        yield record.base_index + row, name, sequence_id, payload
+                    names = [b.producer_names[x:y].decode() for x, y in itertools.pairwise(b.producer_name_offsets)]
+                    for row, (x, y) in enumerate(itertools.pairwise(b.payload_offsets)):
+                        name = names[b.producer_indexes[row] if b.producer_indexes else 0]
+                        yield record.base_index + row, name, b.sequence_ids[row], b.payloads[x:y]

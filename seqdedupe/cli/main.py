@@ -34,6 +34,9 @@ def main() -> None:
         sys.exit(cli.main(standalone_mode=False))
     except click.Abort:
         sys.exit(INTERRUPTED)
+    except click.exceptions.NoArgsIsHelpError as e:
+        e.show()
+        sys.exit(e.exit_code)
     except click.ClickException as e:
         path = e.ctx.command_path if isinstance(e, click.UsageError) and e.ctx else "seqdedupe"
         _say(f"{e.format_message()} See {path} --help.")

@@ -106,8 +106,8 @@ class Source:
             archive = zipfile.ZipFile(self._raw)
             names = [item.filename for item in archive.infolist() if not item.is_dir()]
             if len(names) != 1:
-                shown = ", ".join(names[:_MOST_NAMES_SHOWN]) + (", …" if len(names) > _MOST_NAMES_SHOWN else "")
-                raise self._bad(f"is a zip of {len(names)} files ({shown}): it should be of one")
+                shown = ", ".join(names[:_MOST_NAMES_SHOWN]) or "none"
+                raise self._bad(f"is a zip of {len(names)} files, where one is wanted: {shown}")
             return archive.open(names[0]), names[0]
         return self._raw, self._path.name
 

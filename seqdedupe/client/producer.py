@@ -80,8 +80,8 @@ class Producer(ProducerBase):
     taken the name over, with `DataLossError` when the sidecar has lost what it acknowledged, and with
     `InvalidRequestError` when the sidecar refuses a batch for its content (those before it still get receipts).
 
-    Messages are gathered into batches, and `send` waits while too many are in flight, as `ProducerConfig` says. A
-    message that finds nothing in flight goes at the loop's next turn. A producer belongs to one event loop; tasks of it may share it.
+    Messages are gathered into batches, and `send` waits while too many are in flight, as `ProducerConfig` says.
+    A producer belongs to one event loop; tasks of it may share it.
     """
 
     _linger: asyncio.Handle | None = None

@@ -303,6 +303,29 @@ def scan(raw, incarnation, file_offset, next_index, table, result):  # type: ign
     return why
 
 
+@kernel("int", "bytes", "int64s")
+def span(raw, result):  # type: ignore[no-untyped-def]
+    """What a slice of whole, checked records without markers covers.
+
+    Into `result`: the index of its first message, that behind the first record, where the last record begins, the
+    index of that one's first message, and that behind the last one. Returns how many records there are.
+    """
+    at = 0
+    count = 0
+    while at < raw.shape[0]:
+        base = load64(raw, at + _BASE_INDEX_AT)
+        behind = base + load32(raw, at + _ROWS_AT)
+        if count == 0:
+            result[0] = base
+            result[1] = behind
+        result[2] = at
+        result[3] = base
+        result[4] = behind
+        at += _LENGTH_END + padded_length(raw, at + _LENGTH_AT)
+        count += 1
+    return count
+
+
 @kernel("int", "bytes", "int64s2", "int", nogil=True)
 def first_bad_payload(raw, table, records):  # type: ignore[no-untyped-def]
     """The first of so many scanned records whose payload has not its checksum; -1 if all have."""

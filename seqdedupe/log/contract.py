@@ -82,7 +82,7 @@ class Log(Protocol):
         (POSITION_TRIMMED) if the index is no longer there, (POSITION_UNKNOWN) if it is above the next one.
         """
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes | memoryview:
         """Records without markers, whole, with the messages from `from_index` to at the most `stop_index - 1`.
 
         The first record may begin before `from_index` and the last one end behind `stop_index`: the caller cuts.

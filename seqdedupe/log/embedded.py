@@ -234,7 +234,7 @@ class EmbeddedLog:
         if skipping and not at_end:
             raise damaged(segment.path, end, f"the message with index {from_index} should be here")
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> memoryview:
         self._check_is_there(from_index)
         ahead = self._logs.read_ahead
         window = ahead.take(self.incarnation, from_index)

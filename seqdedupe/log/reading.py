@@ -38,7 +38,7 @@ class Window:
     def is_empty(self) -> bool:
         return self._next == len(self._starts)
 
-    def cut(self, stop_index: int, max_bytes: int) -> bytes:
+    def cut(self, stop_index: int, max_bytes: int) -> memoryview:
         """The next slice: whole records, at least one, below `stop_index`, not more than `max_bytes` of several."""
         i = self._next
         start = int(self._starts[i])
@@ -48,7 +48,7 @@ class Window:
             int(self._gaps[np.searchsorted(self._gaps, i, "right")]),
         )
         self._next = max(j, i + 1)
-        return self._raw[start : int(self._ends[self._next - 1])]
+        return memoryview(self._raw)[start : int(self._ends[self._next - 1])]
 
 
 class ReadAhead:

@@ -10,7 +10,7 @@ from tests.broker_sidecar.load import Publisher, compare, kill_at_random_moments
 from tests.sidecar import Sidecar
 
 
-@pytest.mark.parametrize(("deduplicate", "kills"), [(True, 9), (False, 2)])
+@pytest.mark.parametrize(("deduplicate", "kills"), [(True, 10), (False, 2)])
 def test_two_streams_of_several_producers(
     start_sidecar: Callable[..., Sidecar], pytestconfig: pytest.Config, deduplicate: bool, kills: int
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.broker_sidecar.load import Publisher, compare, kill_at_random_moments, stored_ids
 from tests.sidecar import Sidecar
 
-KILLS = 8
+KILLS = 9
 
 
 def test_snapshots_every_few_batches_on_several_topics(

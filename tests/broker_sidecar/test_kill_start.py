@@ -9,9 +9,9 @@ import pytest
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch
 from tests.sidecar import Sidecar
 
-KILLS = 18
+KILLS = 14
 ROWS = 400
-LONGEST_START_SECONDS = 4.0
+LONGEST_START_SECONDS = 2.5
 
 
 def wait_for(sidecar: Sidecar, begin: int, words: str, seconds: float) -> None:
@@ -55,48 +55,4 @@ def test_kill_during_start_and_recovery(start_sidecar: Callable[..., Sidecar], p
     assert list(client.publish_unary("t", again).verdicts) == [DUP, NOT_DUP, DUP, NOT_DUP]
     expected = [row for i in range(ROWS) for row in (("p", i), ("q", 2 * i))]
     assert client.rows("t") == [*expected, ("p", ROWS), ("q", 2 * ROWS)]
-    client.close()
-
-
-def test_kill_while_topics_are_made_and_deleted(
-    start_sidecar: Callable[..., Sidecar], pytestconfig: pytest.Config
-) -> None:
-    """Half-made and half-deleted topics are finished at the next start; none comes back, none is lost."""
-    from seqdedupe.v1 import admin_pb2
-
-    seed = pytestconfig.getoption("randomly_seed", 1)
-    rng = random.Random(seed)
-    sidecar = start_sidecar()
-    client = Client(sidecar.address)
-    alive: set[str] = set()
-    made = 0
-    for _ in range(5):
-        deadline = time.monotonic() + rng.uniform(0.02, 0.3)
-        requests = []
-        while time.monotonic() < deadline:
-            name = f"t{made}"
-            made += 1
-            requests.append((name, client.admin.CreateTopic.future(admin_pb2.CreateTopicRequest(topic=name))))
-            if alive and rng.random() < 0.6:
-                gone = rng.choice(sorted(alive))
-                alive.discard(gone)
-                requests.append((gone, client.admin.DeleteTopic.future(admin_pb2.DeleteTopicRequest(topic=gone))))
-            time.sleep(0.003)
-        sidecar.kill()
-        created = {
-            n for n, r in requests if not r.exception() and isinstance(r.result(), admin_pb2.CreateTopicResponse)
-        }
-        deleted = {
-            n for n, r in requests if not r.exception() and isinstance(r.result(), admin_pb2.DeleteTopicResponse)
-        }
-        unsure = {n for n, r in requests if r.exception()}
-        sidecar.start()
-        listed = client.admin.ListTopics(admin_pb2.ListTopicsRequest(), wait_for_ready=True).topics
-        there = {topic.name.rpartition("/")[2] for topic in listed}
-        assert len(there) == len(listed)
-        assert there >= (alive | created) - unsure
-        assert not (there & deleted) - unsure
-        folders = {int(entry.name) for entry in (sidecar.data / "logs").iterdir()}
-        assert folders == {topic.incarnation for topic in listed}
-        alive = there
     client.close()

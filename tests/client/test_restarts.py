@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import tempfile
 
 import pytest
 
@@ -135,3 +136,13 @@ async def test_opening_waits_for_a_sidecar_that_comes_up(sidecar: Sidecar, monke
         with pytest.raises(UnavailableError) as caught:
             await client.producer(TOPIC, "p").open()
         assert caught.value.reason == "UNREACHABLE"
+
+
+async def test_a_unix_socket_does_as_well(start_sidecar: StartSidecar) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sidecar = start_sidecar(listen=f"unix:{folder}/s")
+        async with Client(f"unix:{folder}/s") as client:
+            await client.wait_ready(30)
+            async with client.producer(TOPIC, "p") as producer:
+                assert (await (await producer.send(b""))).index == 0
+        assert sidecar.stop() == 0

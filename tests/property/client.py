@@ -1,4 +1,4 @@
-"""A client that keeps to its duty (publish.proto) and to nothing else: it resends when it likes, as often as it likes."""
+"""A client that keeps to its duty (publish.proto) and to nothing else: it resends when and as often as it likes."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
@@ -122,7 +122,7 @@ class Frame:
 
     number: int
     rows: list[tuple[Session, int]]
-    epochs: dict[str, int]
+    links: dict[str, int]
     encoded: bytes
     is_unary: bool
 
@@ -171,4 +171,4 @@ def compose(number: int, taken: dict[Session, list[int]], random: Random, is_una
         links=links,
         payloads=[session.payload(sequence_id) for session, sequence_id in rows],
     ).encode()
-    return Frame(number, rows, epochs, encoded, is_unary)
+    return Frame(number, rows, links, encoded, is_unary)

@@ -96,13 +96,15 @@ class Promised:
 class CheckedStorage(Storage):
     """The log's storage. Each batch that becomes durable is held against what was promised.
 
-    `rows` are all messages ever, by index. `may_double` are those sent while deduplication was off.
+    `rows` are all messages ever, by index. `links` has the stored link of each batch's first row of each producer, by
+    that row's index. `may_double` are those sent while deduplication was off.
     """
 
     def __init__(self, incarnation: int, violations: list[str]) -> None:
         super().__init__(incarnation)
         self.rows: list[Row] = []
         self.indexes: dict[tuple[str, int], list[int]] = {}
+        self.links: dict[int, int] = {}
         self.promised: dict[str, Promised] = {}
         self.may_double: set[tuple[str, int]] = set()
         self._violations = violations
@@ -130,7 +132,8 @@ class CheckedStorage(Storage):
             name = names[p]
             if p not in started:
                 started.add(p)
-                self._check_link(name, sequence_id, int(decoded.previous_sequence_ids[p]))
+                self.links[len(self.rows)] = int(decoded.previous_sequence_ids[p])
+                self._check_link(name, sequence_id, self.links[len(self.rows)])
             self._add_row(Row(name, sequence_id, decoded.payloads[row] or b""))
 
     def _check_link(self, name: str, sequence_id: int, link: int) -> None:

@@ -12,13 +12,13 @@ from seqdedupe import batch as batches
 from seqdedupe import recovery
 from seqdedupe.admission import NumbersCache
 from seqdedupe.core import producers
-from seqdedupe.core.columns import EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS
-from seqdedupe.core.decide import EPOCH, PERSISTED, PREDECESSOR_MISSING, PUSHED
+from seqdedupe.core.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS
+from seqdedupe.core.decide import EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.core.producers import Producers
 from seqdedupe.log.contract import Failure
 from seqdedupe.message_id import Position
-from seqdedupe.snapshotter import Snapshotter
-from seqdedupe.topic import Refusal, Topic
+from seqdedupe.sessions import Sessions
+from seqdedupe.topic import Opened, Refusal, Topic
 from tests.log.faulty import FaultyLog
 from tests.property.client import Session
 
@@ -174,16 +174,96 @@ def open_answered_before_its_epoch_is_durable(patch: pytest.MonkeyPatch) -> None
     patch.setattr(Producers, "have_new_epoch", lambda self, numbers: False)
 
 
+def open_trusts_a_snapshot_that_fails(patch: pytest.MonkeyPatch) -> None:
+    # The snapshot that is being taken when Open looks has its epoch, and may fail yet.
+    async def open_sessions(self: Topic, names: list[str], epochs: list[int] | None) -> Opened:
+        self.check_serving()
+        numbers, given = self._sessions.open(names, epochs)
+        await self.in_flight_now()
+        if self.producers.have_new_epoch(numbers):
+            await self.snapshot()
+        else:
+            await self._snapshotter.finish()
+        persisted = [int(self.producers.numbers[number, PERSISTED]) for number in numbers]
+        return Opened(given, persisted, [-1] * len(names))
+
+    patch.setattr(Topic, "open_sessions", open_sessions)
+
+
 def log_trimmed_before_the_snapshot_is_durable(patch: pytest.MonkeyPatch) -> None:
-    original = Snapshotter.take
-    of = Topic.snapshot
+    original = Topic.snapshot
 
     async def snapshot(self: Topic) -> None:
         self.log.trim(self.confirmed_index)
-        await of(self)
+        await original(self)
 
     patch.setattr(Topic, "snapshot", snapshot)
-    patch.setattr(Snapshotter, "take", original)
+
+
+def failed_snapshot_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Producers, "mark_dirty", lambda self, numbers: None)
+
+
+def cut_batch_keeps_its_link(patch: pytest.MonkeyPatch) -> None:
+    original = batches.Batch.take
+
+    def take(self: batches.Batch, rows: Any) -> batches.Batch:
+        taken = original(self, rows)
+        names = self.names()
+        taken.previous_sequence_ids = np.array(
+            [self.previous_sequence_ids[names.index(name)] for name in taken.names()], np.int64
+        )
+        return taken
+
+    patch.setattr(batches.Batch, "take", take)
+
+
+def frame_judged_as_a_whole(patch: pytest.MonkeyPatch) -> None:
+    original = Producers.decide
+
+    def decide(self: Producers, *arguments: Any) -> tuple[int, Any]:
+        _, verdicts = original(self, *arguments)
+        verdicts[:] = verdicts[0]
+        return int((verdicts == NOT_DUP).sum()), verdicts
+
+    patch.setattr(Producers, "decide", decide)
+
+
+def second_recovery_beside_the_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Topic, "_is_recovering", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+def failure_during_recovery_overlooked(patch: pytest.MonkeyPatch) -> None:
+    original = Topic._took_over
+
+    async def took_over(self: Topic) -> bool:
+        term = self.term
+        return await original(self) or self.term > term
+
+    patch.setattr(Topic, "_took_over", took_over)
+
+
+def landed_frames_answered_as_refused(patch: pytest.MonkeyPatch) -> None:
+    def merge(self: Topic, chunk: bytes, table: Any, count: int) -> None:
+        self.producers.replay(chunk, table, count)
+        self.confirmed_index = int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS])
+
+    patch.setattr(Topic, "_merge", merge)
+
+
+def index_not_taken_back_after_a_failure(patch: pytest.MonkeyPatch) -> None:
+    original = Topic._fail_in_flight
+
+    def fail_in_flight(self: Topic, reason: str, why: str) -> None:
+        next_index = self.next_index
+        original(self, reason, why)
+        self.next_index = next_index
+
+    patch.setattr(Topic, "_fail_in_flight", fail_in_flight)
+
+
+def epoch_of_an_earlier_term_taken_for_newer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sessions, "begin_term", lambda self, term: None)
 
 
 def _number(raw: Any, at: int, size: int) -> int:
@@ -205,5 +285,14 @@ ALL = [
     stale_epoch_accepted,
     open_answered_before_what_is_in_flight_has_settled,
     open_answered_before_its_epoch_is_durable,
+    open_trusts_a_snapshot_that_fails,
     log_trimmed_before_the_snapshot_is_durable,
+    failed_snapshot_forgotten,
+    cut_batch_keeps_its_link,
+    frame_judged_as_a_whole,
+    second_recovery_beside_the_first,
+    failure_during_recovery_overlooked,
+    landed_frames_answered_as_refused,
+    index_not_taken_back_after_a_failure,
+    epoch_of_an_earlier_term_taken_for_newer,
 ]

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from seqdedupe import recovery
 from seqdedupe.store import compaction, parts, snapshots
-from tests.property.disk import CrashableStore, Violation
+from tests.property.disk import CrashableStore
 from tests.property.world import Step, World, steps_of
 
 MEMORY = Path("/dev/shm")

@@ -209,16 +209,32 @@ class World:
         verdicts = receipt.verdicts if receipt.verdicts is not None else [NOT_DUP] * len(frame.rows)
         known = dict(zip(receipt.known_rows.tolist(), receipt.known_indexes.tolist(), strict=True))
         index = receipt.first_index
+        before = dict(frame.links)
+        started: set[str] = set()
         for row, ((session, sequence_id), verdict) in enumerate(zip(frame.rows, verdicts, strict=True)):
             expected = session.name, sequence_id, session.payload(sequence_id)
             if verdict == NOT_DUP:
                 if not 0 <= index < len(self.storage.rows) or self.storage.rows[index] != expected:
                     self.wrong(f"{frame}: NotDup, but {expected[:2]} is not at index {index}")
+                elif session.name not in started and self.storage.links[index] != before[session.name]:
+                    self.wrong(f"{frame}: {expected[:2]} is stored with another link: {self.storage.links[index]}")
+                started.add(session.name)
                 index += 1
             elif verdict == DUP and not self.storage.holds(*expected):
                 self.wrong(f"{frame}: Dup, but the log does not hold {expected}")
             if row in known and (verdict != DUP or self.storage.rows[known[row]] != expected):
                 self.wrong(f"{frame}: index {known[row]} is not that of {expected[:2]}")
+            before[session.name] = sequence_id
+
+    def check_refusal(self, frame: Frame, refusal: Refusal, stored_before: int) -> None:
+        """`stored_before`: how many messages the log had when the frame came."""
+        if refusal.error.reason == "INVALID_EPOCH":
+            self.wrong(f"{frame} is refused with {refusal.error}, but Open had answered")
+        for session, sequence_id in frame.rows:
+            indexes = self.storage.indexes.get((session.name, sequence_id), [])
+            is_stored = indexes and indexes[0] >= stored_before and not self.storage.may_double
+            if is_stored and refusal.error.reason != "OUTCOME_UNKNOWN":
+                self.wrong(f"{frame} is refused, but {session.name} {sequence_id} was stored")
 
     # -- frames and answers ------------------------------------------------------------------------------------
 
@@ -229,8 +245,8 @@ class World:
             self.say(lambda: f"    {frame} gets {shown(answer)}")
             if isinstance(answer, Receipt):
                 self.check_receipt(frame, answer)
-            elif answer.error.reason == "INVALID_EPOCH" or isinstance(answer.error, AssertionError):
-                self.wrong(f"{frame} is refused with {answer.error}: Open had answered")
+            else:
+                self.check_refusal(frame, answer, stored_before)
             if stream is None:
                 self.unary_answers.append((frame, answer))
             elif not stream.is_broken:
@@ -238,15 +254,16 @@ class World:
             answers.append(answer)
 
         answers: list[Answer] = []
+        stored_before = len(self.storage.rows)
         before = self.topic.next_index, self.topic.producers.numbers[: len(NAMES), PUSHED].copy()
         if not self.topic.deduplicate:
             self.storage.may_double.update((session.name, sequence_id) for session, sequence_id in frame.rows)
         cache = stream.cache if stream is not None else NumbersCache()
         self.topic.admit(frame.encoded, frame.number, reply, cache, lone=frame.is_unary)
         after = self.topic.next_index, self.topic.producers.numbers[: len(NAMES), PUSHED]
-        if answers and isinstance(answers[0], Refusal):
-            if before[0] != after[0] or not np.array_equal(before[1], after[1]):
-                self.wrong(f"{frame} is refused, but a part of it was admitted")
+        is_same = before[0] == after[0] and np.array_equal(before[1], after[1])
+        if answers and isinstance(answers[0], Refusal) and not is_same:
+            self.wrong(f"{frame} is refused, but a part of it was admitted")
 
     def break_stream(self, stream: Stream) -> None:
         stream.is_broken = True
@@ -271,7 +288,7 @@ class World:
     def post(self, stream: Stream, taken: dict[Session, list[int]], *, is_unary: bool) -> None:
         self.frames += 1
         frame = compose(self.frames, taken, self.random, is_unary)
-        self.say(lambda: f"    {frame} is sent, links {links_of(frame)}")
+        self.say(lambda: f"    {frame} is sent, links {frame.links}")
         if is_unary:
             self.loose.append((frame, None))
         else:
@@ -599,9 +616,3 @@ def shown(answer: Answer) -> str:
     verdicts = "NotDup" if answer.verdicts is None else [".", "NotDup", "Dup", "Unknown"].__getitem__
     names = verdicts if isinstance(verdicts, str) else " ".join(verdicts(v) for v in answer.verdicts.tolist())  # type: ignore[union-attr]
     return f"{names} from index {answer.first_index}"
-
-
-def links_of(frame: Frame) -> list[int]:
-    from seqdedupe.batch import decode
-
-    return decode(frame.encoded).previous_sequence_ids.tolist()

@@ -1,0 +1,38 @@
+"""The examples of docs/cli.md do what they show."""
+
+import re
+import subprocess
+from pathlib import Path
+
+from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def _examples() -> list[tuple[str, str]]:
+    """Each command of the document with the output that it shows."""
+    blocks = re.findall(r"^```console\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    return [
+        (command, output)
+        for block in blocks
+        for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
+    ]
+
+
+def _pattern(output: str) -> str:
+    """In the document `…` stands for anything."""
+    return ".*".join(re.escape(part) for part in output.split("…"))
+
+
+def test_the_examples_are_true(tmp_path: Path, environment: dict[str, str]) -> None:
+    examples = _examples()
+    assert sum(command.startswith("seqdedupe ") for command, _ in examples) >= 10
+    environment = environment | {"PATH": f"{Path(COMMAND).parent}:{environment['PATH']}"}
+    for command, expected in examples:
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, timeout=TIMEOUT_SECONDS
+        )
+        found = (done.stdout + done.stderr).decode()
+        if done.returncode:
+            found += f"(exit status {done.returncode})\n"
+        assert re.fullmatch(_pattern(expected), found, re.DOTALL), f"$ {command}\n{found}\nshould be\n{expected}"
