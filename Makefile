@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test check bench proto lock clean
 
 demo: $(READY)
-	$(BIN)/python -m tests.demo
+	$(BIN)/python -m demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist loadfile

@@ -383,10 +383,10 @@ class Topic:
         self.check_serving()
         numbers, given = self._sessions.open(names, epochs)
         await self.in_flight_now()
+        # One that is being taken may have the epochs, and may fail: then they are new again.
+        await self._snapshotter.finish()
         if self.producers.have_new_epoch(numbers):
             await self.snapshot()
-        else:
-            await self._snapshotter.finish()
         persisted = [int(self.producers.numbers[number, PERSISTED]) for number in numbers]
         indexes = [
             self.producers.index_of(number, last) if last >= 0 else -1

@@ -1,7 +1,4 @@
-"""A whole client on nothing but the published schema: open, pipelined publish, resend, read, for one producer name.
-
-It keeps to the duty in `PublishService`'s comment, in at most a hundred lines. IDs rise from one call to the next.
-"""
+"""A whole client of one producer name, on nothing but the published schema. IDs rise from one call to the next."""
 
 import itertools
 import queue
@@ -13,7 +10,7 @@ import grpc
 from seqdedupe.v1 import batch_pb2, publish_pb2, publish_pb2_grpc, read_pb2, read_pb2_grpc
 
 FRAMES = itertools.count(1)
-UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+RECONNECT = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
 
 
 class SchemaClient:
@@ -28,12 +25,12 @@ class SchemaClient:
         """Returns when every (sequence ID, payload) has a receipt, however often the sidecar is killed meanwhile."""
         left = dict(sorted(messages))
         while left:
-            with grpc.insecure_channel(self.address) as channel:
+            with grpc.insecure_channel(self.address, RECONNECT) as channel:
                 try:
                     self._open(channel)
                     self._send(channel, left, rows, in_flight)
                 except grpc.RpcError as e:
-                    if e.code() != UNAVAILABLE:
+                    if e.code() != grpc.StatusCode.UNAVAILABLE:
                         raise  # FENCED, and whatever trying again does not help
                     time.sleep(0.05)
 
@@ -50,7 +47,7 @@ class SchemaClient:
         requests: queue.SimpleQueue[publish_pb2.PublishStreamRequest | None] = queue.SimpleQueue()
         requests.put(publish_pb2.PublishStreamRequest(topic=self.topic))
         answers = publish_pb2_grpc.PublishServiceStub(channel).PublishStream(iter(requests.get, None))
-        waiting, frames, again_ms = iter(list(left.items())), {}, -1
+        waiting, frames, again_ms = iter([*left.items()]), {}, -1
         # What is sent rises, so the link is the ID before, or what Open answered if that is below the first one.
         link = self.persisted if self.persisted < next(iter(left)) else -1
         while again_ms < 0:
@@ -70,10 +67,10 @@ class SchemaClient:
                 for i, verdict in zip(ids, receipt.verdicts or [publish_pb2.VERDICT_NOT_DUP] * len(ids), strict=True):
                     if verdict == publish_pb2.VERDICT_UNKNOWN:
                         again_ms = max(again_ms, 0)
-                        continue
-                    self.dups += verdict == publish_pb2.VERDICT_DUP
-                    self.persisted = max(self.persisted, i)
-                    left.pop(i, None)
+                    else:
+                        self.dups += verdict == publish_pb2.VERDICT_DUP
+                        self.persisted = max(self.persisted, i)
+                        left.pop(i, None)
         requests.put(None)
         time.sleep(max(again_ms, 0) / 1000)
 
@@ -90,7 +87,7 @@ class SchemaClient:
 
     def read(self) -> Iterator[tuple[int, str, int, bytes]]:
         """(index, producer name, sequence ID, payload) of every message of the topic."""
-        with grpc.insecure_channel(self.address) as channel:
+        with grpc.insecure_channel(self.address, RECONNECT) as channel:
             request = read_pb2.ReadStreamRequest(topic=self.topic)
             for answer in read_pb2_grpc.ReadServiceStub(channel).ReadStream(request, wait_for_ready=True):
                 for record in answer.records:

@@ -76,7 +76,10 @@ def test_kill_9_under_load(sidecar: Sidecar, pytestconfig: pytest.Config) -> Non
     for thread in threads:
         thread.start()
     for _ in range(KILLS):
-        time.sleep(rng.uniform(0.02, 0.4))
+        before = [client.persisted for client in clients]
+        while not failures and all(c.persisted == b for c, b in zip(clients, before, strict=True)):
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0.0, 0.3))
         sidecar.restart()
     stopping.set()
     for thread in threads:

@@ -21,6 +21,9 @@ LONGEST_RUN = 12
 FORGOTTEN = 15
 """So many receipts a producer are lost, at most, when its connection breaks."""
 
+LONGEST_WAIT_SECONDS = 0.3
+"""Before a kill."""
+
 RESTING_SECONDS = 0.002
 """Between frames: the machine is shared with the sidecar that is to be killed in the middle of its work."""
 
@@ -121,11 +124,14 @@ class Publisher(threading.Thread):
         return [row for rows in itertools.zip_longest(*runs) for row in rows if row is not None]
 
 
-def kill_at_random_moments(sidecar: Sidecar, kills: int, seed: int, longest_seconds: float = 0.5) -> None:
-    """kill -9, and start again, so many times."""
+def kill_at_random_moments(sidecar: Sidecar, publishers: list[Publisher], kills: int, seed: int) -> None:
+    """kill -9, and start again, so many times, at a random moment after each publisher has got receipts again."""
     rng = random.Random(seed)
     for _ in range(kills):
-        time.sleep(rng.uniform(0.02, longest_seconds))
+        before = [sum(publisher.verdicts) for publisher in publishers]
+        while any(sum(p.verdicts) == b and p.failure is None for p, b in zip(publishers, before, strict=True)):
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0.0, LONGEST_WAIT_SECONDS))
         sidecar.restart()
 
 

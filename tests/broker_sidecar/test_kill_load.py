@@ -25,7 +25,7 @@ def test_two_streams_of_several_producers(
     publishers = [Publisher(sidecar.address, "t", [f"{k}-{i}" for i in range(4)], seed + k) for k in range(2)]
     for publisher in publishers:
         publisher.start()
-    kill_at_random_moments(sidecar, kills, seed)
+    kill_at_random_moments(sidecar, publishers, kills, seed)
     for publisher in publishers:
         publisher.finish()
     sent = {name: ids for publisher in publishers for name, ids in publisher.ids.items()}

@@ -19,7 +19,7 @@ def test_snapshots_every_few_batches_on_several_topics(
     publishers = [Publisher(sidecar.address, f"t{k}", [f"p{i}" for i in range(3)], seed + k) for k in range(3)]
     for publisher in publishers:
         publisher.start()
-    kill_at_random_moments(sidecar, KILLS, seed)
+    kill_at_random_moments(sidecar, publishers, KILLS, seed)
     for publisher in publishers:
         publisher.finish()
     for k, publisher in enumerate(publishers):

@@ -110,8 +110,10 @@ async def test_flush_and_linger(shared_sidecar: Sidecar, topic: str) -> None:
     async with Client(shared_sidecar.address) as client:
         config = ProducerConfig(linger_ms=60_000)
         async with client.producer(topic, "p", config) as producer:
-            first, second = await producer.send(b""), await producer.send(b"")
-            await first  # found nothing in flight
+            first = await producer.send(b"")  # finds nothing in flight, and goes at the loop's next turn
+            await asyncio.sleep(0)
+            second = await producer.send(b"")
+            await first
             assert not second.done()
             await producer.flush()
             assert second.done()

@@ -118,7 +118,7 @@ async def test_the_end_is_fixed_when_it_connects(shared_sidecar: Sidecar, topic:
 
 
 async def test_messages_and_batches_of_one_reader_go_together(shared_sidecar: Sidecar, topic: str) -> None:
-    await publish(shared_sidecar, topic, 21)  # the first goes alone, then ten and ten
+    await publish(shared_sidecar, topic, 21)  # in batches of 10, 10 and 1
     async with Client(shared_sidecar.address) as client, client.reader(topic) as reader:
         assert reader.position is None
         assert indexes(await take(reader, 4)) == [0, 1, 2, 3]
@@ -126,13 +126,15 @@ async def test_messages_and_batches_of_one_reader_go_together(shared_sidecar: Si
         assert reader.position.index == 3
         rest = await reader.next_batch()
         assert rest is not None
-        assert (rest.base_index, len(rest), rest.batch.payloads[0]) == (4, 7, b"4")
-        assert reader.position.index == 10
+        assert (rest.base_index, len(rest), rest.batch.payloads[0]) == (4, 6, b"4")
+        assert reader.position.index == 9
         whole = await reader.next_batch()
         assert whole is not None
-        assert (whole.base_index, len(whole)) == (11, 10)
-        assert await reader.next_batch() is None
+        assert (whole.base_index, len(whole)) == (10, 10)
         assert reader.position == whole.position(9)
+        assert indexes(await take(reader, 1)) == [20]
+        assert await reader.next_batch() is None
+        assert reader.position.index == 20
 
 
 async def test_an_empty_topic_has_nothing_to_read(shared_sidecar: Sidecar, topic: str) -> None:

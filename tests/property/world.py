@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-import numpy as np
-
 from seqdedupe.admission import NumbersCache
 from seqdedupe.core.decide import DUP, EPOCH, NOT_DUP, PERSISTED, PUSHED
 from seqdedupe.errors import FencedError, SeqdedupeError, UnavailableError
@@ -226,13 +224,12 @@ class World:
                 self.wrong(f"{frame}: index {known[row]} is not that of {expected[:2]}")
             before[session.name] = sequence_id
 
-    def check_refusal(self, frame: Frame, refusal: Refusal, stored_before: int) -> None:
-        """`stored_before`: how many messages the log had when the frame came."""
+    def check_refusal(self, frame: Frame, refusal: Refusal, pushed: dict[str, int]) -> None:
+        """`pushed`: the numbers when the frame came. What was above has no other copy."""
         if refusal.error.reason == "INVALID_EPOCH":
             self.wrong(f"{frame} is refused with {refusal.error}, but Open had answered")
         for session, sequence_id in frame.rows:
-            indexes = self.storage.indexes.get((session.name, sequence_id), [])
-            is_stored = indexes and indexes[0] >= stored_before and not self.storage.may_double
+            is_stored = sequence_id > pushed[session.name] and (session.name, sequence_id) in self.storage.indexes
             if is_stored and refusal.error.reason != "OUTCOME_UNKNOWN":
                 self.wrong(f"{frame} is refused, but {session.name} {sequence_id} was stored")
 
@@ -245,8 +242,8 @@ class World:
             self.say(lambda: f"    {frame} gets {shown(answer)}")
             if isinstance(answer, Receipt):
                 self.check_receipt(frame, answer)
-            else:
-                self.check_refusal(frame, answer, stored_before)
+            elif was_serving:
+                self.check_refusal(frame, answer, pushed)
             if stream is None:
                 self.unary_answers.append((frame, answer))
             elif not stream.is_broken:
@@ -254,16 +251,21 @@ class World:
             answers.append(answer)
 
         answers: list[Answer] = []
-        stored_before = len(self.storage.rows)
-        before = self.topic.next_index, self.topic.producers.numbers[: len(NAMES), PUSHED].copy()
+        pushed = self.pushed()
+        next_index = self.topic.next_index
+        was_serving = self.topic.state is TopicState.SERVING
         if not self.topic.deduplicate:
             self.storage.may_double.update((session.name, sequence_id) for session, sequence_id in frame.rows)
         cache = stream.cache if stream is not None else NumbersCache()
         self.topic.admit(frame.encoded, frame.number, reply, cache, lone=frame.is_unary)
-        after = self.topic.next_index, self.topic.producers.numbers[: len(NAMES), PUSHED]
-        is_same = before[0] == after[0] and np.array_equal(before[1], after[1])
+        is_same = (next_index, pushed) == (self.topic.next_index, self.pushed())
         if answers and isinstance(answers[0], Refusal) and not is_same:
             self.wrong(f"{frame} is refused, but a part of it was admitted")
+
+    def pushed(self) -> dict[str, int]:
+        producers = self.topic.producers
+        numbers = {name: producers.number(name.encode()) for name in NAMES}
+        return {name: -1 if n is None else int(producers.numbers[n, PUSHED]) for name, n in numbers.items()}
 
     def break_stream(self, stream: Stream) -> None:
         stream.is_broken = True
