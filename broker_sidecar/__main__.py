@@ -27,14 +27,15 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     """Serves; returns the exit status."""
-    given = vars(arguments(argparse.ArgumentParser(prog="broker_sidecar", description=__doc__)).parse_args(argv))
+    about = "Runs the sidecar. Every key of the configuration is a flag too."
+    given = vars(arguments(argparse.ArgumentParser(prog=prog, description=about)).parse_args(argv))
     file, rebuild_store = given.pop("config"), given.pop("rebuild_store")
     try:
         config = from_process(file, given)
     except SeqdedupeError as e:
-        print(f"seqdedupe: {e}\n  {e.hint}", file=sys.stderr)
+        print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
         return 2
     from broker_sidecar.server import run
 

@@ -14,6 +14,8 @@ from typing import Any
 from seqdedupe.errors import SeqdedupeError, error
 
 ENVIRONMENT_PREFIX = "SEQDEDUPE_"
+NO_KEYS = frozenset({"SEQDEDUPE_ADDRESS"})
+"""Of the `seqdedupe` command: where its clients find the sidecar."""
 
 
 def _key(default: Any, about: str) -> Any:
@@ -68,7 +70,7 @@ class Config:
         if self.listen.startswith("unix:"):
             return
         host, colon, port = self.listen.rpartition(":")
-        if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        if not colon or not host or not port.isdecimal() or int(port) > 65_535:
             raise _invalid("listen", f"is {self.listen!r}: it should be host:port or unix:/path")
         try:
             is_loopback = ip_address(host.strip("[]")).is_loopback
@@ -110,7 +112,7 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
             raise error("INVALID_CONFIGURATION", f"the configuration file {file} cannot be read: {e}") from e
     for name, value in environment.items():
-        if name.startswith(ENVIRONMENT_PREFIX):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in NO_KEYS:
             values[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = value
     values |= {name: value for name, value in flags.items() if value is not None}
     for name in values:

@@ -26,6 +26,9 @@ MAX_UNSENT_BYTES = 8 * 1024 * 1024
 MAX_RESPONSE_BYTES = 2 * 1024 * 1024
 """Answers in one response, unless the first alone is larger: that stays below gRPC's default limit of 4 MiB."""
 
+LAST_ANSWERS_SECONDS = 1.0
+"""When the sidecar drains: for a client to read the answers that wait."""
+
 MAX_STREAM_IN_FLIGHT_BYTES = 16 * 1024 * 1024
 """Admitted on one stream and not answered."""
 
@@ -109,7 +112,6 @@ class _Stream:
         self.in_flight_bytes = 0
         self.in_flight_frames = 0
         self.has_ended = False
-        """The client has sent all it will."""
         self.unsent: deque[bytes] = deque()
         self.unsent_bytes = 0
         self.news = asyncio.Event()
@@ -133,6 +135,11 @@ class _Stream:
 
         self.topic.admit(batch, frame, reply, self.cache)
         self.update_room()
+
+    def end(self) -> None:
+        """The client is not read from any more; what waits is still answered."""
+        self.has_ended = True
+        self.news.set()
 
     def update_room(self) -> None:
         if self.unsent_bytes < MAX_UNSENT_BYTES and self.in_flight_bytes < MAX_STREAM_IN_FLIGHT_BYTES:
@@ -239,9 +246,13 @@ class PublishService:
                 if request.topic and request.topic != topic.name and self._topics.get(request.topic) is not topic:
                     raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
                 stream.admit(request.frame, request.batch)
-            stream.has_ended = True
-            stream.news.set()
+            stream.end()
             await writer
+        except asyncio.CancelledError:
+            if self._streams.is_draining:
+                stream.end()
+                await asyncio.wait({writer}, timeout=LAST_ANSWERS_SECONDS)
+            raise
         finally:
             writer.cancel()
 

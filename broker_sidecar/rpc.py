@@ -1,5 +1,6 @@
 """Between gRPC and the rest: errors become statuses, bytes become messages, at one place."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -34,7 +35,7 @@ def status_of(e: SeqdedupeError) -> grpc.Status:
         details.append(any_pb2.Any())
         details[1].Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     code = getattr(grpc.StatusCode, REASONS[e.reason].code)
-    return rpc_status.to_status(status_pb2.Status(code=code.value[0], message=str(e), details=details))
+    return rpc_status.to_status(status_pb2.Status(code=code.value[0], message=e.message, details=details))
 
 
 async def abort(context: Context, e: Exception) -> NoReturn:
@@ -67,16 +68,26 @@ def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHa
 
 
 class Limiter:
-    """How many streams there may be at once."""
+    """How many streams there may be at once. Each is served within `with`, in a task of its own."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._open = 0
+        self._open: set[asyncio.Task[Any] | None] = set()
+        self.is_draining = False
 
     def __enter__(self) -> None:
-        if self._open >= self._limit:
+        if len(self._open) >= self._limit:
             raise error("TOO_MANY_STREAMS", f"{self._limit} streams are open: that is the limit", limit=self._limit)
-        self._open += 1
+        self._open.add(asyncio.current_task())
 
-    def __exit__(self, *_: object) -> None:
-        self._open -= 1
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._open.discard(asyncio.current_task())
+        if kind is asyncio.CancelledError and self.is_draining:
+            raise error("DRAINING", "the sidecar is shutting down")
+
+    def drain(self) -> None:
+        """Ends all streams with DRAINING."""
+        self.is_draining = True
+        for task in self._open:
+            if task is not None:
+                task.cancel()

@@ -34,6 +34,8 @@ STOP_GRACE_SECONDS = 2.0
 
 _NO_OTHER_LISTENER = ("grpc.so_reuseport", 0)
 _MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
+_PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000))
+"""A client that waits for messages may ask every ten seconds whether the sidecar is still there."""
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -68,8 +70,8 @@ class Sidecar:
         await self._health.set("", SERVING)
 
     async def _listen(self) -> None:
-        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST])
-        streams = Limiter(self._config.max_streams)
+        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_PINGS])
+        self._streams = streams = Limiter(self._config.max_streams)
         self._server.add_generic_rpc_handlers(
             (
                 publish.PublishService(self._topics, streams).handlers(),
@@ -107,7 +109,9 @@ class Sidecar:
             async with asyncio.timeout(self._config.drain_timeout_seconds):
                 await self._topics.drain()
         finally:
+            self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
+        await self._topics.close()
 
 
 async def _serve(config: Config, rebuild_store: bool) -> None:
@@ -139,7 +143,7 @@ def run(config: Config, *, rebuild_store: bool = False) -> int:
         Path(config.data_directory).mkdir(parents=True, exist_ok=True)
         _run(config, rebuild_store)
     except SeqdedupeError as e:
-        print(f"seqdedupe: {e}\n  {e.hint}", file=sys.stderr)
+        print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
         return EXIT_ERROR
     except TimeoutError:
         print(

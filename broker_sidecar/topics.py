@@ -46,8 +46,6 @@ class Topics:
         self._live: dict[str, Topic] = {}
         self._records: dict[str, TopicRecord] = {}
         self._creating: dict[str, asyncio.Task[Topic]] = {}
-        self._state_changed = asyncio.Event()
-        self._late_recoveries: set[asyncio.Task[None]] = set()
         self._data = data = Path(config.data_directory)
         size = config.default_retention_size_in_mb
         minutes = config.default_retention_time_in_minutes
@@ -76,24 +74,15 @@ class Topics:
                 await self._open_topic(record)
 
     async def recover_all(self) -> None:
-        """Recovers every topic, returns when none is RECOVERING any more. Raises `DamagedError`.
+        """Recovers every topic. Raises `DamagedError`.
 
         A topic whose log cannot be written now goes on trying by itself, beside this.
         """
-        recoveries = {asyncio.ensure_future(topic.recover()) for topic in self._live.values()}
-        while any(topic.state is State.RECOVERING for topic in self._live.values()):
-            changed = asyncio.ensure_future(self._state_changed.wait())
-            done, _ = await asyncio.wait({*recoveries, changed}, return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
-            self._state_changed.clear()
-            for recovery in done & recoveries:
-                recoveries.discard(recovery)
-                recovery.result()
-        self._late_recoveries = recoveries
+        await asyncio.gather(*(topic.recover() for topic in self._live.values()))
 
     async def _orphan(self, incarnation: int, rebuild_store: bool) -> None:
         name_file = self._name_file(incarnation)
-        name = topic_name(name_file.read_text()) if name_file.exists() else f"log {incarnation}"
+        name = topic_name(name_file.read_text()) if name_file.exists() else f"rebuilt-{incarnation}"
         if not rebuild_store:
             raise error(
                 "STORE_MISSING",
@@ -110,8 +99,11 @@ class Topics:
 
     async def _open_topic(self, record: TopicRecord) -> Topic:
         if record.state is TopicState.CREATING:
-            await self._logs.create(record.incarnation)
-            self._name_file(record.incarnation).write_text(record.name)
+            try:
+                await self._logs.create(record.incarnation)
+                self._name_file(record.incarnation).write_text(record.name)
+            except OSError as e:
+                raise error("LOG_REFUSED", f"the log of topic {record.name} cannot be made: {e}") from e
             record = replace(record, state=TopicState.ACTIVE)
             await self._store.put_topic(record)
         snapshots = Snapshots(self._store, record.incarnation)
@@ -136,7 +128,6 @@ class Topics:
     def _topic_changed(self, topic: Topic) -> None:
         logger.info("topic %s is %s%s", topic.name, topic.state.name, f": {topic.why}" if topic.why else "")
         self._on_state(topic.name, topic.state)
-        self._state_changed.set()
 
     async def take_time_snapshots(self) -> None:
         """Takes a snapshot of every topic with news, every `deduplication_snapshot_interval_seconds`, for ever."""
@@ -148,12 +139,9 @@ class Topics:
                     await topic.snapshot_in_background()
 
     async def drain(self) -> None:
-        """Takes nothing more; settles what is in flight; durable snapshots; closes."""
+        """Takes nothing more; settles what is in flight; durable snapshots. Reading goes on until `close`."""
         self.is_draining = True
-        for recovery in self._late_recoveries:
-            recovery.cancel()
         await asyncio.gather(*(topic.drain() for topic in self._live.values()))
-        await self.close()
 
     async def close(self) -> None:
         """Lets go of files, locks and threads."""
@@ -210,6 +198,7 @@ class Topics:
         try:
             topic = await self._open_topic(record)
             await topic.recover()
+            topic.check_serving()
             return topic
         except SeqdedupeError:
             if broken := self._live.pop(full, None):

@@ -77,7 +77,7 @@ def print_table(run: Run, tallies: dict[str, Tally]) -> None:
     for name, numbers in [*rows.items(), ("total", totals)]:
         print(f"{name:>11}" + "".join(f"{number:>11,}" for number in numbers))
     unanswered = totals[0] - sum(totals[1:4])
-    print(f"{unanswered:,} of the messages sent got no verdict: it was lost, or its sender or the sidecar was killed.")
+    print(f"Of those sent, {unanswered:,} got no verdict: it was lost on the way, or one side was killed.")
 
 
 def verdict(run: Run, tallies: dict[str, Tally]) -> int:
@@ -106,6 +106,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
         sys.exit(130)
     except (SeqdedupeError, RuntimeError, OSError) as e:
         print(f"demo: {e}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ REPORT_SECONDS = 0.02
 
 def run(host: str, port: int, origin: str, flights: int, board: Board) -> None:
     """Publishes; returns when all of the origin's flights are durable. The process's main function."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this ends
     try:
         asyncio.run(_run(host, port, origin, flights, board))
     except SeqdedupeError as e:

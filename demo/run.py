@@ -1,5 +1,6 @@
 """The run: three producer processes publish while the sidecar and one of them are killed."""
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -79,7 +80,10 @@ class Run:
         arguments = (self.sidecar.host, self.sidecar.port, origin, self._flights, self.board)
         # A process of its own, that shares nothing but the board.
         process = get_context("spawn").Process(target=producer.run, args=arguments, daemon=True)
+        # It inherits that Ctrl-C is ignored: this process decides when it ends.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         process.start()
+        signal.signal(signal.SIGINT, handler)
         self._producers[origin] = process
 
     def _check(self) -> None:

@@ -42,7 +42,7 @@ class Binary:
     def of_all(values: Sequence[bytes], validity: bytes = b"") -> "Binary":
         """The column of these values, all of them there unless `validity` says otherwise."""
         offsets = np.zeros(len(values) + 1, np.int32)
-        np.cumsum([len(value) for value in values], out=offsets[1:])
+        np.cumsum(np.fromiter(map(len, values), np.int32, len(values)), out=offsets[1:])
         return Binary(offsets, b"".join(values), validity)
 
     def __bool__(self) -> bool:

@@ -96,6 +96,35 @@ class _Replay:
         self.rows += int(table[known:, ROWS].sum())
 
 
+def _replay(log: Log, confirmed_index: int, merge: Merge) -> _Replay:
+    if confirmed_index < log.first_index:
+        raise damaged(f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
+    return _Replay(log, max(confirmed_index - 1, log.first_index), merge, skip_below=confirmed_index)
+
+
+def _check_end(replay: _Replay, confirmed_index: int, name: str) -> None:
+    if replay.next_index < confirmed_index:
+        raise error(
+            "LOG_DAMAGED",
+            f"the log of {name} ends before index {replay.next_index}, but a snapshot covers it up to "
+            f"{confirmed_index}: its end is gone",
+            index=replay.next_index,
+            covered_index=confirmed_index,
+        )
+
+
+async def catch_up(log: Log, *, confirmed_index: int, merge: Merge, name: str = "") -> int:
+    """Merges what is in the log without becoming its owner; returns the index behind it.
+
+    All of that is stored for good, so it may be read; but what else an earlier writer has under way is not known,
+    so nothing may be decided by it. Raises like `take_over`.
+    """
+    replay = _replay(log, confirmed_index, merge)
+    await replay.run()
+    _check_end(replay, confirmed_index, name)
+    return replay.next_index
+
+
 async def take_over(
     log: Log,
     *,
@@ -112,23 +141,14 @@ async def take_over(
     written with a higher term. If `confirmed_index` is above 0, the record before it must be there: if it is not, the
     end of the log is gone, which is LOG_DAMAGED. Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
     """
-    if confirmed_index < log.first_index:
-        raise damaged(f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
-    replay = _Replay(log, max(confirmed_index - 1, log.first_index), merge, skip_below=confirmed_index)
+    replay = _replay(log, confirmed_index, merge)
     while True:
         if term > MAX_TERM:
             raise error("INTERNAL", f"the topic {name} has had {MAX_TERM} owners: that is the last term")
         token = random_bytes(TOKEN_BYTES)
         await log.open_for_writing(term, token, settle)
         await replay.run()
-        if replay.next_index < confirmed_index:
-            raise error(
-                "LOG_DAMAGED",
-                f"the log of {name} ends before index {replay.next_index}, but a snapshot covers it up to "
-                f"{confirmed_index}: its end is gone",
-                index=replay.next_index,
-                covered_index=confirmed_index,
-            )
+        _check_end(replay, confirmed_index, name)
         if token not in replay.tokens:
             raise damaged("the marker that was just written is not in it", replay.next_index)
         highest = max((t for other, t in replay.tokens.items() if other != token), default=0)

@@ -204,14 +204,24 @@ class Topic:
     async def recover(self) -> None:
         """Takes over the log and reads what the snapshot does not cover; then the topic serves.
 
-        While the log cannot be written it is tried again, and the topic is READ_ONLY. Raises `DamagedError` for
-        damage; the topic then stays as it is.
+        If the log cannot be written now the topic is READ_ONLY on return, readers find all that is in it, and it is
+        tried again beside this. Raises `DamagedError` for damage; the topic then stays as it is.
         """
         self._is_recovering = True
+        if await self._took_over():
+            self._recovered()
+        else:
+            self._spawn(self._recover_later())
+
+    async def _recover_later(self) -> None:
         delay = REOPEN_FIRST_DELAY_SECONDS
+        await asyncio.sleep(delay)
         while not await self._took_over():
-            await asyncio.sleep(delay)
             delay = min(2 * delay, REOPEN_LONGEST_DELAY_SECONDS)
+            await asyncio.sleep(delay)
+        self._recovered()
+
+    def _recovered(self) -> None:
         self._is_recovering = False
         self._set_state(State.SERVING, "")
 
@@ -228,6 +238,8 @@ class Topic:
                 name=self.name,
             )
         except UnavailableError as e:
+            if self.state is State.RECOVERING and not self._in_flight:
+                await self._read_only()
             if self.state is not State.RECOVERING or not self._in_flight:
                 self._set_state(State.READ_ONLY, e.message)
             return False
@@ -242,6 +254,13 @@ class Topic:
         self._confirmed.tell()
         # What the log held is known now; but if it failed again meanwhile, it takes nothing yet.
         return self.counters.log_failures == failures
+
+    async def _read_only(self) -> None:
+        """For readers, what the log holds that the snapshot does not cover; who owns it is decided later."""
+        self.next_index = self.confirmed_index = await recovery.catch_up(
+            self.log, confirmed_index=self.confirmed_index, merge=self._merge, name=self.name
+        )
+        self._confirmed.tell()
 
     def _merge(self, chunk: bytes, table: recovery.Table, count: int) -> None:
         """Records found in the log; frames in flight that are among them are confirmed and answered."""

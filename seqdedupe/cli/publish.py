@@ -9,7 +9,7 @@ import click
 
 from seqdedupe.cli.options import common, connect, print_json
 from seqdedupe.cli.source import Record, Source
-from seqdedupe.client import PositionError, ProducerConfig, Verdict
+from seqdedupe.client import OutcomeUnknownError, PositionError, ProducerConfig, Verdict
 from seqdedupe.client.blocking import Client, Producer, Receipt
 from seqdedupe.errors import error
 
@@ -47,7 +47,11 @@ def publish(
     config = ProducerConfig(delivery_timeout_seconds=DELIVERY_TIMEOUT_SECONDS)
     with source, connect(address) as client, client.producer(topic, name, config) as producer:
         run = _Publishing(client, producer, source, has_numbers=sequence_id_column is None)
-        run.publish()
+        try:
+            run.publish()
+        except OutcomeUnknownError as e:
+            hint = f"Is the sidecar at {address} still running? Started again, the command resumes."
+            raise error(e.reason, e.message, hint=hint) from e
     if as_json:
         print_json(run.summary())
     else:

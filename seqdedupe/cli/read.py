@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import sys
 from itertools import islice
 
@@ -12,6 +13,8 @@ from seqdedupe.client import Message
 from seqdedupe.client.reader import Start
 from seqdedupe.message_id import MessageId
 
+MAX_INDEX = 2**63 - 1
+
 
 class _StartType(click.ParamType[Start]):
     name = "start"
@@ -20,10 +23,9 @@ class _StartType(click.ParamType[Start]):
         text = str(value)
         if text == "earliest" or text == "latest":
             return text  # type: ignore[return-value]
-        if text.isdecimal():
-            return int(text)
-        if ":" in text:
-            return MessageId.parse(text)
+        numbers = re.fullmatch(r"(\d{1,19})(?::(\d{1,19}))?(?::(\d{1,9}))?", text, re.ASCII)
+        if numbers and all(int(number) <= MAX_INDEX for number in numbers.groups(default="0")):
+            return MessageId.parse(text) if ":" in text else int(text)
         raise click.BadParameter(f"{text!r} is not earliest, latest, an index or a message ID.", ctx, param)
 
 

@@ -1,11 +1,9 @@
 """`seqdedupe serve`: the sidecar."""
 
-import os
 import sys
 
 import click
 
-from seqdedupe.cli.options import ADDRESS_VARIABLE
 from seqdedupe.errors import error
 
 _OURS = ("seqdedupe", "broker_sidecar")
@@ -18,12 +16,10 @@ _OURS = ("seqdedupe", "broker_sidecar")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def serve(flags: tuple[str, ...]) -> None:
     """Run a sidecar until it is told to stop. Takes the flags of `python -m broker_sidecar`."""
-    # It is a key of the commands, and none of the sidecar's configuration.
-    os.environ.pop(ADDRESS_VARIABLE, None)
     try:
         from broker_sidecar.__main__ import main
 
-        status = main(list(flags))
+        status = main(list(flags), prog="seqdedupe serve")
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] in _OURS:
             raise

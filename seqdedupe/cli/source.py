@@ -21,6 +21,7 @@ _GZIP = b"\x1f\x8b"
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MOST_NAMES_SHOWN = 5
+_MOST_DIGITS = len(str(MAX_SEQUENCE_ID))
 
 
 class Record(NamedTuple):
@@ -168,7 +169,8 @@ class Source:
         return header.index(name)
 
     def _sequence_id(self, text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and int(text) <= MAX_SEQUENCE_ID):
+        is_number = text.isascii() and text.isdecimal() and len(text.lstrip("0")) <= _MOST_DIGITS
+        if not is_number or int(text) > MAX_SEQUENCE_ID:
             raise self._bad(f"has the sequence ID {text[:40]!r}: it should be a whole number from 0 to 2^63 - 1")
         return int(text)
 

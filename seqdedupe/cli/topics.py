@@ -10,6 +10,8 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 
+_GIVEN = click.core.ParameterSource.COMMANDLINE
+
 
 def position_json(position: Position) -> dict[str, Any]:
     """A position; `message_id` is null before a topic's first message."""
@@ -73,6 +75,8 @@ def _on_off(topic: admin_pb2.Topic) -> str:
 def topics(context: click.Context, address: str, as_json: bool) -> None:
     """List the topics. The commands below create, delete and show one, and set its policy."""
     if context.invoked_subcommand is not None:
+        if any(context.get_parameter_source(name) is _GIVEN for name in ("address", "as_json")):
+            raise click.UsageError(f"Options go behind {context.invoked_subcommand!r}.", context)
         return
     with connect(address) as client:
         found = client.admin.topics()
@@ -119,7 +123,7 @@ def show(name: str, address: str, as_json: bool) -> None:
 
 @topics.command()
 @click.argument("name")
-@click.option("--deduplication/--no-deduplication", required=True, default=None, help="Whether it deduplicates.")
+@click.option("--deduplication/--no-deduplication", required=True, help="Whether it deduplicates.")
 @common
 def policy(name: str, deduplication: bool, address: str, as_json: bool) -> None:
     """Set a topic's policy, durable when this returns, and show the topic."""

@@ -11,9 +11,9 @@ from google.protobuf.any_pb2 import Any
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, error
+from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
 
-DEFAULT_ADDRESS = "127.0.0.1:6650"
+DEFAULT_ADDRESS = "127.0.0.1:6660"
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """The longest answer taken: all receipts of a commit round come in one."""
@@ -37,6 +37,9 @@ _OPTIONS = (
     # The sidecar stands beside its client; a proxy of the environment does not lead to it.
     ("grpc.enable_http_proxy", 0),
 )
+
+_DOMAIN = "seqdedupe"
+"""Of the ErrorInfos that count."""
 
 _LOST = {
     grpc.StatusCode.ABORTED,
@@ -73,10 +76,10 @@ def typed_errors(address: str) -> Iterator[None]:
 
 def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dict[str, str]) -> SeqdedupeError:
     """The error that a sidecar named by its reason. A newer sidecar's unknown reason is kept as it is."""
-    if reason in REASONS:
-        return error(reason, message, retry_delay_ms=retry_delay_ms, **numbers)
-    kind = REASONS["UNREACHABLE"].kind if retry_delay_ms >= 0 else SeqdedupeError
-    return kind(reason, message, "See the sidecar's list of errors.", retry_delay_ms, numbers)
+    known = REASONS.get(reason)
+    kind = known.kind if known else UnavailableError if retry_delay_ms >= 0 else SeqdedupeError
+    hint = numbers.pop("hint", known.hint if known else "See the sidecar's list of errors.")
+    return kind(reason, message.removesuffix(f" [{reason}]"), hint, retry_delay_ms, numbers)
 
 
 def _error_of_call(failure: grpc.aio.AioRpcError, address: str) -> SeqdedupeError:
@@ -93,11 +96,13 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: str) -> SeqdedupeErro
 
 def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo | None, int]:
     """The ErrorInfo, if there is one, and the retry delay in milliseconds or NEVER."""
-    info, retry_delay_ms = None, NEVER
+    info: error_details_pb2.ErrorInfo | None = None
+    retry_delay_ms = NEVER
     for detail in _status_details(failure):
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            detail.Unpack(info)
+            found = error_details_pb2.ErrorInfo()
+            detail.Unpack(found)
+            info = found if found.domain == _DOMAIN else info
         elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             retry = error_details_pb2.RetryInfo()
             detail.Unpack(retry)

@@ -6,19 +6,17 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
-from google.protobuf.unknown_fields import UnknownFieldSet
 
-from seqdedupe import wire
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import (
     CALL_TIMEOUT_SECONDS,
     Backoff,
-    error_of_reason,
     new_channel,
     typed_errors,
 )
+from seqdedupe.client.frames import decode_answer, encode_frame, receipt_columns, refusal_error
 from seqdedupe.client.outbox import Outbox
-from seqdedupe.client.receipts import PendingBatch, ReceiptColumns
+from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2
@@ -36,7 +34,6 @@ CLOSE_TIMEOUT_SECONDS = 30.0
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
-_NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
 
 class Session:
@@ -197,7 +194,7 @@ class Session:
             raise
         self.outbox.open(answer.incarnation, answer.term, answer.persisted[0])
         first, self._epochs = not self._epochs, list(answer.epochs)
-        if first and self._started is not None:
+        if first and self._started is not None and not self._started.done():
             self.persisted = answer.persisted[0]
             if answer.persisted_indexes[0] >= 0:
                 message_id = MessageId.from_proto(answer.persisted_message_ids[0])
@@ -220,7 +217,7 @@ class Session:
                         await self._work.wait()
                     else:
                         self._begin_waiting()
-                        await call.write(_encode_frame(*frame, epochs))
+                        await call.write(encode_frame(*frame, epochs))
             except asyncio.InvalidStateError:
                 # The call has ended: the reader learns why.
                 await asyncio.Event().wait()
@@ -248,78 +245,15 @@ class Session:
 
     def _take_answer(self, raw: bytes) -> None:
         self._answered_at = asyncio.get_running_loop().time()
-        answer = wire.PublishStreamResponse.FromString(raw)
+        answer = decode_answer(raw, self.outbox.rows_of)
         if not self.outbox.counts(answer.incarnation, answer.term):
             return
         waiting = len(self.outbox)
-        if not all(_is_plain(receipt, self.outbox.rows_of(receipt.frame)) for receipt in answer.receipts):
-            answer = wire.PublishStreamResponse.FromString(_canonical(raw))
         for receipt in answer.receipts:
-            self.outbox.receipt(receipt.frame, _receipt_columns(receipt))
+            self.outbox.receipt(receipt.frame, receipt_columns(receipt))
         for refusal in answer.refusals:
-            self.outbox.refused(refusal.frame, _refusal_error(refusal))
+            self.outbox.refused(refusal.frame, refusal_error(refusal))
         if len(self.outbox) < waiting:
             self._backoff.reset()
         self._update_room()
         self._work.set()
-
-
-def _encode_frame(number: int, pending: PendingBatch, epochs: "np.ndarray[Any, np.dtype[np.int64]]") -> bytes:
-    batch = pending.batch
-    if batch is None:
-        raise error("INTERNAL", f"frame {number} has no batch")
-    batch.epochs = epochs
-    batch.previous_sequence_ids = np.array([pending.previous_sequence_id], np.int64)
-    parts = batch.encoded_parts()
-    size = sum(map(len, parts))
-    # An encoded PublishStreamRequest: `frame` is field 2, fixed64; `batch` is field 15.
-    return b"".join((b"\x11", number.to_bytes(8, "little"), b"\x7a", wire.varint(size), *parts))
-
-
-def _is_plain(receipt: Any, rows: int | None) -> bool:
-    """Whether the columns, read as bytes, are all there; a legal but unusual encoding would hide some."""
-    if rows is None:
-        return True
-    known = len(receipt.known_rows) // 4
-    return (
-        len(receipt.verdicts) in (0, rows)
-        and len(receipt.known_indexes) == len(receipt.known_ledger_ids) == len(receipt.known_entry_ids) == 8 * known
-        and len(receipt.known_batch_indexes) in (0, 4 * known)
-        and not len(UnknownFieldSet(receipt))
-    )
-
-
-def _canonical(raw: bytes) -> bytes:
-    answer = publish_pb2.PublishStreamResponse.FromString(raw)
-    answer.DiscardUnknownFields()
-    return answer.SerializeToString()
-
-
-def _receipt_columns(receipt: Any) -> ReceiptColumns:
-    first = _NO_MESSAGE_ID
-    if receipt.HasField("first_message_id"):
-        first = MessageId.from_proto(receipt.first_message_id)
-    return ReceiptColumns(
-        np.frombuffer(receipt.verdicts, np.uint8),
-        receipt.first_index,
-        first,
-        np.frombuffer(receipt.known_rows, "<u4"),
-        np.frombuffer(receipt.known_indexes, "<i8"),
-        np.frombuffer(receipt.known_ledger_ids, "<i8"),
-        np.frombuffer(receipt.known_entry_ids, "<i8"),
-        np.frombuffer(receipt.known_batch_indexes, "<i4"),
-    )
-
-
-def _refusal_error(refusal: Any) -> SeqdedupeError:
-    numbers: dict[str, str] = {}
-    for producer in refusal.producers:
-        numbers = {
-            "epoch": str(producer.epoch),
-            "current_epoch": str(producer.current_epoch),
-            "sequence_id": str(producer.sequence_id),
-            "previous_sequence_id": str(producer.previous_sequence_id),
-            "pushed": str(producer.pushed),
-            "persisted": str(producer.persisted),
-        }
-    return error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)

@@ -16,6 +16,11 @@ TIMEOUT_SECONDS = 60.0
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 
+def lines(count: int) -> bytes:
+    """A file of so many different lines."""
+    return b"".join(b"record %d\n" % number for number in range(count))
+
+
 @pytest.fixture(scope="module")
 def shared_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     sidecar = Sidecar(tmp_path_factory.mktemp("cli"))

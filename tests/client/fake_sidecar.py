@@ -29,6 +29,7 @@ class Refused(Exception):
     ) -> None:
         super().__init__(reason)
         self.code = code
+        self.message = f"refused [{reason}]" if reason else "refused"
         self.details: list[any_pb2.Any] = []
         if reason is not None:
             self._add(error_details_pb2.ErrorInfo(reason=reason, domain="seqdedupe", metadata=numbers))
@@ -43,7 +44,7 @@ class Refused(Exception):
         self.details.append(packed)
 
     def trailing_metadata(self) -> Any:
-        status = status_pb2.Status(code=self.code.value[0], message="refused", details=self.details)
+        status = status_pb2.Status(code=self.code.value[0], message=self.message, details=self.details)
         return rpc_status.to_status(status).trailing_metadata if self.details else ()
 
 
@@ -120,7 +121,7 @@ async def _or_abort(context: Any, act: Callable[[], Any]) -> Any:
     try:
         return act()
     except Refused as e:
-        await context.abort(e.code, "refused", e.trailing_metadata())
+        await context.abort(e.code, e.message, e.trailing_metadata())
 
 
 @asynccontextmanager

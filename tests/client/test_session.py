@@ -311,13 +311,14 @@ async def test_errors_are_typed_by_their_reason(
 
 async def test_numbers_of_an_error_arrive(fake: FakeSidecar) -> None:
     def on_unary(_: str) -> bytes:
-        raise Refused(grpc.StatusCode.OUT_OF_RANGE, "POSITION_TRIMMED", first_index="17")
+        raise Refused(grpc.StatusCode.OUT_OF_RANGE, "POSITION_TRIMMED", first_index="17", hint="do so")
 
     fake.on_unary = on_unary
     async with Client(fake.address) as client:
         with pytest.raises(PositionError) as caught:
             await client.admin.topic("t")
-    assert caught.value.numbers == {"first_index": "17"}
+    assert (caught.value.numbers, caught.value.hint) == ({"first_index": "17"}, "do so")
+    assert str(caught.value) == "refused [POSITION_TRIMMED]"
 
 
 async def test_wait_ready_waits_for_serving(fake: FakeSidecar) -> None:
@@ -375,6 +376,26 @@ async def test_a_reader_passes_over_nothing(
             async for message in reader:
                 seen.append(message.index)  # noqa: PERF401
     assert seen == [0, 1]
+
+
+async def test_a_reader_that_connects_again_asks_for_what_is_left_and_no_more(fake: FakeSidecar) -> None:
+    ends = iter([3, 9])
+    requests: list[read_pb2.ReadStreamRequest] = []
+
+    def on_unary(_: str) -> bytes:
+        last = batch_pb2.Position(incarnation=INCARNATION, index=next(ends))
+        return read_pb2.GetLastMessageIdResponse(last=last).SerializeToString()
+
+    def on_read(request: read_pb2.ReadStreamRequest) -> Iterable[read_pb2.ReadStreamResponse]:
+        requests.append(request)
+        return [page((0, 2))] if len(requests) == 1 else [page((2, 2))]
+
+    fake.on_unary, fake.on_read = on_unary, on_read
+    async with Client(fake.address) as client, client.reader("t") as reader:
+        assert [message.index async for message in reader] == [0, 1, 2, 3]
+    assert [request.stop_index for request in requests] == [4, 4]
+    assert requests[0].start.earliest
+    assert (requests[1].start.after.incarnation, requests[1].start.after.index) == (INCARNATION, 1)
 
 
 async def test_an_opening_that_is_cancelled_leaves_nothing_behind(fake: FakeSidecar) -> None:

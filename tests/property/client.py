@@ -12,6 +12,11 @@ from tests.batches import batch
 from tests.property.disk import Violation
 
 MAX_GAP = 3
+MAX_ROWS = 4
+"""Of one producer in a frame."""
+
+MAX_UNACKED = 24
+"""With so many messages without a receipt a producer makes no new ones."""
 
 
 class State(Enum):

@@ -9,6 +9,7 @@ from rocksdict import WriteBatch
 
 from seqdedupe import batch as batches
 from seqdedupe.errors import error
+from seqdedupe.names import MAX_SEQUENCE_ID
 from seqdedupe.store.db import Store, _Opening
 from seqdedupe.store.records import snapshot_range
 from tests.log.faulty import Storage
@@ -153,6 +154,7 @@ class CheckedStorage(Storage):
         self.indexes.setdefault(key, []).append(len(self.rows))
         self.rows.append(row)
 
-    def holds(self, name: str, sequence_id: int, payload: bytes) -> bool:
-        """Whether the log has this very message."""
-        return any(self.rows[index].payload == payload for index in self.indexes.get((name, sequence_id), ()))
+    def holds(self, name: str, sequence_id: int, payload: bytes, *, below_index: int = MAX_SEQUENCE_ID) -> bool:
+        """Whether the log has this very message, below an index."""
+        indexes = self.indexes.get((name, sequence_id), ())
+        return any(self.rows[index].payload == payload for index in indexes if index < below_index)

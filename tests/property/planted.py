@@ -229,10 +229,6 @@ def frame_judged_as_a_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Producers, "decide", decide)
 
 
-def second_recovery_beside_the_first(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Topic, "_is_recovering", property(lambda self: False, lambda self, value: None), raising=False)
-
-
 def failure_during_recovery_overlooked(patch: pytest.MonkeyPatch) -> None:
     original = Topic._took_over
 
@@ -243,23 +239,17 @@ def failure_during_recovery_overlooked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Topic, "_took_over", took_over)
 
 
+def second_recovery_beside_the_first(patch: pytest.MonkeyPatch) -> None:
+    failure_during_recovery_overlooked(patch)
+    patch.setattr(Topic, "_is_recovering", property(lambda self: False, lambda self, value: None), raising=False)
+
+
 def landed_frames_answered_as_refused(patch: pytest.MonkeyPatch) -> None:
     def merge(self: Topic, chunk: bytes, table: Any, count: int) -> None:
         self.producers.replay(chunk, table, count)
         self.confirmed_index = int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS])
 
     patch.setattr(Topic, "_merge", merge)
-
-
-def index_not_taken_back_after_a_failure(patch: pytest.MonkeyPatch) -> None:
-    original = Topic._fail_in_flight
-
-    def fail_in_flight(self: Topic, reason: str, why: str) -> None:
-        next_index = self.next_index
-        original(self, reason, why)
-        self.next_index = next_index
-
-    patch.setattr(Topic, "_fail_in_flight", fail_in_flight)
 
 
 def epoch_of_an_earlier_term_taken_for_newer(patch: pytest.MonkeyPatch) -> None:
@@ -293,6 +283,5 @@ ALL = [
     second_recovery_beside_the_first,
     failure_during_recovery_overlooked,
     landed_frames_answered_as_refused,
-    index_not_taken_back_after_a_failure,
     epoch_of_an_earlier_term_taken_for_newer,
 ]

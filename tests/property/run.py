@@ -13,8 +13,9 @@ from types import ModuleType
 
 from seqdedupe import recovery
 from seqdedupe.store import compaction, parts, snapshots
+from tests.property.actions import Case
+from tests.property.cases import Step, steps_of
 from tests.property.disk import CrashableStore
-from tests.property.world import Step, World, steps_of
 
 MEMORY = Path("/dev/shm")
 
@@ -48,7 +49,7 @@ def many_cases() -> Iterator[CrashableStore]:
 
 def run_steps(store: CrashableStore, seed: int, steps: list[Step], trace: list[str] | None = None) -> None:
     """Runs one case. Raises `Violation`."""
-    World(store, store.next_incarnation(1), seed, trace=trace).run(steps)
+    Case(store, store.next_incarnation(1), seed, trace).run(steps)
 
 
 def failure_of(store: CrashableStore, seed: int, steps: list[Step]) -> BaseException | None:

@@ -11,12 +11,15 @@ import pytest
 
 from seqdedupe.core.decide import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.topic import Receipt
+from tests.property.cases import steps_of
+from tests.property.client import Frame
 from tests.property.disk import CrashableStore
+from tests.property.judge import Judge
 from tests.property.run import first_failure, many_cases, report, run_steps
-from tests.property.world import World, steps_of
+from tests.property.world import World
 
 CASES = int(os.environ.get("SEQDEDUPE_CASES", "5000"))
-PARTS = 4
+PARTS = 8
 SEEDS = 2**40
 
 
@@ -47,13 +50,13 @@ def _trace(store: CrashableStore, seed: int) -> list[str]:
 def test_the_cases_are_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases in which nothing happens would prove nothing."""
     counts = dict.fromkeys(("rows", "crashes", "known", "refused", NOT_DUP, DUP, UNKNOWN), 0)
-    check_receipt, end_process, finish = World.check_receipt, World.end_process, World.finish
+    judge_receipt, end_process, finish = Judge.receipt, World.end_process, World.finish
 
-    def count_receipt(self: World, frame: object, receipt: Receipt) -> None:
+    def count_receipt(self: Judge, frame: Frame, receipt: Receipt) -> None:
         for verdict in [NOT_DUP] if receipt.verdicts is None else receipt.verdicts.tolist():
             counts[verdict] += 1
         counts["known"] += len(receipt.known_rows)
-        check_receipt(self, frame, receipt)  # type: ignore[arg-type]
+        judge_receipt(self, frame, receipt)
 
     def count_crash(self: World, lands: int) -> None:
         counts["crashes"] += 1
@@ -61,10 +64,10 @@ def test_the_cases_are_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         end_process(self, lands)
 
     def count_rows(self: World) -> None:
-        counts["rows"] += len(self.storage.rows)
+        counts["rows"] += len(self.judge.storage.rows)
         finish(self)
 
-    monkeypatch.setattr(World, "check_receipt", count_receipt)
+    monkeypatch.setattr(Judge, "receipt", count_receipt)
     monkeypatch.setattr(World, "end_process", count_crash)
     monkeypatch.setattr(World, "finish", count_rows)
     cases = 200

@@ -1,0 +1,199 @@
+"""A full disk: publishes are refused with a hint when to try again, reads go on, and room makes all go on by itself."""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from seqdedupe.v1 import admin_pb2, publish_pb2
+from tests.broker_sidecar.calls import Client, batch, payload_of, refused, verdicts
+from tests.sidecar import Sidecar
+
+DISK_BYTES = 48 * 1024 * 1024
+BALLAST_BYTES = 16 * 1024 * 1024
+PAYLOAD_BYTES = 200_000
+WAIT_SECONDS = 30.0
+
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
+    """Mounts a small file system of its own at a folder, which it makes."""
+    places: list[Path] = []
+
+    def mount(place: Path) -> None:
+        place.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(place)]
+        mounted = subprocess.run(command, capture_output=True, check=False)
+        if mounted.returncode:
+            pytest.skip(f"no small file system can be made here: {mounted.stderr.decode().strip()}")
+        places.append(place)
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Takes all the room there is; returns the file to remove."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for chunk in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(bytes(chunk))
+            except OSError:
+                continue
+    return ballast
+
+
+class Producer:
+    """One producer that resends from its first message without a receipt."""
+
+    def __init__(self, client: Client, topic: str) -> None:
+        self._client, self._topic = client, topic
+        self._epochs = client.epochs(topic, "p")
+        self.stored = 0
+        """So many messages have a receipt: IDs 0 up."""
+
+    def payload(self, sequence_id: int) -> bytes:
+        return payload_of("p", sequence_id)
+
+    def send(self, count: int) -> publish_pb2.Refusal | None:
+        """Pipelines frames of one large message each; the first refusal, if there was one."""
+        stream = self._client.stream(self._topic)
+        first = self.stored
+        frames = [stream.send(self._batch(i)) for i in range(first, first + count)]
+        refusal = None
+        for frame in frames:
+            answer = stream.answer(frame)
+            if isinstance(answer, publish_pb2.Refusal):
+                refusal = refusal or answer
+            else:
+                assert refusal is None, "a frame was taken behind one that was refused"
+                assert verdicts(answer, 1) in ([1], [2])
+                self.stored += 1
+        stream.end()
+        return refusal
+
+    def _batch(self, sequence_id: int) -> object:
+        filling = {"keys": bytes(PAYLOAD_BYTES), "key_offsets": [0, PAYLOAD_BYTES]}
+        return batch([("p", sequence_id)], self._epochs, **filling)
+
+
+def wait_until_serving(client: Client, topic: str) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    while client.topic(topic).state != admin_pb2.TOPIC_STATE_SERVING:
+        assert time.monotonic() < until, "the topic did not come back by itself"
+        time.sleep(0.02)
+
+
+def health(client: Client, topic: str) -> int:
+    request = health_pb2.HealthCheckRequest(service=f"persistent://public/default/{topic}")
+    status: int = health_pb2_grpc.HealthStub(client.channel).Check(request).status
+    return status
+
+
+def until_it_stays_read_only(client: Client, producer: Producer) -> None:
+    """A marker is small: the last free bytes take some of them before the log is full for these too."""
+    until = time.monotonic() + WAIT_SECONDS
+    while True:
+        assert time.monotonic() < until
+        producer.send(1)
+        for _ in range(20):
+            if client.topic("t").state != admin_pb2.TOPIC_STATE_READ_ONLY:
+                break
+            time.sleep(0.02)
+        else:
+            return
+
+
+def test_full_and_room_again(
+    start_sidecar: Callable[..., Sidecar], small_disk: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """The disk of the logs is full, that of the store is not; also over kill -9 and start."""
+    data = tmp_path / "data"
+    small_disk(data / "logs")
+    sidecar = start_sidecar(data_directory=data)
+    client = Client(sidecar.address)
+    client.open("other", "q")
+    producer = Producer(client, "t")
+    assert producer.send(20) is None
+    ballast = fill(data / "logs")
+    refusal = producer.send(10)
+    assert refusal is not None
+    assert refusal.reason == "LOG_REFUSED"
+    assert refusal.retry_delay_ms > 0
+    until_it_stays_read_only(client, producer)
+    check_full(client, producer)
+    assert health(client, "other") == SERVING
+
+    sidecar.restart()
+    check_full(client, producer)
+    # A topic that cannot be made is not there: the answer says so and does not keep its caller waiting.
+    assert refused(lambda: client.open("new", "p")).code.name == "UNAVAILABLE"
+    assert refused(lambda: client.topic("new")).reason == "TOPIC_NOT_FOUND"
+
+    ballast.unlink()
+    wait_until_serving(client, "t")
+    assert health(client, "t") == SERVING
+    assert producer.send(5) is None
+    assert client.rows("t") == [("p", i) for i in range(producer.stored)]
+    sidecar.restart()
+    assert client.rows("t") == [("p", i) for i in range(producer.stored)]
+    assert list(client.open("t", "p").persisted) == [producer.stored - 1]
+    assert {one.name for one in client.admin.ListTopics(admin_pb2.ListTopicsRequest()).topics} == {
+        f"persistent://public/default/{name}" for name in ("t", "other")
+    }
+    client.close()
+
+
+def check_full(client: Client, producer: Producer) -> None:
+    """The same answer on streams, unary and for new sessions; what is stored is read as ever."""
+    for _ in range(3):
+        again = producer.send(2)
+        assert again is not None
+        assert (again.reason, again.retry_delay_ms > 0) == ("LOG_REFUSED", True)
+        answer = refused(lambda: client.open("t", "p"))
+        assert (answer.reason, answer.code.name, answer.retry_delay_ms > 0) == ("LOG_REFUSED", "UNAVAILABLE", True)
+        assert client.rows("t") == [("p", i) for i in range(producer.stored)]
+        assert client.topic("t").state == admin_pb2.TOPIC_STATE_READ_ONLY
+        assert health(client, "t") == NOT_SERVING
+
+
+def test_the_whole_disk_is_full(
+    start_sidecar: Callable[..., Sidecar], small_disk: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Store and logs: serving goes on as above; a start is refused with a clear line, and comes right with room."""
+    disk = tmp_path / "disk"
+    small_disk(disk)
+    sidecar = start_sidecar(data_directory=disk / "data", deduplication_entries_interval=2)
+    client = Client(sidecar.address)
+    producer = Producer(client, "t")
+    assert producer.send(20) is None
+    ballast = fill(disk)
+    assert producer.send(5) is not None
+    until_it_stays_read_only(client, producer)
+    check_full(client, producer)
+    ballast.unlink()
+    wait_until_serving(client, "t")
+    assert producer.send(5) is None
+    ballast = fill(disk)
+    producer.send(5)
+    sidecar.kill()
+    fill(disk)
+    sidecar.spawn()
+    assert sidecar.wait() == 1
+    assert "No space left on device" in sidecar.errors[-2]
+    assert not any("Traceback" in line for line in sidecar.errors)
+    ballast.unlink()
+    sidecar.start()
+    assert client.rows("t") == [("p", i) for i in range(producer.stored)]
+    assert producer.send(5) is None
+    assert client.rows("t") == [("p", i) for i in range(producer.stored)]
+    client.close()

@@ -1,0 +1,140 @@
+"""The commands as processes against a real sidecar."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seqdedupe.cli.main import main
+from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
+
+RECORDS = 20_000
+NOBODY = "127.0.0.1:1"
+"""An address where no sidecar is."""
+
+
+def test_reading_from_places(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(lines(5))
+    run("publish", "a", "--topic", "places", "--producer", "p")
+    run("publish", "a", "--topic", "elsewhere", "--producer", "p")
+    message_id = json.loads(run("read", "places", "--from", "2", "--limit", "1", "--json").stdout)["message_id"]
+    assert run("read", "places", "--from", message_id, "--limit", "1").stdout == b"record 3\n"
+    assert run("read", "places", "--from", "latest").stdout == b""
+    assert run("read", "places", "--from", "5").stdout == b""
+    assert b"[POSITION_UNKNOWN]" in run("read", "places", "--from", "6", status=1).stderr
+    assert b"[POSITION_UNKNOWN]" in run("read", "elsewhere", "--from", message_id, status=1).stderr
+
+
+def test_following_ends_quietly_at_ctrl_c(run: Run, tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "a").write_bytes(b"1\n")
+    (tmp_path / "b").write_bytes(b"2\n")
+    run("publish", "a", "--topic", "followed", "--producer", "a")
+    command = [COMMAND, "read", "followed", "--follow"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"1\n"
+        run("publish", "b", "--topic", "followed", "--producer", "b")
+        assert process.stdout.readline() == b"2\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_SECONDS) == 130
+        assert process.stderr.read().strip() == b""
+
+
+def test_a_broken_pipe_is_quiet(run: Run, tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "a").write_bytes(lines(RECORDS))
+    run("publish", "a", "--topic", "pipe", "--producer", "p")
+    command = [COMMAND, "read", "pipe"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"record 0\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(TIMEOUT_SECONDS) == 1
+
+
+def test_topics_are_made_shown_set_and_deleted(run: Run) -> None:
+    def state(*arguments: str) -> tuple[str, bool]:
+        topic = json.loads(run("topics", *arguments, "--json").stdout)
+        return topic["name"], topic["deduplication_enabled"]
+
+    name = "persistent://public/default/t:1"
+    assert state("create", "t:1", "--no-deduplication") == (name, False)
+    assert state("policy", "t:1", "--deduplication") == (name, True)
+    assert state("show", name) == (name, True)
+    assert name in [topic["name"] for topic in json.loads(run("topics", "--json").stdout)]
+    assert b"[TOPIC_EXISTS]" in run("topics", "create", "t:1", status=1).stderr
+    assert json.loads(run("topics", "delete", "t:1", "--json").stdout) == {"deleted": name}
+    for gone in (("topics", "delete", "t:1"), ("read", "t:1")):
+        assert run(*gone, status=1).stderr.count(b"[TOPIC_NOT_FOUND]") == 1
+
+
+def test_versions(run: Run) -> None:
+    version = json.loads(run("version", "--json").stdout)
+    assert version["sidecar"] == version["command"] == run("--version").stdout.decode().strip()
+
+
+@pytest.mark.parametrize("command", [("read", "t"), ("publish", "a", "--topic", "t", "--producer", "p")])
+def test_without_a_sidecar_it_says_so_at_once(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "a").write_bytes(b"1\n")
+    error = run(*command, "--address", NOBODY, status=1).stderr
+    assert b"[UNREACHABLE] Is the sidecar running" in error
+    assert NOBODY.encode() in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nix",),
+        ("publish",),
+        ("publish", "a", "--topic", "t"),
+        ("publish", "a", "--topic", "t", "--producer", "p", "--format", "xml"),
+        ("topics", "show"),
+        ("topics", "policy", "t"),
+        ("topics", "--json", "show", "t"),
+        ("read", "t", "--limit", "0"),
+        *(("read", "t", f"--from={place}") for place in ("x", "-1", "1:", "1:x", str(2**63), f"1:{2**63}", "9" * 5000)),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["seqdedupe", *arguments])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.count("\n") == 1
+    assert error.endswith("--help.\n")
+
+
+@pytest.mark.parametrize(("topic", "producer"), [("bad name", "p"), ("t", "")])
+def test_bad_names(run: Run, tmp_path: Path, topic: str, producer: str) -> None:
+    (tmp_path / "a").write_bytes(b"1\n")
+    error = run("publish", "a", "--topic", topic, "--producer", producer, status=1).stderr
+    assert b"[INVALID_TOPIC_NAME]" in error or b"[INVALID_NAME]" in error
+
+
+def test_serve_without_its_packages_names_the_extra(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "rocksdict.py").write_text("raise ModuleNotFoundError('not here', name='rocksdict')\n")
+    serve = ("serve", "--data-directory", "data", "--listen", "127.0.0.1:0")
+    error = run(*serve, status=1, PYTHONPATH=str(tmp_path)).stderr
+    assert b"needs rocksdict" in error
+    assert b"pip install 'seqdedupe[sidecar]'" in error
+
+
+def test_serve_serves(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [COMMAND, "serve", "--data-directory", str(tmp_path / "data"), "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        address = next(e["address"] for e in map(json.loads, process.stderr) if e["event"] == "serving")
+        subprocess.run([COMMAND, "topics", "--address", address], check=True, timeout=TIMEOUT_SECONDS)
+        process.terminate()
+        process.stderr.read()
+        assert process.wait(TIMEOUT_SECONDS) == 0

@@ -1,0 +1,65 @@
+"""The demo on few flights, and with deduplication switched off."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FLIGHTS = 2000
+TIMEOUT_SECONDS = 100.0
+
+Ended = tuple[int, str]
+"""The exit status and what it printed."""
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[tuple[Ended, Ended]]:
+    """One with deduplication and one without, side by side."""
+    command = [sys.executable, "-m", "demo", "--flights", str(FLIGHTS)]
+    processes = [
+        subprocess.Popen(
+            [*command, *more],
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for more in ((), ("--no-deduplication",))
+    ]
+    try:
+        printed = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in processes]
+        yield (processes[0].returncode, printed[0]), (processes[1].returncode, printed[1])
+    finally:
+        for process in processes:
+            process.terminate()
+            process.communicate()
+
+
+def _total(printed: str) -> list[int]:
+    """sent, NotDup, Dup, Unknown, in the log, missing, doubled"""
+    found = re.search(r"^ *total(( +[\d,]+){7})$", printed, re.MULTILINE)
+    assert found, printed
+    return [int(number.replace(",", "")) for number in found[1].split()]
+
+
+def test_every_flight_is_there_once(runs: tuple[Ended, Ended]) -> None:
+    status, printed = runs[0]
+    sent, not_dup, dup, _, in_the_log, missing, doubled = _total(printed)
+    assert status == 0, printed
+    assert (in_the_log, missing, doubled) == (FLIGHTS, 0, 0)
+    assert dup > 0
+    assert sent > FLIGHTS >= not_dup
+    in_flight = re.findall(r"killed the (\w+)[^\n]* \(-9\) with ([\d,]+)", printed)
+    assert sorted(what for what, _ in in_flight) == ["producer", "sidecar", "sidecar", "sidecar"]
+    assert all(number != "0" for what, number in in_flight if what == "sidecar")
+
+
+def test_without_deduplication_there_are_doubles(runs: tuple[Ended, Ended]) -> None:
+    status, printed = runs[1]
+    _, _, dup, _, in_the_log, missing, doubled = _total(printed)
+    assert status == 1, printed
+    assert dup == missing == 0
+    assert doubled == in_the_log - FLIGHTS > 0
