@@ -30,7 +30,7 @@ async def _stream(request: bytes, _context: object) -> AsyncIterator[bytes]:
 
 async def _serve() -> None:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 1 << 26), ("grpc.so_reuseport", 0)])
-    handlers = {
+    handlers: dict[str, Any] = {
         "Echo": grpc.stream_stream_rpc_method_handler(_echo),
         "Stream": grpc.unary_stream_rpc_method_handler(_stream),
     }

@@ -15,7 +15,7 @@ from seqdedupe.batch import Batch, Binary, single_producer
 _names = itertools.count()
 
 
-def half_old(name: str) -> "setup.Callable[[int, np.ndarray], Batch]":
+def half_old(name: str) -> setup.MakeBatch:
     """Each batch sends the second half of the one two before it again: those have settled by then, or are Unknown."""
     payloads = Binary.of_all([PAYLOAD] * ROWS)
     half = ROWS // 2

@@ -18,7 +18,7 @@ BATCHES = 600
 _topics = itertools.count()
 
 
-def round_robin(names: list[str]) -> "setup.Callable[[int, np.ndarray], Batch]":
+def round_robin(names: list[str]) -> setup.MakeBatch:
     """Batches with one row of each name."""
     payloads = Binary.of_all([PAYLOAD] * len(names))
     encoded = Binary.of_all([name.encode() for name in names])

@@ -19,7 +19,7 @@ PAYLOAD = b"x" * 100
 _names = itertools.count()
 
 
-def rising(name: str, rows: int) -> "setup.Callable[[int, np.ndarray], Batch]":
+def rising(name: str, rows: int) -> setup.MakeBatch:
     """Batches of one producer with rising sequence IDs from 0."""
     payloads = Binary.of_all([PAYLOAD] * rows)
     base = np.arange(rows, dtype=np.int64)
@@ -41,7 +41,7 @@ def frame_bytes(rows: int) -> bytes:
     return setup.frame(rising("p", rows)(1, np.array([1 << 32])))
 
 
-def figure_of(folder: Path, rows: int, batches: int, ratios: list[Ratio]) -> "Iterator[Figure]":
+def figure_of(folder: Path, rows: int, batches: int, ratios: list[Ratio]) -> Iterator[Figure]:
     """The three arms for a batch size."""
     one = frame_bytes(rows)
     with setup.sidecar(folder) as sidecar, setup.echo_server() as echo:

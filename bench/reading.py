@@ -22,7 +22,8 @@ LARGE_ROWS = 256
 
 async def _stream(address: str, method: str, request: bytes) -> float:
     async with grpc.aio.insecure_channel(address, options=setup.LARGE) as channel:
-        call: Any = channel.unary_stream(method)(request)
+        method_call: Any = channel.unary_stream(method)
+        call = method_call(request)
         size = 0
         began = time.perf_counter()
         while (message := await call.read()) is not grpc.aio.EOF:

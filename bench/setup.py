@@ -7,10 +7,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 import numpy as np
@@ -40,9 +40,9 @@ def echo_server() -> Iterator[str]:
 
 
 @contextmanager
-def sidecar(folder: Path, **keys: object) -> Iterator[Sidecar]:
+def sidecar(folder: Path) -> Iterator[Sidecar]:
     """A sidecar of its own."""
-    one = Sidecar(folder / "sidecar", log_level="warning" if keys.pop("quiet", False) else "info", **keys)
+    one = Sidecar(folder / "sidecar")
     one.start()
     try:
         yield one
@@ -50,11 +50,13 @@ def sidecar(folder: Path, **keys: object) -> Iterator[Sidecar]:
         one.kill()
 
 
-MakeBatch = Callable[[int], Batch]
-"""The k-th batch to publish. Links and epochs are set by the client."""
+MakeBatch = Callable[[int, np.ndarray], Batch]
+"""The k-th batch to publish, given the epochs of its producers."""
+
+T = TypeVar("T")
 
 
-def run(work: Any) -> Any:
+def run(work: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine in a loop of its own, as the sidecar does."""
     return uvloop.run(work)
 
@@ -117,7 +119,7 @@ def frame(batch: Batch) -> bytes:
 
 
 async def publish(
-    address: str, names: list[str], make: Callable[[int, np.ndarray], Batch], count: int, in_flight: int
+    address: str, names: list[str], make: MakeBatch, count: int, in_flight: int
 ) -> tuple[float, list[float]]:
     """Opens the names and publishes `count` batches; seconds in all, and for each receipt."""
     async with grpc.aio.insecure_channel(address, options=LARGE) as channel:
