@@ -65,7 +65,8 @@ def main() -> int:
     missed = 0
     for name in given.figures or FIGURES:
         module = importlib.import_module(f"bench.{name}")
-        print(f"{name}: {(module.__doc__ or "").strip().splitlines()[0]}", flush=True)
+        about = str(module.__doc__).strip().splitlines()[0]
+        print(f"{name}: {about}", flush=True)
         began = time.monotonic()
         with tempfile.TemporaryDirectory(dir=given.folder) as folder, module.figure(Path(folder)) as figure:
             measured = measure(figure, given.rounds)

@@ -67,7 +67,7 @@ class Config:
         return self
 
     def _check_listen(self) -> None:
-        if self.listen.startswith("unix:"):
+        if self.listen.startswith("unix:") and self.listen != "unix:":
             return
         host, colon, port = self.listen.rpartition(":")
         if not colon or not host or not port.isdecimal() or int(port) > 65_535:

@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -117,7 +118,7 @@ def test_the_example_file_is_valid_and_every_key_is_a_flag(tmp_path: Path) -> No
     [shell] = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     words = shell.split()
     environment = dict(word.split("=", 1) for word in words if "=" in word)
-    flags = dict(zip(words, words[1:], strict=False))
+    flags = dict(pairwise(words))
     changed = load(file, environment, {"listen": flags["--listen"]})
     assert (changed.log_level, changed.listen) == ("debug", "127.0.0.1:6660")
     assert changed.allow_auto_topic_creation is False

@@ -6,7 +6,7 @@ import numpy as np
 
 from seqdedupe.log.segment import BASE, COUNT, END, START, Piece, Segment
 
-WINDOW_BYTES = 2 * 1024 * 1024
+WINDOW_BYTES = 1024 * 1024
 """What is read at once for a reader that goes on where it was."""
 
 MAX_WINDOWS = 16

@@ -189,7 +189,7 @@ def test_the_whole_disk_is_full(
     fill(disk)
     sidecar.spawn()
     assert sidecar.wait() == 1
-    assert "No space left on device" in sidecar.errors[-2]
+    assert "No space left on device" in sidecar.errors[-1]
     assert not any("Traceback" in line for line in sidecar.errors)
     ballast.unlink()
     sidecar.start()

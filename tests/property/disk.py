@@ -33,6 +33,9 @@ class CrashableStore(Store):
         assert isinstance(store, CrashableStore)
         return store
 
+    fails: int | None = None
+    """Set: the next sync fails, and so many of the writes that it would have synced are there all the same."""
+
     def watch(self, incarnation: int) -> None:
         """This topic's records are those that matter from now on; it has none yet."""
         self._range = snapshot_range(incarnation)
@@ -45,7 +48,7 @@ class CrashableStore(Store):
         return opening
 
     def fail_next_sync(self, survives: int) -> None:
-        """The next sync fails, and RocksDB is opened again: of what was not durable, a part is still there."""
+        """The next sync fails, and RocksDB is opened again, as after a failure of the disk."""
         self.fails = survives
 
     def _sync(self, opening: _Opening) -> None:
@@ -71,7 +74,7 @@ class CrashableStore(Store):
     def restart(self) -> None:
         """The process ended: what it had written and still finds is durable once RocksDB is open again."""
         self._this_flush = self._next_flush = None
-        self.fails: int | None = None
+        self.fails = None
         self.states = self.states[-1:]
 
 

@@ -66,7 +66,7 @@ class StepLoop(asyncio.AbstractEventLoop):
             # Nobody is to be told that it was pending, and it is not cancelled: it just never goes on.
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         for task in self._tasks:
-            task.get_coro().close()  # type: ignore[union-attr]
+            task.get_coro().close()
         self._tasks.clear()
         self._ready.clear()
         self._timers.clear()

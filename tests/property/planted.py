@@ -99,10 +99,10 @@ def failure_does_not_take_what_is_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def append_accepted_after_a_refused_one(patch: pytest.MonkeyPatch) -> None:
+    # The oldest is refused, and those behind it are stored.
     def refuse(self: FaultyLog, *, report: bool = True, why: str = "no room") -> None:
         if self._in_flight:
             self._in_flight.popleft()
-        self.storage_takes_all_others = True
         while self._in_flight:
             self.storage.add_batch(*self._in_flight.popleft())
         self._fail(Failure.REFUSED, why, report)

@@ -1,0 +1,188 @@
+"""Configuration: where a key may be given, what wins, and one clear line for what cannot be."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker_sidecar.config import Config, load
+from seqdedupe.errors import ConfigurationError
+from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar.calls import Client, batch, refused, verdicts
+from tests.sidecar import Sidecar
+
+StartSidecar = Callable[..., Sidecar]
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    file = tmp_path / "sidecar.toml"
+    file.write_text('data_directory = "a"\nmax_topics = 1\nmax_streams = 1\nallow_auto_topic_creation = false\n')
+    environment = {"SEQDEDUPE_MAX_TOPICS": "2", "SEQDEDUPE_MAX_STREAMS": "2", "HOME": "/", "seqdedupe_x": "no key"}
+    config = load(file, environment, {"max_topics": "3", "log_level": None})
+    assert (config.data_directory, config.max_streams, config.max_topics) == ("a", 2, 3)
+    assert config.allow_auto_topic_creation is False
+    assert config.log_level == Config().log_level
+    assert load(file, environment | {"SEQDEDUPE_ALLOW_AUTO_TOPIC_CREATION": "True"}, {}).allow_auto_topic_creation
+
+
+def test_where_the_clients_of_the_command_find_the_sidecar_is_no_key_of_it() -> None:
+    assert load(None, {"SEQDEDUPE_ADDRESS": "127.0.0.1:1"}, {"data_directory": "a"}).data_directory == "a"
+
+
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "no data directory": ("data_directory", {"data_directory": None}),
+    "empty data directory": ("data_directory", {"data_directory": ""}),
+    "unknown key": ("colour", {"colour": "red"}),
+    "not a number": ("max_topics", {"max_topics": "many"}),
+    "a fraction": ("max_topics", {"max_topics": "1.5"}),
+    "a number for text": ("listen", {"listen": 6660}),
+    "a truth for a number": ("max_topics", {"max_topics": True}),
+    "a word for a truth": ("allow_insecure_listen", {"allow_insecure_listen": "yes"}),
+    "a list": ("max_topics", {"max_topics": [1]}),
+    "no topics": ("max_topics", {"max_topics": 0}),
+    "no streams": ("max_streams", {"max_streams": 0}),
+    "below the least interval": ("deduplication_entries_interval", {"deduplication_entries_interval": 0}),
+    "below no limit": ("default_retention_size_in_mb", {"default_retention_size_in_mb": -2}),
+    "a time below 0": ("drain_timeout_seconds", {"drain_timeout_seconds": -1}),
+    "unknown level": ("log_level", {"log_level": "loud"}),
+    "unknown format": ("log_format", {"log_format": "xml"}),
+    "no port": ("listen", {"listen": "127.0.0.1"}),
+    "no host": ("listen", {"listen": ":6660"}),
+    "port of letters": ("listen", {"listen": "127.0.0.1:http"}),
+    "port of another digit": ("listen", {"listen": "127.0.0.1:²"}),
+    "port too high": ("listen", {"listen": "127.0.0.1:65536"}),
+    "port below 0": ("listen", {"listen": "127.0.0.1:-1"}),
+    "socket without a path": ("listen", {"listen": "unix:"}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_value_that_cannot_be_is_named(case: str) -> None:
+    key, changes = BAD[case]
+    values = {name: value for name, value in ({"data_directory": "a"} | changes).items() if value is not None}
+    with pytest.raises(ConfigurationError) as e:
+        load(None, {}, values)
+    assert e.value.reason == "INVALID_CONFIGURATION"
+    assert e.value.message.startswith(key)
+    assert e.value.numbers["key"] == key
+
+
+@pytest.mark.parametrize("content", ["max_topics = ", "max_topics = 'x'", "[max_topics]\na = 1", "\xff\xfe", None])
+def test_a_bad_file_is_named(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "sidecar.toml"
+    if content is not None:
+        file.write_bytes(b'data_directory = "a"\n' + content.encode("latin-1"))
+    with pytest.raises(ConfigurationError) as e:
+        load(file, {}, {})
+    assert e.value.reason == "INVALID_CONFIGURATION"
+
+
+LOOPBACK = ["127.0.0.1:0", "127.9.9.9:1", "localhost:6660", "[::1]:6660", "unix:/run/x.sock", "unix:x.sock"]
+REACHABLE = ["0.0.0.0:6660", "[::]:6660", "10.0.0.1:1", "example.org:6660", "*:6660", "[2001:db8::1]:5"]
+
+
+@pytest.mark.parametrize("listen", LOOPBACK)
+def test_loopback_and_sockets_may_be_listened_on(listen: str) -> None:
+    assert load(None, {}, {"data_directory": "a", "listen": listen}).listen == listen
+
+
+@pytest.mark.parametrize("listen", REACHABLE)
+def test_other_addresses_only_if_that_is_wanted(listen: str) -> None:
+    flags = {"data_directory": "a", "listen": listen}
+    with pytest.raises(ConfigurationError) as e:
+        load(None, {}, flags)
+    assert e.value.reason == "INSECURE_LISTEN"
+    assert load(None, {}, flags | {"allow_insecure_listen": True}).listen == listen
+
+
+def test_every_key_has_a_default_of_its_type_and_a_meaning() -> None:
+    for item in fields(Config):
+        assert type(item.default) is item.type or type(item.default).__name__ == item.type
+        assert item.metadata["about"].endswith(".")
+
+
+def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "broker_sidecar", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        ([], {}, "data_directory is required"),
+        (["--data-directory", "a", "--max-topics", "x"], {}, "max_topics is 'x'"),
+        (["--data-directory", "a", "--listen", "0.0.0.0:1"], {}, "INSECURE_LISTEN"),
+        (["--data-directory", "a", "--config", "/nowhere.toml"], {}, "/nowhere.toml"),
+        (["--data-directory", "a"], {"SEQDEDUPE_COLOUR": "red"}, "colour is no key"),
+    ],
+)
+def test_the_process_ends_with_status_2_and_a_clear_line(
+    arguments: list[str], environment: dict[str, str], words: str
+) -> None:
+    ended = run(*arguments, **environment)
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("seqdedupe: ")
+    assert words in line
+    assert line.endswith(".")
+
+
+def test_an_unknown_flag_ends_with_status_2() -> None:
+    ended = run("--colour", "red")
+    assert ended.returncode == 2
+    assert "--colour" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+# -- as a process ------------------------------------------------------------------------------------------------
+
+
+def test_unix_socket_also_after_kill_9(start_sidecar: StartSidecar, tmp_path: Path) -> None:
+    """A dead sidecar leaves its socket behind; the next one takes its place."""
+    address = f"unix:{tmp_path}/sidecar.sock"
+    sidecar = start_sidecar(listen=address)
+    client = Client(address)
+    epochs = client.epochs("t", "p")
+    assert verdicts(client.publish_unary("t", batch([("p", 0)], epochs)), 1) == [1]
+    sidecar.restart()
+    assert client.rows("t") == [("p", 0)]
+    client.close()
+
+
+def test_limits_and_an_address_that_is_wanted(start_sidecar: StartSidecar) -> None:
+    sidecar = start_sidecar(
+        listen="0.0.0.0:0",
+        allow_insecure_listen=True,
+        allow_auto_topic_creation=False,
+        max_topics=2,
+        max_streams=2,
+        log_level="debug",
+    )
+    client = Client(f"127.0.0.1:{sidecar.address.rpartition(':')[2]}")
+    assert refused(lambda: client.open("t", "p")).reason == "TOPIC_NOT_FOUND"
+    for name in ("a", "b"):
+        client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic=name))
+    answer = refused(lambda: client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic="c")))
+    assert (answer.reason, answer.numbers["max_topics"], answer.retry_delay_ms) == ("TOO_MANY_TOPICS", "2", -1)
+    client.admin.DeleteTopic(admin_pb2.DeleteTopicRequest(topic="a"))
+    client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic="c"))
+
+    epochs = client.epochs("b", "p")
+    streams = [client.stream("b") for _ in range(2)]
+    for i, stream in enumerate(streams):
+        stream.receipt(batch([("p", i)], epochs))
+    extra = client.stream("b")
+    extra.send(batch([("p", 2)], epochs))
+    answer = refused(lambda: extra.answer(1))
+    assert (answer.reason, answer.numbers["limit"]) == ("TOO_MANY_STREAMS", "2")
+    assert answer.retry_delay_ms > 0
+    assert refused(lambda: client.rows("b")).reason == "TOO_MANY_STREAMS"
+    # Unary calls are not streams, and an ended stream makes room for another.
+    assert client.end_index("b") == 2
+    streams.pop().end()
+    assert client.rows("b") == [("p", 0), ("p", 1)]
+    client.close()

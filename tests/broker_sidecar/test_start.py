@@ -1,0 +1,202 @@
+"""Starts that must be refused: in use, damaged, incomplete, newer. A clear line, status 1, and nothing is changed."""
+
+import hashlib
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import google_crc32c
+import pytest
+
+from seqdedupe.errors import REASONS
+from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch
+from tests.sidecar import Sidecar
+
+ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a sidecar that was killed: two topics, one with a snapshot in the middle of its messages."""
+    sidecar = Sidecar(tmp_path_factory.mktemp("used"))
+    sidecar.start()
+    client = Client(sidecar.address)
+    for topic in ("t", "u"):
+        epochs = client.epochs(topic, "p")
+        for i in range(ROWS):
+            client.publish_unary(topic, batch([("p", i)], epochs))
+            if i == ROWS // 2:
+                client.admin.Snapshot(admin_pb2.SnapshotRequest(topic=topic))
+    client.close()
+    sidecar.kill()
+    return sidecar.folder
+
+
+@pytest.fixture
+def copied(used: Path, tmp_path: Path) -> Iterator[Sidecar]:
+    """A sidecar on a copy of it."""
+    shutil.copytree(used / "data", tmp_path / "data")
+    sidecar = Sidecar(tmp_path)
+    yield sidecar
+    sidecar.kill()
+
+
+def refused_start(sidecar: Sidecar) -> str:
+    """Starts it; it must end with status 1 and one line: what is wrong, and what to do. Returns that."""
+    before = contents(sidecar.data / "logs")
+    sidecar.errors.clear()
+    sidecar.spawn()
+    assert sidecar.wait() == 1
+    assert not [entry for entry in sidecar.log if entry["event"] == "serving"]
+    [line] = sidecar.errors
+    assert line.startswith("seqdedupe: ")
+    reason = line.partition("[")[2].partition("]")[0]
+    assert line.endswith(REASONS[reason].hint)
+    assert contents(sidecar.data / "logs") == before
+    return line
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """A digest of each file."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def segment_of(sidecar: Sidecar, which: int = 0) -> Path:
+    """The segment file of one of the topics, by age."""
+    folders = sorted((sidecar.data / "logs").iterdir())
+    [segment] = folders[which].glob("*.log")
+    return segment
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+def newer_store(sidecar: Sidecar) -> None:
+    """The format version in the store's own file, one higher, with a right checksum."""
+    path = sidecar.data / "store" / "DURABLE"
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, 16, struct.unpack_from("<I", data, 16)[0] + 1)
+    data[-4:] = google_crc32c.value(bytes(data[:-4])).to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+def newest(folder: Path, pattern: str) -> Path:
+    return max(folder.glob(pattern), key=lambda path: path.stat().st_size)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Sidecar], object]]] = {
+    "a byte in the middle of the log": (
+        "LOG_DAMAGED",
+        lambda s: flip(segment_of(s), segment_of(s).stat().st_size // 2),
+    ),
+    "the first byte of the log": ("LOG_DAMAGED", lambda s: flip(segment_of(s, 1), 0)),
+    "the log's end, up to what the snapshot covers": (
+        "LOG_DAMAGED",
+        lambda s: segment_of(s).write_bytes(segment_of(s).read_bytes()[:1000]),
+    ),
+    "an empty log": ("LOG_DAMAGED", lambda s: segment_of(s).write_bytes(b"")),
+    "no segment file": ("LOG_DAMAGED", lambda s: segment_of(s).unlink()),
+    "no folder of a log": ("LOG_DAMAGED", lambda s: shutil.rmtree(segment_of(s).parent)),
+    "the store's own file": ("STORE_DAMAGED", lambda s: flip(s.data / "store" / "DURABLE", 20)),
+    "no own file of the store": ("STORE_DAMAGED", lambda s: (s.data / "store" / "DURABLE").unlink()),
+    "no CURRENT in the store": ("STORE_DAMAGED", lambda s: (s.data / "store" / "CURRENT").unlink()),
+    "no write-ahead log in the store": ("STORE_DAMAGED", lambda s: newest(s.data / "store", "*.log").unlink()),
+    "a byte in the store's write-ahead log": (
+        "STORE_DAMAGED",
+        lambda s: flip(newest(s.data / "store", "*.log"), newest(s.data / "store", "*.log").stat().st_size // 2),
+    ),
+    "a newer store": ("NEWER_FORMAT", newer_store),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_refused_and_nothing_is_changed(copied: Sidecar, case: str) -> None:
+    reason, damage = DAMAGE[case]
+    damage(copied)
+    said = refused_start(copied)
+    assert f"[{reason}]" in said, said
+
+
+def test_the_control_undamaged_it_starts(copied: Sidecar) -> None:
+    """A torn tail, as a crash leaves one, is no damage either."""
+    with segment_of(copied).open("ab") as file:
+        file.write(b"\x0a\xff\xff torn")
+    copied.start()
+    client = Client(copied.address)
+    assert client.rows("t") == client.rows("u") == [("p", i) for i in range(ROWS)]
+    assert any("torn tail" in entry["event"] for entry in copied.log)
+    client.close()
+
+
+def test_a_lost_store_is_refused_and_rebuilt_on_request(copied: Sidecar) -> None:
+    """The log alone brings back the topics by name, their producers, verdicts and sessions; only policies are gone."""
+    client_before = sorted(int(folder.name) for folder in (copied.data / "logs").iterdir())
+    shutil.rmtree(copied.data / "store")
+    said = refused_start(copied)
+    assert "STORE_MISSING" in said
+    assert "--rebuild-store" in said
+    # Still so at the next start: nothing was made up meanwhile.
+    assert "STORE_MISSING" in refused_start(copied)
+    copied.keys["rebuild_store"] = True
+    copied.start()
+    client = Client(copied.address)
+    topics = client.admin.ListTopics(admin_pb2.ListTopicsRequest()).topics
+    assert [topic.name for topic in topics] == [f"persistent://public/default/{name}" for name in ("t", "u")]
+    assert [topic.incarnation for topic in topics] == client_before
+    assert client.rows("t") == [("p", i) for i in range(ROWS)]
+    epoch = client.producer("t", "p")[2]
+    again = batch([("p", ROWS - 1), ("p", ROWS)], {"p": epoch})
+    assert list(client.publish_unary("t", again).verdicts) == [DUP, NOT_DUP]
+    # A topic made from now on is another incarnation than all that are in the logs.
+    client.open("new", "p")
+    assert client.topic("new").incarnation > max(client_before)
+    copied.kill()
+    del copied.keys["rebuild_store"]
+    copied.start()
+    assert client.rows("t") == [("p", i) for i in range(ROWS + 1)]
+    client.close()
+
+
+def test_a_second_sidecar_on_the_same_directory(copied: Sidecar) -> None:
+    copied.start()
+    client = Client(copied.address)
+    epoch = {"p": client.producer("t", "p")[2]}
+    second = Sidecar(copied.folder)
+    second.spawn()
+    assert second.wait() == 1
+    assert "[DIRECTORY_IN_USE]" in second.errors[0]
+    assert len(second.errors) == 1
+    # The first one has not noticed.
+    assert list(client.publish_unary("t", batch([("p", ROWS)], epoch)).verdicts) == []
+    copied.kill()
+    second.start()
+    second_client = Client(second.address)
+    assert second_client.rows("t") == [("p", i) for i in range(ROWS + 1)]
+    second_client.close()
+    client.close()
+    second.kill()
+
+
+def test_an_address_in_use_and_a_directory_that_cannot_be(copied: Sidecar, tmp_path: Path) -> None:
+    copied.start()
+    other = Sidecar(tmp_path / "other")
+    other.address = copied.address
+    other.spawn()
+    assert other.wait() == 1
+    # gRPC's C library may have its say before.
+    assert other.errors[-1].startswith(f"seqdedupe: listen = {copied.address!r}: cannot listen there")
+    file = tmp_path / "file"
+    file.write_text("")
+    third = Sidecar(tmp_path / "third", data_directory=file / "data")
+    third.spawn()
+    assert third.wait() == 1
+    assert "Traceback" not in "".join(third.errors)

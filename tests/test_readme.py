@@ -1,0 +1,78 @@
+"""What the README says is tried: its commands and its program, against a real sidecar."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sidecar import Sidecar
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMAND = Path(sys.executable).parent / "seqdedupe"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_program_publishes_and_reads_back(sidecar: Sidecar) -> None:
+    (program,) = blocks("python")
+    assert "127.0.0.1:6660" in program
+    program = program.replace("127.0.0.1:6660", sidecar.address)
+    for first in (0, 100):
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.count("NOT_DUP") == 100
+        assert f"{first + 99} order-service {first + 99} b'order {first + 99}'" in ran.stdout
+
+
+def test_the_commands_do_what_they_are_shown_for(sidecar: Sidecar, tmp_path: Path) -> None:
+    shown = [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ seqdedupe")]
+    commands = [shlex.split(line.partition("#")[0]) for line in shown]
+    assert [command[1] for command in commands] == ["serve", "publish", "read", "topics"]
+    (tmp_path / "events.csv").write_text("id,what\n" + "".join(f"{i},event {i}\n" for i in range(5)))
+    environment = os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address}
+    output = []
+    for command in commands[1:]:
+        given = [COMMAND, *command[1:]]
+        ran = subprocess.run(
+            given,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        output.append(ran.stdout)
+    assert output[1].splitlines() == ["0,event 0", "1,event 1", "2,event 2"]
+    assert "events" in output[2]
+
+
+def test_the_sidecar_starts_as_shown(tmp_path: Path) -> None:
+    """`seqdedupe serve` with the flags of the README, but for the address."""
+    command = [COMMAND, "serve", "--data-directory", "./data", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if '"serving"' in line:
+                break
+        else:
+            pytest.fail("it never served")
+        process.terminate()
+        process.stderr.read()
+        assert process.wait(30) == 0
+    assert (tmp_path / "data" / "store").is_dir()
+
+
+def test_every_file_that_the_readme_points_to_is_there() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    assert len(links) > 5
+    assert missing == []
