@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +68,13 @@ class Topics:
         for incarnation in self._logs.incarnations():
             if incarnation not in known:
                 await self._orphan(incarnation, rebuild_store)
-        for record in self._store.topics():
-            if record.state is TopicState.DELETING:
+        records = self._store.topics()
+        of_name = Counter(record.name for record in records)
+        for record in records:
+            # A creation that failed, and could not be undone then, may have been followed by one that did not.
+            failed = record.state is TopicState.CREATING and of_name[record.name] > 1
+            if failed or record.state is TopicState.DELETING:
+                of_name[record.name] -= 1
                 await self._finish_delete(record)
             else:
                 await self._open_topic(record)

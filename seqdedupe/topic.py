@@ -174,10 +174,13 @@ class Topic:
     @property
     def last_position(self) -> Position:
         """The position of the last confirmed message."""
-        index = self.confirmed_index - 1
-        if index < 0:
+        return self.position_before(self.confirmed_index)
+
+    def position_before(self, index: int) -> Position:
+        """The position after which reading begins at this index."""
+        if index == 0:
             return Position.start(self.log.incarnation)
-        return Position(self.log.incarnation, self.log.message_id(index), index)
+        return Position(self.log.incarnation, self.log.message_id(index - 1), index - 1)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

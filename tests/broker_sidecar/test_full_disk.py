@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -180,9 +181,12 @@ def test_the_whole_disk_is_full(
     assert producer.send(5) is not None
     until_it_stays_read_only(client, producer)
     check_full(client, producer)
+    for _ in range(3):
+        assert refused(lambda: client.open("new", "p")).code.name == "UNAVAILABLE"
     ballast.unlink()
     wait_until_serving(client, "t")
     assert producer.send(5) is None
+    until_made(client, "new")
     ballast = fill(disk)
     producer.send(5)
     sidecar.kill()
@@ -196,4 +200,22 @@ def test_the_whole_disk_is_full(
     assert client.rows("t") == [("p", i) for i in range(producer.stored)]
     assert producer.send(5) is None
     assert client.rows("t") == [("p", i) for i in range(producer.stored)]
+    # What was begun and could not be undone while the disk was full has left nothing behind.
+    topics = client.admin.ListTopics(admin_pb2.ListTopicsRequest()).topics
+    assert {int(folder.name) for folder in (disk / "data" / "logs").iterdir()} == {one.incarnation for one in topics}
+    assert [one.name.rpartition("/")[2] for one in topics] == ["new", "t"]
     client.close()
+
+
+def until_made(client: Client, topic: str) -> None:
+    """The store opens itself again when it is asked to."""
+    until = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            client.open(topic, "p")
+        except grpc.RpcError as e:
+            assert e.code() == grpc.StatusCode.UNAVAILABLE  # noqa: PT017
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        else:
+            return

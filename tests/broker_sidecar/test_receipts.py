@@ -267,20 +267,6 @@ def test_frame_numbers_are_repeated_whatever_they_are(client: Client, topic: str
         assert verdicts(stream.answer(number), 1) == [NOT_DUP]  # type: ignore[arg-type]
 
 
-def test_many_old_rows_come_back_in_messages_that_a_default_client_takes(client: Client, topic: str) -> None:
-    """Dups carry message IDs, 29 bytes a row: several answers must not grow into one that gRPC refuses."""
-    epochs = client.epochs(topic, "p")
-    ids = range(MAX_BATCH_ROWS)
-    content = batch([("p", i) for i in ids], epochs, payloads=[b""] * MAX_BATCH_ROWS)
-    stream = client.stream(topic)
-    stream.receipt(content)
-    frames = [stream.send(content) for _ in range(8)]
-    for frame in frames:
-        answer = stream.answer(frame)
-        assert len(answer.verdicts) == len(answer.known_indexes) == MAX_BATCH_ROWS  # type: ignore[union-attr]
-    stream.end()
-
-
 def test_message_ids_of_dups_are_known_for_the_last_65536(client: Client, topic: str) -> None:
     epochs = client.epochs(topic, "p", "q")
     stream = client.stream(topic)
