@@ -47,7 +47,7 @@ def test_publish_resend_and_read(sidecar: Sidecar) -> None:
     assert other.dups == 10
     assert [i for _, _, i, _ in client.read()] == list(range(130))
     # The first one has been fenced by that, and says so instead of fighting.
-    with pytest.raises(Exception, match="FENCED"):
+    with pytest.raises(Exception, match="opened by another session"):
         client.publish(messages(130, 1))
 
 

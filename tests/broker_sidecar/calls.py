@@ -102,6 +102,10 @@ class Stream:
         self._requests.put(frame_bytes(number, content, topic))
         return number
 
+    def send_raw(self, data: bytes) -> None:
+        """Sends any bytes as a message of the stream."""
+        self._requests.put(data)
+
     def answer(self, frame: int) -> Answer:
         """The answer to a frame, waited for. Raises grpc.RpcError when the stream breaks."""
         while not self._answers.get(frame):

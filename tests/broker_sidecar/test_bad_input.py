@@ -341,11 +341,9 @@ def test_highest_id_and_longest_name_are_accepted(client: Client, topic: str) ->
     assert client.open(topic, name).persisted == [2**63 - 1]
 
 
-def stream_status(client: Client, topic: str, data: bytes | None = None) -> Refused:
-    """The status with which a stream ends that begins like this."""
+def stream_status(client: Client, topic: str) -> Refused:
+    """The status with which a stream to that topic ends."""
     stream = client.stream(topic)
-    if data is not None:
-        stream._requests.put(data)
     return refused(lambda: stream.answer(1))
 
 
@@ -413,8 +411,7 @@ def test_random_bytes_as_frames_and_batches(scene: Scene) -> None:
         stream.answer(stream.send(bytes(bent)))
     for _ in range(20):
         broken = client.stream(topic)
-        broken._requests.put(rng.randbytes(rng.randrange(1, 60)))
-        broken._requests.put(None)
+        broken.send_raw(rng.randbytes(rng.randrange(1, 60)))
         with suppress(grpc.RpcError):
             broken.end()
         assert broken.call.code() not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)

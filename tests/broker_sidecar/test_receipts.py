@@ -219,7 +219,7 @@ def test_unary_call_is_refused_when_the_queue_is_full_and_streams_wait(client: C
                 stream.send(batch([(name, i)], epochs, payloads=[payload]))
                 for i in range(10)
             ]  # fmt: skip
-        wait_until(lambda: is_full(client, topic, small), "a full queue")
+        wait_until(lambda: is_full(client, topic), "a full queue")
         answer = refused(lambda: client.publish_unary(topic, small))
         assert (answer.reason, answer.code) == ("QUEUE_FULL", grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert answer.retry_delay_ms > 0
@@ -236,14 +236,9 @@ def test_unary_call_is_refused_when_the_queue_is_full_and_streams_wait(client: C
     assert client.end_index(topic) == 51
 
 
-def is_full(client: Client, topic: str, content: publish_pb2.PublishRequest) -> bool:
-    try:
-        client.channel.unary_unary("/seqdedupe.v1.PublishService/Publish")(
-            publish_pb2.PublishRequest(topic=topic, batch=content).SerializeToString(), timeout=0.3
-        )
-    except grpc.RpcError as e:
-        return e.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    return False
+def is_full(client: Client, topic: str) -> bool:
+    """Asks with what is refused in any case: the queue is looked at first."""
+    return refused(lambda: client.publish_unary(topic, batch([("small", 0)], {"small": 2**60}))).reason == "QUEUE_FULL"
 
 
 def test_receipts_of_one_commit_come_together_and_answers_in_any_order(client: Client, gate: Gate, topic: str) -> None:
@@ -265,6 +260,17 @@ def test_frame_numbers_are_repeated_whatever_they_are(client: Client, topic: str
     for i, number in enumerate((1, 0, 2**64 - 1, 1)):
         stream.send(batch([("p", i)], epochs), frame=number)
         assert verdicts(stream.answer(number), 1) == [NOT_DUP]  # type: ignore[arg-type]
+
+
+def test_the_first_message_of_a_stream_may_be_a_frame(client: Client, topic: str) -> None:
+    epochs = client.epochs(topic, "p")
+    requests = [
+        publish_pb2.PublishStreamRequest(topic=topic, frame=1, batch=batch([("p", 0)], epochs)),
+        publish_pb2.PublishStreamRequest(frame=2, batch=batch([("p", 1)], epochs)),
+    ]
+    answers = list(client.publish.PublishStream(iter(requests), timeout=WAIT_SECONDS))
+    assert [receipt.frame for answer in answers for receipt in answer.receipts] == [1, 2]
+    assert client.rows(topic) == [("p", 0), ("p", 1)]
 
 
 def test_message_ids_of_dups_are_known_for_the_last_65536(client: Client, topic: str) -> None:

@@ -105,9 +105,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Sidecar], object]]] = {
     ),
     "an empty log": ("LOG_DAMAGED", lambda s: segment_of(s).write_bytes(b"")),
     "no segment file": ("LOG_DAMAGED", lambda s: segment_of(s).unlink()),
-    "no folder of a log": ("LOG_DAMAGED", lambda s: shutil.rmtree(segment_of(s).parent)),
     "the store's own file": ("STORE_DAMAGED", lambda s: flip(s.data / "store" / "DURABLE", 20)),
-    "no own file of the store": ("STORE_DAMAGED", lambda s: (s.data / "store" / "DURABLE").unlink()),
     "no CURRENT in the store": ("STORE_DAMAGED", lambda s: (s.data / "store" / "CURRENT").unlink()),
     "no write-ahead log in the store": ("STORE_DAMAGED", lambda s: newest(s.data / "store", "*.log").unlink()),
     "a byte in the store's write-ahead log": (

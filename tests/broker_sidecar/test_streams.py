@@ -1,6 +1,5 @@
 """Clients that do not read, read slowly, or go away: bounded memory, and nobody else notices."""
 
-import itertools
 import time
 
 import grpc
@@ -9,7 +8,7 @@ import pytest
 
 from seqdedupe.names import MAX_BATCH_ROWS
 from seqdedupe.v1 import read_pb2
-from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, encoded, verdicts
+from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, encoded, names_of, verdicts
 from tests.sidecar import Sidecar
 
 MIB = 1024 * 1024
@@ -125,16 +124,11 @@ def test_a_client_that_goes_away_leaves_its_frames_and_no_debt(client: Client, s
         client.publish_unary(topic, batch(rest, epochs))
     found: dict[str, list[int]] = {name: [] for name in names}
     for record in client.records(topic):
-        for name, i in zip(owners(record), record.batch.sequence_ids, strict=True):
-            found[name].append(i)
+        listed = names_of(record.batch)
+        owners = record.batch.producer_indexes or [0] * record.rows
+        for p, i in zip(owners, record.batch.sequence_ids, strict=True):
+            found[listed[p]].append(i)
     assert found == {name: [0, 1, 2, 3] for name in names}
-
-
-def owners(record: object) -> list[str]:
-    stored = record.batch  # type: ignore[attr-defined]
-    ends = itertools.pairwise(stored.producer_name_offsets)
-    names = [stored.producer_names[start:end].decode() for start, end in ends]
-    return [names[p] for p in stored.producer_indexes or [0] * len(stored.sequence_ids)]
 
 
 def test_a_stream_without_a_word_and_one_that_only_names_its_topic(client: Client, topic: str) -> None:
