@@ -39,6 +39,8 @@ _TAIL = struct.Struct("<BqBq")
 
 _FRAME_BYTES = 9
 """`PublishStreamRequest.frame` with its tag."""
+_FRAME_TAG = bytes((2 << 3 | 1,))
+_BATCH_TAG = bytes((15 << 3 | 2,))
 
 
 def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
@@ -64,13 +66,13 @@ def receipt_message(topic: Topic, receipt: Receipt) -> Any:
     if receipt.first_index >= 0:
         _set_id(message.first_message_id, topic.log.message_id(receipt.first_index))
     if len(receipt.known_rows):
-        ids = [topic.log.message_id(index) for index in receipt.known_indexes.tolist()]
+        ledgers, entries, batch_indexes = topic.log.message_ids(receipt.known_indexes)
         message.known_rows = receipt.known_rows.astype(np.uint32).tobytes()
         message.known_indexes = receipt.known_indexes.tobytes()
-        message.known_ledger_ids = np.array([i.ledger_id for i in ids], np.int64).tobytes()
-        message.known_entry_ids = np.array([i.entry_id for i in ids], np.int64).tobytes()
-        if any(i.batch_index != -1 for i in ids):
-            message.known_batch_indexes = np.array([i.batch_index for i in ids], np.int32).tobytes()
+        message.known_ledger_ids = ledgers.tobytes()
+        message.known_entry_ids = entries.tobytes()
+        if (batch_indexes != -1).any():
+            message.known_batch_indexes = batch_indexes.tobytes()
     return message
 
 
@@ -226,15 +228,15 @@ class PublishService:
         first = await context.read()
         if first is grpc.aio.EOF:
             return
-        request = _parse_frame(first)
-        topic = self._topics.get(request.topic)
+        name, frame, batch = _parse_frame(first)
+        topic = self._topics.get(name)
         stream = _Stream(topic)
         writer = asyncio.ensure_future(_write_answers(context, stream))
         # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
         writer.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            if request.batch or request.frame:
-                stream.admit(request.frame, request.batch)
+            if batch or frame:
+                stream.admit(frame, batch)
             while True:
                 await stream.room.wait()
                 if not topic.has_room():
@@ -242,10 +244,10 @@ class PublishService:
                 data = await context.read()
                 if data is grpc.aio.EOF:
                     break
-                request = _parse_frame(data)
-                if request.topic and request.topic != topic.name and self._topics.get(request.topic) is not topic:
+                name, frame, batch = _parse_frame(data)
+                if name and name != topic.name and self._topics.get(name) is not topic:
                     raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
-                stream.admit(request.frame, request.batch)
+                stream.admit(frame, batch)
             stream.end()
             await writer
         except asyncio.CancelledError:
@@ -279,8 +281,15 @@ def _parse_publish(alias: Any, published: Any, data: bytes) -> Any:
     return request
 
 
-def _parse_frame(data: bytes) -> Any:
-    return _parse_publish(wire.PublishStreamRequest, publish_pb2.PublishStreamRequest, data)
+def _parse_frame(data: bytes) -> tuple[str, int, bytes]:
+    """Topic, number and batch of a message of the stream. Raises MALFORMED_MESSAGE."""
+    # What all but the first message look like: number, then the batch to the end. Half the cost of parsing it.
+    if data[:1] == _FRAME_TAG and data[_FRAME_BYTES : _FRAME_BYTES + 1] == _BATCH_TAG:
+        size, at = wire.read_varint(data, _FRAME_BYTES + 1)
+        if at + size == len(data):
+            return "", int.from_bytes(data[1:_FRAME_BYTES], "little"), data[at:]
+    request = _parse_publish(wire.PublishStreamRequest, publish_pb2.PublishStreamRequest, data)
+    return request.topic, request.frame, request.batch
 
 
 def _field_bytes(size: int) -> int:

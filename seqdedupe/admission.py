@@ -72,14 +72,8 @@ class Frame:
     view: Uint8s
     places: Int64s
     slots: Int64s
-
-    @property
-    def rows(self) -> int:
-        return int(self.places[ROWS])
-
-    @property
-    def column_bytes(self) -> int:
-        return int(self.places[COLUMNS_END])
+    rows: int
+    column_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +103,23 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
     if wrong != layout.CANONICAL:
         why = _WRONG.get(wrong, "its fields do not fit together").format(bad=places[BAD])
         raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
-    for offsets, values in ((PROPERTY_NAME_OFFSETS, PROPERTY_NAMES), (PROPERTY_VALUE_OFFSETS, PROPERTY_VALUES)):
-        if places[2 * values + 1] and not _is_text(view, places, offsets, values):
-            raise error("INVALID_BATCH", "the batch is not valid: the names and values of properties are not all UTF-8")
-    names = encoded[places[2 * NAME_OFFSETS] : places[2 * NAMES] + places[2 * NAMES + 1]]
+    # Plain numbers: each look into an array of numpy costs as much as ten into a list.
+    at: list[int] = places.tolist()
+    if at[2 * PROPERTY_NAMES + 1] or at[2 * PROPERTY_VALUES + 1]:
+        _check_properties(view, places)
+    names = encoded[at[2 * NAME_OFFSETS] : at[2 * NAMES] + at[2 * NAMES + 1]]
     if names != cache.names:
         known = producers.known(encoded, places)
         if known is None:
             raise _wrong_names(view, places, producers)
         cache.names, cache.numbers = names, known
-    return Frame(encoded, view, places, cache.numbers)
+    return Frame(encoded, view, places, cache.numbers, at[ROWS], at[COLUMNS_END])
+
+
+def _check_properties(view: Uint8s, places: Int64s) -> None:
+    for offsets, values in ((PROPERTY_NAME_OFFSETS, PROPERTY_NAMES), (PROPERTY_VALUE_OFFSETS, PROPERTY_VALUES)):
+        if places[2 * values + 1] and not _is_text(view, places, offsets, values):
+            raise error("INVALID_BATCH", "the batch is not valid: the names and values of properties are not all UTF-8")
 
 
 def _is_text(view: Uint8s, places: Int64s, offsets: int, values: int) -> bool:
@@ -216,13 +217,13 @@ def _is_stale(producer: ProducerNumbers) -> bool:
 def cut(frame: Frame, verdicts: Uint8s) -> Frame:
     """The part of a frame that is new, as a frame of its own."""
     rows = np.flatnonzero(verdicts == NOT_DUP)
-    encoded = batches.decode(frame.encoded).take(rows).encode()
+    whole = batches.decode(frame.encoded)
+    encoded = whole.take(rows).encode()
     view = np.frombuffer(encoded, np.uint8)
     places = np.empty(PLACES, np.int64)
     if layout.layout(view, 0, len(encoded), places) != layout.CANONICAL:
         raise error("INTERNAL", "a batch that was cut is not canonical")
     slots = frame.slots
     if len(slots) > 1:
-        indexes = batches.decode(frame.encoded).producer_indexes
-        slots = np.ascontiguousarray(slots[np.unique(indexes[rows])])
-    return Frame(encoded, view, places, slots)
+        slots = np.ascontiguousarray(slots[np.unique(whole.producer_indexes[rows])])
+    return Frame(encoded, view, places, slots, int(places[ROWS]), int(places[COLUMNS_END]))

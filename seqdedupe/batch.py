@@ -149,24 +149,17 @@ class Batch:
 
     def take(self, rows: Int64s) -> "Batch":
         """The batch of these rows, which rise. A producer's link becomes its row before the first one kept."""
-        alone = len(self.epochs) == 1
-        indexes = self.producer_indexes if len(self.producer_indexes) else np.zeros(len(self), np.int32)
-        kept, first_kept, new_indexes = np.unique(indexes[rows], return_index=True, return_inverse=True)
-        links = self.previous_sequence_ids[kept].copy()
-        for place, producer in enumerate(kept):
-            before = np.flatnonzero(indexes[: rows[first_kept[place]]] == producer)
-            if len(before):
-                links[place] = self.sequence_ids[before[-1]]
+        names, epochs, links, indexes = self._take_producers(rows)
         property_offsets, picked = NO_INT32S, NO_INT64S
         if len(self.property_offsets):
             starts, ends = self.property_offsets[:-1][rows], self.property_offsets[1:][rows]
             property_offsets = np.concatenate(([0], np.cumsum(ends - starts))).astype(np.int32)
             picked = np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)]).astype(np.int64)
         return Batch(
-            producer_names=self.producer_names if alone else self.producer_names.take(kept.astype(np.int64)),
-            epochs=self.epochs[kept],
+            producer_names=names,
+            epochs=epochs,
             previous_sequence_ids=links,
-            producer_indexes=new_indexes.astype(np.int32) if len(kept) > 1 else NO_INT32S,
+            producer_indexes=indexes,
             sequence_ids=self.sequence_ids[rows],
             event_times_ms=self.event_times_ms[rows] if len(self.event_times_ms) else NO_INT64S,
             keys=self.keys.take(rows),
@@ -175,6 +168,22 @@ class Batch:
             property_values=self.property_values.take(picked) if len(picked) else Binary(),
             payloads=self.payloads.take(rows),
         )
+
+    def _take_producers(self, rows: Int64s) -> tuple[Binary, Int64s, Int64s, Int32s]:
+        """The columns of producers for these rows."""
+        if len(self.epochs) == 1:
+            first = rows[0]
+            links = self.sequence_ids[first - 1 : first] if first else self.previous_sequence_ids
+            return self.producer_names, self.epochs, links, NO_INT32S
+        indexes = self.producer_indexes
+        kept, first_kept, new_indexes = np.unique(indexes[rows], return_index=True, return_inverse=True)
+        links = self.previous_sequence_ids[kept].copy()
+        for place, producer in enumerate(kept):
+            before = np.flatnonzero(indexes[: rows[first_kept[place]]] == producer)
+            if len(before):
+                links[place] = self.sequence_ids[before[-1]]
+        column = new_indexes.astype(np.int32) if len(kept) > 1 else NO_INT32S
+        return self.producer_names.take(kept.astype(np.int64)), self.epochs[kept], links, column
 
 
 def _array(column: bytes, kind: type[np.generic]) -> Any:

@@ -4,6 +4,7 @@ At start the reading begins at the snapshot's position; after an append with an 
 message. Both are this procedure.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,12 +57,24 @@ class _Replay:
 
     async def run(self) -> None:
         """Reads up to the end there is."""
+        chunks = self._log.replay(self.next_index)
+
+        async def read() -> bytes | None:
+            return await anext(chunks, None)
+
+        following = asyncio.ensure_future(read())
         first = True
-        async for chunk in self._log.replay(self.next_index):
-            if first and len(chunk):
-                self._check_start(chunk)
-                first = False
-            self._chunk(chunk)
+        try:
+            while (chunk := await following) is not None:
+                following = asyncio.ensure_future(read())
+                # So that the next chunk is read, in a thread, while this one is merged.
+                await asyncio.sleep(0)
+                if first and chunk:
+                    self._check_start(chunk)
+                    first = False
+                self._chunk(chunk)
+        finally:
+            following.cancel()
 
     def _check_start(self, chunk: bytes) -> None:
         # The first record may begin before the index asked for: a batch is stored whole.

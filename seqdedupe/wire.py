@@ -73,6 +73,16 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The varint at this place and where it ends; (-1, at) if there is none of at most five bytes."""
+    value = 0
+    for i, byte in enumerate(data[at : at + 5]):
+        value |= (byte & 0x7F) << (7 * i)
+        if byte < 0x80:
+            return value, at + i + 1
+    return -1, at
+
+
 def length_delimited(field: int, value: bytes | memoryview) -> list[bytes | memoryview]:
     """The parts of an encoded `bytes` or message field, to be joined; none if it is empty."""
     return [varint(field << 3 | 2) + varint(len(value)), value] if len(value) else []

@@ -15,7 +15,8 @@ START_TIMEOUT_SECONDS = 60.0
 class Sidecar:
     """A sidecar on a free port of 127.0.0.1; the port stays the same over restarts.
 
-    `keys` are keys of the configuration; `module` is what is run. `log` holds what it has logged, as parsed JSON lines, over all starts.
+    `keys` are keys of the configuration; `module` is what is run. `log` holds what it has logged, as parsed JSON lines,
+    over all starts.
     """
 
     def __init__(self, folder: Path, *, module: str = "broker_sidecar", **keys: object) -> None:

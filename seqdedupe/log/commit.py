@@ -7,6 +7,7 @@ tells the event loop topic by topic. What arrives meanwhile is the next group.
 import asyncio
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,15 @@ from typing import NamedTuple
 from seqdedupe.core import records
 from seqdedupe.log.contract import Failure, Outcome
 from seqdedupe.log.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
+
+GATHER_SECONDS = 0.0003
+"""After a group of several batches the next one waits so long for more of them.
+
+Whoever sends several at once has more under way, and a sync costs two cores more than the wait costs the sender: half
+as many rows again a second, measured, with the median latency no longer. A lone batch is never kept waiting.
+"""
+GATHER_BYTES = 512 * 1024
+"""Unless the group was as large as this: then writing takes longer than the wait would save."""
 
 IOV_MAX = 1024
 """So many buffers one `writev` takes on Linux."""
@@ -115,6 +125,8 @@ class Writer:
     ) -> None:
         self.file = file
         self.on_news = on_news
+        self.has_more_coming = False
+        """Whether the last group makes it likely that waiting for more is worth it."""
         self._folder = folder
         self._incarnation = incarnation
         self._base_index = base_index
@@ -163,6 +175,7 @@ class Writer:
             return self._written(opening, 0, [], Failure.REFUSED, f"the log cannot be written: {e}")
         if points:
             self._last_point = points[-1].offset
+        self.has_more_coming = len(batches) > 1 and end - self._end < GATHER_BYTES
         self._end, self._next_index = end, next_index
         return self._written(opening, len(batches), points)
 
@@ -286,6 +299,7 @@ class Committer:
         self._loop = asyncio.get_running_loop()
         self._news: deque[Written | Closing] = deque()
         self._announced = False
+        self._gathers = False
         self._thread = threading.Thread(target=self._run, name="seqdedupe-commit", daemon=True)
         self._thread.start()
 
@@ -299,6 +313,8 @@ class Committer:
         try:
             while not ended:
                 work = [self.queue.get()]
+                if self._gathers:
+                    time.sleep(GATHER_SECONDS)
                 work += [self.queue.get() for _ in range(self.queue.qsize())]
                 ended = None in work
                 self._round([item for item in work if item is not None])
@@ -320,6 +336,7 @@ class Committer:
                 continue
             if news is not None:
                 written.append(news)
+        self._gathers = any(news.opening.writer.has_more_coming for news in written)
         for news in written:
             try:
                 news.opening.writer.sync()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.message_id import MessageId
 
 
@@ -99,6 +100,9 @@ class Log(Protocol):
 
     def message_id(self, index: int) -> MessageId:
         """The message ID at an index."""
+
+    def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        """The message IDs at many indexes, as columns: ledgers, entries, batch indexes."""
 
     def trim(self, below_index: int) -> None:
         """Retention may go on: everything below this index is covered by a durable snapshot."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.commit import Closing, Committer, Opening, Writer, Written, sync_folder
 from seqdedupe.log.contract import Outcome
@@ -171,6 +172,9 @@ class EmbeddedLog:
 
     def message_id(self, index: int) -> MessageId:
         return MessageId(self.incarnation, index)
+
+    def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        return np.full(len(indexes), self.incarnation), indexes, np.full(len(indexes), -1, np.int32)
 
     # Writing.
 

@@ -11,10 +11,12 @@ What was stored is read back with the published schema alone, not with the code 
 import asyncio
 from abc import ABC, abstractmethod
 
+import numpy as np
 import pytest
 
 from seqdedupe.errors import PositionError, UnavailableError
 from seqdedupe.log.contract import Failure, Log, Outcome
+from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.log.batches import encoded_batch
 
@@ -361,6 +363,10 @@ class LogConformance:
         log = await harness.open()
         ids = [log.message_id(i) for i in range(100)]
         assert ids == sorted(set(ids))
+        asked = np.array([0, 99, 5, 5], np.int64)
+        assert [MessageId(*map(int, one)) for one in zip(*log.message_ids(asked), strict=True)] == [
+            ids[i] for i in asked
+        ]
         await log.close()
 
     async def test_trimming_keeps_what_it_is_told_to(self, harness: LogHarness) -> None:

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 
+from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.core import records
 from seqdedupe.core.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.errors import error
@@ -303,6 +304,9 @@ class FaultyLog:
 
     def message_id(self, index: int) -> MessageId:
         return MessageId(self.incarnation, index)
+
+    def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        return np.full(len(indexes), self.incarnation), indexes, np.full(len(indexes), -1, np.int32)
 
     def trim(self, below_index: int) -> None:
         self.trimmed_below = max(self.trimmed_below, below_index)
