@@ -1,6 +1,5 @@
 """Pages of a topic for readers: where to start, how far to go, batches cut at both ends."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -132,18 +131,11 @@ async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> Asyn
     Ends early when the topic closes.
     """
     here = from_index
-    following: asyncio.Task[Page] | None = None
-    try:
-        while stop_index is None or here < stop_index:
-            await topic.wait_for_message(here)
-            end = topic.confirmed_index if stop_index is None else min(stop_index, topic.confirmed_index)
-            if end <= here:
-                return
-            page = await (following or read_page(topic, here, end, PAGE_BYTES))
-            here = page.next_index
-            # The next page is read while this one is on its way.
-            following = asyncio.ensure_future(read_page(topic, here, end, PAGE_BYTES)) if here < end else None
-            yield page
-    finally:
-        if following is not None:
-            following.cancel()
+    while stop_index is None or here < stop_index:
+        await topic.wait_for_message(here)
+        end = topic.confirmed_index if stop_index is None else min(stop_index, topic.confirmed_index)
+        if end <= here:
+            return
+        page = await read_page(topic, here, end, PAGE_BYTES)
+        yield page
+        here = page.next_index

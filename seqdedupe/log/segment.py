@@ -3,6 +3,7 @@
 import os
 import threading
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,9 @@ START, END, BASE, COUNT, TIME_MS, SYNCED = range(len(_COLUMNS))
 
 _scratch = threading.local()
 
+Read = Callable[[int, int, int], "bytes | memoryview"]
+"""`os.pread`, or like it: file, size, offset."""
+
 
 class Point(NamedTuple):
     """Where a record begins."""
@@ -53,7 +57,7 @@ class Piece:
     offset: int
     """Where `raw` begins in the file."""
 
-    raw: bytes
+    raw: bytes | memoryview
     table: np.ndarray
     """A row for each record: START and END within `raw`, BASE (index), COUNT (rows), TIME_MS, SYNCED."""
 
@@ -74,7 +78,7 @@ class Piece:
 
 
 def scan_bytes(
-    raw: bytes, incarnation: int, offset: int, next_index: int, payloads_from: int | None
+    raw: bytes | memoryview, incarnation: int, offset: int, next_index: int, payloads_from: int | None
 ) -> tuple[np.ndarray, int, int]:
     """The records of a buffer as a piece's table, how many bytes they take, and why there are no more."""
     if not hasattr(_scratch, "table"):
@@ -112,13 +116,14 @@ def read_piece(
     *,
     size: int = CHUNK_BYTES,
     payloads_from: int | None = None,
+    read: Read = os.pread,
 ) -> Piece:
     """The records from an offset of an open file on: about `size` bytes of them, at least one, none behind `end`.
 
     `next_index` is the index that the first one must have, -1 to believe it. Payloads are checked where they are
     those of this index and later ones.
     """
-    raw = os.pread(file, min(size, end - offset), offset)
+    raw = read(file, min(size, end - offset), offset)
     table, taken, why = scan_bytes(raw, incarnation, offset, next_index, payloads_from)
     if why == records.INCOMPLETE and offset + len(raw) < end:
         if taken:
@@ -126,8 +131,26 @@ def read_piece(
         elif len(raw) >= MAX_RECORD_BYTES:
             why = records.DAMAGED
         elif size < CHUNK_BYTES:
-            return read_piece(file, incarnation, offset, end, next_index, payloads_from=payloads_from)
+            return read_piece(file, incarnation, offset, end, next_index, payloads_from=payloads_from, read=read)
     return Piece(offset, raw, table, taken, why)
+
+
+class NotInMemoryError(OSError):
+    """What was asked for has to come from the disk."""
+
+
+def read_from_memory(file: int, size: int, offset: int) -> memoryview:
+    """Like `os.pread`, but only what the system holds in memory, so that it never waits for the disk.
+
+    Raises NotInMemoryError, also where the system or the file's file system cannot tell.
+    """
+    buffer = memoryview(bytearray(size))
+    try:
+        if os.preadv(file, [buffer], offset, os.RWF_NOWAIT) == size:
+            return buffer
+    except (AttributeError, OSError) as e:
+        raise NotInMemoryError from e
+    raise NotInMemoryError
 
 
 def damaged(path: Path, offset: int, what: str, why: int = records.DAMAGED) -> SeqdedupeError:
@@ -162,15 +185,21 @@ class Segment:
         self.indexed_end = 0
         """Up to here the file was scanned and `points` are complete."""
 
-    def read(self, offset: int, end: int, next_index: int, size: int, payloads_from: int | None) -> Piece:
+    def read(
+        self, offset: int, end: int, next_index: int, size: int, payloads_from: int | None, read: Read = os.pread
+    ) -> Piece:
         """`read_piece` of this file, for use in any thread. It ends before damage.
 
         Raises LOG_DAMAGED or NEWER_FORMAT if the first record cannot be read, FileNotFoundError if retention
-        was faster.
+        was faster, NotInMemoryError if `read` does.
         """
         file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            piece = read_piece(file, self.incarnation, offset, end, next_index, size=size, payloads_from=payloads_from)
+            piece = read_piece(
+                file, self.incarnation, offset, end, next_index, size=size, payloads_from=payloads_from, read=read
+            )
+        except NotInMemoryError:
+            raise
         except OSError as e:
             raise damaged(self.path, offset, f"it cannot be read: {e}") from e
         finally:

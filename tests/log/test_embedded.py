@@ -467,3 +467,45 @@ async def test_creating_and_deleting_can_be_done_again(make_logs: MakeLogs, tmp_
         await logs.delete(9)
         await logs.delete(3)
         assert logs.incarnations() == [5]
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "on_the_loop"), [("all", True), ("a part", False), ("nothing", False), ("unknown", False)]
+)
+async def test_only_what_is_in_memory_is_read_on_the_event_loop(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, in_memory: str, on_the_loop: bool
+) -> None:
+    logs = make_logs()
+    await logs.create(INCARNATION)
+    log = await logs.open(INCARNATION, 0)
+    owner = await Owner(log, 1).open()
+    for i in range(5):
+        owner.append(i, 3, 100)
+    await owner.until_stored(5)
+    readers: list[threading.Thread] = []
+    really = os.pread
+
+    def preadv(file: int, buffers: list[memoryview], offset: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT
+        if in_memory == "nothing":
+            raise BlockingIOError(errno.EAGAIN, "it would have to wait for the disk")
+        if in_memory == "unknown":
+            raise OSError(errno.EOPNOTSUPP, "this file system cannot tell")
+        size = len(buffers[0]) if in_memory == "all" else len(buffers[0]) // 2
+        buffers[0][:size] = really(file, size, offset)
+        readers.append(threading.current_thread())
+        return size
+
+    def pread(file: int, size: int, offset: int) -> bytes:
+        readers.append(threading.current_thread())
+        return really(file, size, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr("seqdedupe.log.segment.Segment.read.__defaults__", (pread,))
+    at = 0
+    while at < 15:
+        for record in parsed(await log.read(at, 15, 1)):
+            assert record.base_index == at
+            at += record.rows
+    assert (readers[-1] is threading.current_thread()) == on_the_loop
+    await log.close()

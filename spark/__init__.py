@@ -1,0 +1,1 @@
+"""The place of the Spark reader jobs, which are still to come."""
