@@ -55,9 +55,9 @@ class Sidecar:
     async def listen(self) -> None:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
         await self._health.set("", NOT_SERVING)
-        self._topics = Topics(self._config, self._topic_changed)
+        self._topics = Topics(self._config, self._topic_changed, rebuild_store=self._rebuild_store)
         try:
-            await self._topics.open_all(self._rebuild_store)
+            await self._topics.open_all()
             await self._listen()
         except BaseException:
             await self._topics.close()

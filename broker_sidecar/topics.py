@@ -12,6 +12,7 @@ from pathlib import Path
 
 from broker_sidecar.config import Config
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.commit import sync_folder
 from seqdedupe.log.embedded import EmbeddedLogs
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
@@ -31,6 +32,14 @@ def _clock_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
+
+
 def _fatal(why: str) -> None:
     # At once: whatever would still run could acknowledge what is not on the disk.
     logger.critical("the sidecar ends: %s", why)
@@ -41,12 +50,16 @@ def _fatal(why: str) -> None:
 class Topics:
     """The live topics by full name. `on_state` is told when a topic's state changes or it goes."""
 
-    def __init__(self, config: Config, on_state: Callable[[str, State | None], None]) -> None:
+    def __init__(
+        self, config: Config, on_state: Callable[[str, State | None], None], *, rebuild_store: bool = False
+    ) -> None:
         self._config = config
         self._on_state = on_state
         self._live: dict[str, Topic] = {}
         self._records: dict[str, TopicRecord] = {}
         self._creating: dict[str, asyncio.Task[Topic]] = {}
+        self._changing_record = asyncio.Lock()
+        self._rebuild_store = rebuild_store
         self._data = data = Path(config.data_directory)
         size = config.default_retention_size_in_mb
         minutes = config.default_retention_time_in_minutes
@@ -62,12 +75,12 @@ class Topics:
 
     # -- start and end -----------------------------------------------------------------------------------------
 
-    async def open_all(self, rebuild_store: bool) -> None:
+    async def open_all(self) -> None:
         """Opens the store and every log. Raises `DamagedError`: the sidecar must not serve then."""
         known = {record.incarnation for record in self._store.topics()}
         for incarnation in self._logs.incarnations():
             if incarnation not in known:
-                await self._orphan(incarnation, rebuild_store)
+                await self._orphan(incarnation)
         records = self._store.topics()
         of_name = Counter(record.name for record in records)
         for record in records:
@@ -85,11 +98,14 @@ class Topics:
         A topic whose log cannot be written now goes on trying by itself, beside this.
         """
         await asyncio.gather(*(topic.recover() for topic in self._live.values()))
+        if self._rebuild_store:
+            # So that the next start needs no rebuilding.
+            await asyncio.gather(*(topic.snapshot_in_background() for topic in self._live.values()))
 
-    async def _orphan(self, incarnation: int, rebuild_store: bool) -> None:
+    async def _orphan(self, incarnation: int) -> None:
         name_file = self._name_file(incarnation)
         name = topic_name(name_file.read_text()) if name_file.exists() else f"rebuilt-{incarnation}"
-        if not rebuild_store:
+        if not self._rebuild_store:
             raise error(
                 "STORE_MISSING",
                 f"there is a log of the topic {name}, of which the store knows nothing",
@@ -107,7 +123,7 @@ class Topics:
         if record.state is TopicState.CREATING:
             try:
                 await self._logs.create(record.incarnation)
-                self._name_file(record.incarnation).write_text(record.name)
+                await asyncio.to_thread(_write_synced, self._name_file(record.incarnation), record.name)
             except OSError as e:
                 raise error("LOG_REFUSED", f"the log of topic {record.name} cannot be made: {e}") from e
             record = replace(record, state=TopicState.ACTIVE)
@@ -115,6 +131,16 @@ class Topics:
         snapshots = Snapshots(self._store, record.incarnation)
         loaded = await asyncio.to_thread(snapshots.load)
         log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0)
+        if loaded is None and log.first_index > 0 and not self._rebuild_store:
+            # Retention only drops what a snapshot covers.
+            await log.close()
+            raise error(
+                "STORE_MISSING",
+                f"the log of topic {record.name} begins with index {log.first_index}, but the store has no snapshot "
+                "that covers what came before",
+                topic=record.name,
+                first_index=log.first_index,
+            )
         topic = Topic(
             record.name,
             log,
@@ -214,11 +240,11 @@ class Topics:
 
     async def delete(self, name: str) -> None:
         """Deletes a topic for good. Raises TOPIC_NOT_FOUND."""
-        topic = self.get(name)
-        record = replace(self._records[topic.name], state=TopicState.DELETING)
-        await self._store.put_topic(record)
-        if self._live.pop(topic.name, None) is None:
-            raise error("TOPIC_NOT_FOUND", f"the topic {topic.name} is being deleted already", topic=topic.name)
+        async with self._changing_record:
+            topic = self.get(name)
+            record = replace(self._records[topic.name], state=TopicState.DELETING)
+            await self._store.put_topic(record)
+            del self._live[topic.name]
         await topic.delete()
         await self._finish_delete(record)
         self._on_state(topic.name, None)
@@ -232,9 +258,10 @@ class Topics:
 
     async def set_deduplication(self, name: str, enabled: bool) -> Topic:
         """Switches a topic's deduplication; durable on return, and in force between two frames."""
-        topic = self.get(name)
-        record = replace(self._records[topic.name], deduplication_enabled=enabled)
-        await self._store.put_topic(record)
-        self._records[topic.name] = record
-        topic.deduplicate = enabled
-        return topic
+        async with self._changing_record:
+            topic = self.get(name)
+            record = replace(self._records[topic.name], deduplication_enabled=enabled)
+            await self._store.put_topic(record)
+            self._records[topic.name] = record
+            topic.deduplicate = enabled
+            return topic

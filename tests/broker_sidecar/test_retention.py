@@ -1,8 +1,12 @@
 """Retention over the wire: what a reader is told whose messages are gone."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
+import pytest
+
+from seqdedupe.store.db import Store
 from seqdedupe.v1 import admin_pb2, read_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused, verdicts
 from tests.sidecar import Sidecar
@@ -60,4 +64,27 @@ def test_a_trimmed_position_is_said_to_be_trimmed(start_sidecar: Callable[..., S
         client.topic("t")
     after = batch([("p", 2 * BATCHES)], epochs)
     assert verdicts(client.publish_unary("t", after), 1) == [NOT_DUP]
+    expected.append(2 * BATCHES)
+    # A store that has lost what covers the messages that are gone is not taken for one that never had it.
+    sidecar.kill()
+    asyncio.run(forget_snapshot(sidecar))
+    with pytest.raises(RuntimeError, match="STORE_MISSING"):
+        sidecar.start()
+    sidecar.keys["rebuild_store"] = True
+    sidecar.start()
+    assert client.topic("t").first_index == first
+    assert [i for record in client.records("t") for i in record.batch.sequence_ids] == expected
+    assert list(client.publish_unary("t", after).verdicts) == [DUP]
+    del sidecar.keys["rebuild_store"]
+    sidecar.restart()
+    assert list(client.publish_unary("t", after).verdicts) == [DUP]
     client.close()
+
+
+async def forget_snapshot(sidecar: Sidecar) -> None:
+    """Leaves the topics' records in the store, and nothing else."""
+    store = Store.open(sidecar.data / "store")
+    for record in store.topics():
+        await store.remove_topic(record.incarnation)
+        await store.put_topic(record)
+    store.close()
