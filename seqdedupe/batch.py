@@ -187,6 +187,8 @@ class Batch:
 
 
 def _array(column: bytes, kind: type[np.generic]) -> Any:
+    if not column:
+        return NO_INT64S if kind is np.int64 else NO_INT32S
     size = np.dtype(kind).itemsize
     return np.frombuffer(column, kind, len(column) // size)
 

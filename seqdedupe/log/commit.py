@@ -21,8 +21,8 @@ from seqdedupe.log.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
 GATHER_SECONDS = 0.0003
 """After a group of several batches the next one waits so long for more of them.
 
-Whoever sends several at once has more under way, and a sync costs two cores more than the wait costs the sender: half
-as many rows again a second, measured, with the median latency no longer. A lone batch is never kept waiting.
+Whoever sends several at once has more under way, and on few cores the wake-ups and syncs of small groups cost more than
+the wait (`python -m bench publish`). A lone batch is never kept waiting.
 """
 GATHER_BYTES = 512 * 1024
 """Unless the group was as large as this: then writing takes longer than the wait would save."""

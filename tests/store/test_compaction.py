@@ -1,7 +1,6 @@
 """Compaction changes nothing that loading gives, wherever it is stopped."""
 
 import asyncio
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.records import DELTA, HEADER, MAX_NUMBER, NAMES, PAGE, part_key, part_number
 from seqdedupe.store.snapshots import Delta, Snapshots
 from tests.store.conftest import SMALL_MAX_DELTAS, SMALL_PAGE
+from tests.store.copies import copy_of_live
 from tests.store.model import INCARNATION, State, delta, load, save, state_of
 from tests.store.test_failure import until_open
 
@@ -101,7 +101,7 @@ def copy_at_every_write(
 
     def copying(batch: WriteBatch) -> int:
         opening = write(batch)
-        copies.append(shutil.copytree(folder, folder.with_name(f"copy{len(copies)}")))
+        copies.append(copy_of_live(folder, folder.with_name(f"copy{len(copies)}")))
         also(len(copies))
         return opening
 

@@ -21,6 +21,7 @@ from seqdedupe.store import compaction, snapshots
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import Header, StoredDelta, StoredPosition
 from seqdedupe.store.snapshots import Snapshots
+from tests.store.copies import copy_of_live
 from tests.store.model import INCARNATION, State, delta, fast_folder, state_of
 
 pytestmark = pytest.mark.usefixtures("small_pages")
@@ -126,8 +127,8 @@ class Case:
         self.crashes += 1
         torn = self.folder.with_name(f"torn{self.crashes}")
         whole = self.folder.with_name(f"whole{self.crashes}")
-        shutil.copytree(self.folder, torn)
-        shutil.copytree(self.folder, whole)
+        copy_of_live(self.folder, torn)
+        shutil.copytree(torn, whole)
         self.store.close()
         log = max(torn.glob("*.log"))
         with log.open("r+b") as file:
