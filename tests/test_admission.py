@@ -1,0 +1,41 @@
+"""Cutting a frame to its new rows: the quick way and the general one must give the same bytes."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqdedupe import admission
+from seqdedupe.admission import NumbersCache
+from seqdedupe.batch import decode
+from seqdedupe.core.decide import DUP, NOT_DUP
+from seqdedupe.core.producers import Producers
+from tests.batches import batch
+
+
+@given(st.data())
+def test_cut_keeps_the_new_rows_and_nothing_else(data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from("ab"), min_size=1, max_size=9))
+    rows = [(name, 3 * i + 1) for i, name in enumerate(names)]
+    n = len(rows)
+    payloads = data.draw(st.lists(st.none() | st.binary(max_size=3), min_size=n, max_size=n))
+    if data.draw(st.booleans()):
+        payloads = [p or b"" for p in payloads]
+    keys = data.draw(st.none() | st.just([b"k"] * n))
+    times = {"event_times_ms": np.arange(1, n + 1)} if data.draw(st.booleans()) else {}
+    encoded = batch(rows, payloads=payloads, keys=keys, **times).encode()
+    producers = Producers()
+    for name in "ab":
+        producers.set_epoch(producers.add(name.encode()), 1)
+    frame = admission.check(encoded, producers, NumbersCache())
+    if data.draw(st.booleans()):
+        first = data.draw(st.integers(0, n - 1))
+        new = list(range(first, data.draw(st.integers(first + 1, n))))
+    else:
+        new = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1)))
+    verdicts = np.full(n, DUP, np.uint8)
+    verdicts[new] = NOT_DUP
+    cut = admission.cut(frame, verdicts)
+    assert cut.encoded == decode(encoded).take(np.array(new)).encode()
+    assert cut.rows == len(new)
+    kept = [name.encode() for name in decode(cut.encoded).names()]
+    assert [producers.number(name) for name in kept] == cut.slots.tolist()
