@@ -11,6 +11,7 @@ from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.publish import BATCHES, IN_FLIGHT, PAYLOAD, ROWS, published_rows
 from seqdedupe.batch import Batch, Binary, single_producer
+from tests.sidecar import Sidecar
 
 _names = itertools.count()
 
@@ -40,7 +41,7 @@ def figure(folder: Path) -> Iterator[Figure]:
         seconds, _ = setup.run(setup.publish(address, [name], half_old(name), BATCHES, IN_FLIGHT))
         return ROWS * BATCHES / seconds
 
-    with setup.sidecar(folder) as sidecar:
+    with Sidecar(folder / "sidecar") as sidecar:
         yield Figure(
             arms={
                 "half old": lambda: half(sidecar.address),

@@ -11,6 +11,7 @@ from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.publish import IN_FLIGHT, PAYLOAD, published_rows
 from seqdedupe.batch import Batch, Binary
+from tests.sidecar import Sidecar
 
 NAMES = 1_000
 BATCHES = 600
@@ -45,7 +46,7 @@ def figure(folder: Path) -> Iterator[Figure]:
         seconds, _ = setup.run(setup.publish(address, names, round_robin(names), BATCHES, IN_FLIGHT))
         return NAMES * BATCHES / seconds
 
-    with setup.sidecar(folder) as sidecar:
+    with Sidecar(folder / "sidecar") as sidecar:
         yield Figure(
             arms={
                 "many names": lambda: many(sidecar.address),

@@ -9,6 +9,7 @@ from pathlib import Path
 from bench import setup
 from bench.figure import Figure, Ratio
 from bench.publish import frame_bytes, rising
+from tests.sidecar import Sidecar
 
 MESSAGES = 1_500
 
@@ -24,7 +25,7 @@ def figure(folder: Path) -> Iterator[Figure]:
         _, seconds = setup.run(setup.publish(address, [name], rising(name, 1), MESSAGES, 1))
         return statistics.median(seconds) * 1000
 
-    with setup.sidecar(folder) as sidecar, setup.echo_server() as echo:
+    with Sidecar(folder / "sidecar") as sidecar, setup.echo_server() as echo:
         yield Figure(
             arms={
                 "published": lambda: published(sidecar.address),

@@ -10,6 +10,7 @@ import numpy as np
 from bench import setup
 from bench.figure import Figure, Ratio, over
 from seqdedupe.batch import Batch, Binary, single_producer
+from tests.sidecar import Sidecar
 
 ROWS = 256
 IN_FLIGHT = 16
@@ -44,7 +45,7 @@ def frame_bytes(rows: int) -> bytes:
 def figure_of(folder: Path, rows: int, batches: int, ratios: list[Ratio]) -> Iterator[Figure]:
     """The three arms for a batch size."""
     one = frame_bytes(rows)
-    with setup.sidecar(folder) as sidecar, setup.echo_server() as echo:
+    with Sidecar(folder / "sidecar") as sidecar, setup.echo_server() as echo:
         yield Figure(
             arms={
                 "published": lambda: published_rows(sidecar.address, rows, batches, IN_FLIGHT),

@@ -13,6 +13,7 @@ from bench.echo import STREAM
 from bench.figure import Figure, Ratio, over
 from bench.publish import rising
 from seqdedupe.v1 import read_pb2
+from tests.sidecar import Sidecar
 
 MESSAGE_BYTES = 256 * 1024
 TOPIC_BYTES = 64 * 1024 * 1024
@@ -36,8 +37,8 @@ def figure(folder: Path) -> Iterator[Figure]:
     identity = f"{MESSAGE_BYTES} {TOPIC_BYTES // MESSAGE_BYTES}".encode()
     whole = read_pb2.ReadStreamRequest(topic=setup.TOPIC).SerializeToString()
     with (
-        setup.sidecar(folder / "small") as small,
-        setup.sidecar(folder / "large") as large,
+        Sidecar(folder / "small") as small,
+        Sidecar(folder / "large") as large,
         setup.echo_server() as echo,
     ):
         for sidecar, rows in ((small, SMALL_ROWS), (large, LARGE_ROWS)):

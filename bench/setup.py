@@ -20,7 +20,6 @@ from bench.echo import ECHO
 from seqdedupe import wire
 from seqdedupe.batch import Batch
 from seqdedupe.v1 import publish_pb2
-from tests.sidecar import Sidecar
 
 LARGE = [("grpc.max_receive_message_length", 1 << 26)]
 TOPIC = "bench"
@@ -37,17 +36,6 @@ def echo_server() -> Iterator[str]:
             yield process.stdout.readline().strip()
         finally:
             process.kill()
-
-
-@contextmanager
-def sidecar(folder: Path) -> Iterator[Sidecar]:
-    """A sidecar of its own."""
-    one = Sidecar(folder / "sidecar")
-    one.start()
-    try:
-        yield one
-    finally:
-        one.kill()
 
 
 MakeBatch = Callable[[int, np.ndarray], Batch]

@@ -10,6 +10,7 @@ from bench.figure import Figure, Ratio, over
 from bench.publish import PAYLOAD
 from seqdedupe.batch import Binary
 from seqdedupe.client import Client, blocking
+from tests.sidecar import Sidecar
 
 ROWS = 1_000
 MESSAGES = 300_000
@@ -45,7 +46,7 @@ def _blocking(address: str, topic: str) -> float:
 
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
-    with setup.sidecar(folder) as sidecar:
+    with Sidecar(folder / "sidecar") as sidecar:
         yield Figure(
             arms={
                 "ready batches": lambda: setup.run(_ready(sidecar.address, setup.TOPIC)),

@@ -230,17 +230,16 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
     """The part of a frame that is new, as a frame of its own."""
     rows = np.flatnonzero(verdicts == NOT_DUP)
     encoded = _cut_run(frame, int(rows[0]), int(rows[-1]) + 1) if len(rows) == rows[-1] - rows[0] + 1 else None
-    whole = None
+    slots = frame.slots
     if encoded is None:
         whole = batches.decode(frame.encoded)
         encoded = whole.take(rows).encode()
+        if len(slots) > 1:
+            slots = np.ascontiguousarray(slots[np.unique(whole.producer_indexes[rows])])
     view = np.frombuffer(encoded, np.uint8)
     places = np.empty(PLACES, np.int64)
     if layout.layout(view, 0, len(encoded), places) != layout.CANONICAL:
         raise error("INTERNAL", "a batch that was cut is not canonical")
-    slots = frame.slots
-    if whole is not None and len(slots) > 1:
-        slots = np.ascontiguousarray(slots[np.unique(whole.producer_indexes[rows])])
     return Frame(encoded, view, places, slots, int(places[ROWS]), int(places[COLUMNS_END]))
 
 

@@ -22,7 +22,7 @@ _PACKABLE = {
 }
 
 
-def _aliases() -> dict[str, Any]:
+def _alias_pool() -> descriptor_pool.DescriptorPool:
     pool = descriptor_pool.DescriptorPool()
     for module in (batch_pb2, publish_pb2, read_pb2):
         file = descriptor_pb2.FileDescriptorProto()
@@ -42,23 +42,22 @@ def _aliases() -> dict[str, Any]:
                 if field.type_name:
                     field.type_name = field.type_name.replace(".seqdedupe.v1.", ".seqdedupe.alias.")
         pool.Add(file)
-    names = ("Batch", "Record", "PublishRequest", "PublishStreamRequest", "PublishStreamResponse", "Receipt",
-             "ReadResponse", "ReadStreamResponse")  # fmt: skip
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"seqdedupe.alias.{name}")) for name in names
-    }
+    return pool
 
 
-_ALIASES = _aliases()
+_POOL = _alias_pool()
 
-Batch = _ALIASES["Batch"]
-Record = _ALIASES["Record"]
-PublishRequest = _ALIASES["PublishRequest"]
-PublishStreamRequest = _ALIASES["PublishStreamRequest"]
-PublishStreamResponse = _ALIASES["PublishStreamResponse"]
-Receipt = _ALIASES["Receipt"]
-ReadResponse = _ALIASES["ReadResponse"]
-ReadStreamResponse = _ALIASES["ReadStreamResponse"]
+
+def _alias(name: str) -> Any:
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"seqdedupe.alias.{name}"))
+
+
+Batch = _alias("Batch")
+PublishRequest = _alias("PublishRequest")
+PublishStreamRequest = _alias("PublishStreamRequest")
+PublishStreamResponse = _alias("PublishStreamResponse")
+Receipt = _alias("Receipt")
+ReadStreamResponse = _alias("ReadStreamResponse")
 
 
 def varint(value: int) -> bytes:

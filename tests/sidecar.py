@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 START_TIMEOUT_SECONDS = 60.0
 
@@ -66,6 +66,13 @@ class Sidecar:
                 self._join()
                 if not self._serving.is_set():
                     raise RuntimeError(f"the sidecar ended with {process.returncode}: " + "\n".join(self.errors[-20:]))
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def _read(self, process: "subprocess.Popen[str]") -> None:
         assert process.stderr is not None

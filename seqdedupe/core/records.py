@@ -85,10 +85,9 @@ def padded_varint(value: int) -> bytes:
     )
 
 
-def record_header(
+def batch_header(
     body: bytes | memoryview,
     *,
-    body_tag: int,
     rows: int,
     column_bytes: int,
     incarnation: int,
@@ -96,8 +95,9 @@ def record_header(
     base_index: int,
     publish_time_ms: int,
     synced_offset: int,
+    body_tag: int = _BATCH_TAG,
 ) -> bytes:
-    """The header that stands before this body."""
+    """The header of an encoded batch; the record is this followed by the batch. A marker's has another tag."""
     tag_and_length = _BODY.pack(body_tag, padded_varint(len(body)))
     checked = _CHECKED.pack(
         _RECORDS_TAG,
@@ -125,31 +125,6 @@ def record_header(
     return checked + _CHECKSUMS.pack(_COLUMN_CRC_TAG, column_crc, _PAYLOAD_CRC_TAG, payload_crc) + tag_and_length
 
 
-def batch_header(
-    batch: bytes,
-    *,
-    rows: int,
-    column_bytes: int,
-    incarnation: int,
-    file_offset: int,
-    base_index: int,
-    publish_time_ms: int,
-    synced_offset: int,
-) -> bytes:
-    """The header of an encoded batch; the record is this followed by the batch."""
-    return record_header(
-        batch,
-        body_tag=_BATCH_TAG,
-        rows=rows,
-        column_bytes=column_bytes,
-        incarnation=incarnation,
-        file_offset=file_offset,
-        base_index=base_index,
-        publish_time_ms=publish_time_ms,
-        synced_offset=synced_offset,
-    )
-
-
 def marker_record(
     term: int,
     token: bytes,
@@ -163,7 +138,7 @@ def marker_record(
     """A whole record: the start of an ownership."""
     body = _MARKER.pack(1 << 3 | 1, term, 2 << 3 | 2, TOKEN_BYTES, token)
     return (
-        record_header(
+        batch_header(
             body,
             body_tag=_MARKER_TAG,
             rows=0,

@@ -11,10 +11,8 @@ from tests.sidecar import Sidecar
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar that no test may kill."""
-    sidecar = Sidecar(tmp_path_factory.mktemp("shared"))
-    sidecar.start()
-    yield sidecar
-    sidecar.kill()
+    with Sidecar(tmp_path_factory.mktemp("shared")) as sidecar:
+        yield sidecar
 
 
 @pytest.fixture

@@ -23,10 +23,8 @@ def lines(count: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def shared_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    sidecar = Sidecar(tmp_path_factory.mktemp("cli"))
-    sidecar.start()
-    yield sidecar
-    sidecar.kill()
+    with Sidecar(tmp_path_factory.mktemp("cli")) as sidecar:
+        yield sidecar
 
 
 @pytest.fixture

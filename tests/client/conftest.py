@@ -13,10 +13,8 @@ _topics = itertools.count()
 @pytest.fixture(scope="session")
 def shared_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar for all tests that do not harm it; each uses a topic of its own."""
-    sidecar = Sidecar(tmp_path_factory.mktemp("shared-sidecar"))
-    sidecar.start()
-    yield sidecar
-    sidecar.kill()
+    with Sidecar(tmp_path_factory.mktemp("shared-sidecar")) as sidecar:
+        yield sidecar
 
 
 @pytest.fixture
