@@ -9,13 +9,11 @@ from broker_sidecar.rpc import Context, Limiter, abort, parse, unary
 from broker_sidecar.topics import Topics
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
-from seqdedupe.reading import Page, check_index, index_after, read_on, read_page
+from seqdedupe.reading import PAGE_BYTES, Page, check_index, index_after, read_on, read_page
 from seqdedupe.topic import Topic
 from seqdedupe.v1 import read_pb2
 
 SERVICE = "seqdedupe.v1.ReadService"
-
-UNARY_PAGE_BYTES = 1024 * 1024
 
 _TAIL = struct.Struct("<BqBqBq")
 
@@ -67,7 +65,7 @@ class ReadService:
             stop = topic.confirmed_index
             if request.stop_index:
                 stop = min(stop, _checked_stop(request.stop_index))
-            page = await read_page(topic, index, stop, UNARY_PAGE_BYTES) if index < stop else Page(b"", index)
+            page = await read_page(topic, index, stop, PAGE_BYTES) if index < stop else Page(b"", index)
             return _encode(topic, page)
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)

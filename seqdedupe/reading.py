@@ -20,8 +20,8 @@ from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.topic import Topic
 
-PAGE_BYTES = 256 * 1024
-"""What a streamed answer holds, about: large enough that gRPC's cost a message does not count."""
+PAGE_BYTES = 1024 * 1024
+"""What an answer holds, about: large enough that gRPC's cost a message does not count."""
 
 
 @dataclass(frozen=True, slots=True)

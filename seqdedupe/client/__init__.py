@@ -2,7 +2,7 @@
 
 from seqdedupe.batch import Batch, Binary
 from seqdedupe.client.admin import Admin
-from seqdedupe.client.client import Client
+from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.producer import Producer
@@ -33,6 +33,7 @@ __all__ = [
     "DataLossError",
     "FencedError",
     "InvalidRequestError",
+    "Located",
     "Message",
     "MessageId",
     "NotFoundError",
@@ -46,6 +47,7 @@ __all__ = [
     "Receipt",
     "SeqdedupeError",
     "StoredBatch",
+    "TopicEnds",
     "UnavailableError",
     "Verdict",
 ]

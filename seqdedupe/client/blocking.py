@@ -15,6 +15,7 @@ from seqdedupe.client import admin as _admin
 from seqdedupe.client import client as _client
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties
+from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.producer import ProducerBase
@@ -48,6 +49,15 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         return future.result()
     finally:
         future.cancel()
+
+
+def _run_on_loop(begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """As `_run`, for work that must also begin on the loop: where a connection is made."""
+
+    async def work() -> T:
+        return await begin()
+
+    return _run(work())
 
 
 def _wait(pending: PendingBatch, timeout_seconds: float | None) -> None:
@@ -250,8 +260,8 @@ class Producer(ProducerBase):
 class Reader:
     """As `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread."""
 
-    def __init__(self, address: str, topic: str, start: Start, follow: bool) -> None:
-        self._reader = _reader.Reader(address, topic, start, follow=follow)
+    def __init__(self, address: str, topic: str, start: Start, follow: bool, stop_index: int | None) -> None:
+        self._reader = _reader.Reader(address, topic, start, follow=follow, stop_index=stop_index)
 
     def __enter__(self) -> Self:
         return self
@@ -275,9 +285,13 @@ class Reader:
 
     def __next__(self) -> Message:
         while (message := self._reader.next_in_hand()) is None:
-            if not _run(self._reader.fetch()):
+            if not self._fetch():
                 raise StopIteration
         return message
+
+    def _fetch(self) -> bool:
+        # What was received already needs no hop to the loop's thread, which costs more than the batch.
+        return self._reader.take_record() or _run(self._reader.fetch())
 
     def batches(self) -> Iterator[StoredBatch]:
         """Whole batches as stored; the first and last are cut to what was asked for."""
@@ -286,7 +300,7 @@ class Reader:
 
     def next_batch(self) -> StoredBatch | None:
         """The next whole batch, or what single messages have left of one; None at the end."""
-        return _run(self._reader.next_batch())
+        return self._reader.rest_in_hand() if self._reader.has_in_hand() or self._fetch() else None
 
     def close(self) -> None:
         """Ends it; another thread that waits in it gets the end."""
@@ -300,10 +314,7 @@ class Admin:
         self._client = client
 
     def _run(self, call: Callable[[_admin.Admin], Coroutine[Any, Any, T]]) -> T:
-        async def on_the_loop() -> T:  # where the connection is made
-            return await call(self._client.admin)
-
-        return _run(on_the_loop())
+        return _run_on_loop(lambda: call(self._client.admin))
 
     def create_topic(self, topic: str, *, deduplication_enabled: bool = True) -> admin_pb2.Topic:
         return self._run(lambda admin: admin.create_topic(topic, deduplication_enabled=deduplication_enabled))
@@ -357,9 +368,26 @@ class Client:
         """A producer, to be entered, see `Producer`."""
         return Producer(self.address, topic, name, config)
 
-    def reader(self, topic: str, start: Start = "earliest", *, follow: bool = False) -> Reader:
+    def reader(
+        self, topic: str, start: Start = "earliest", *, follow: bool = False, stop_index: int | None = None
+    ) -> Reader:
         """A reader, see `Reader`."""
-        return Reader(self.address, topic, start, follow)
+        return Reader(self.address, topic, start, follow, stop_index)
+
+    def ends(self, topic: str) -> TopicEnds:
+        """What the topic holds now. Raises NotFoundError."""
+        return self._call(lambda client: client.ends(topic))
+
+    def locate_time(self, topic: str, publish_time_ms: int) -> Located:
+        """The first message published at or after a time, see `seqdedupe.client.Client.locate_time`."""
+        return self._call(lambda client: client.locate_time(topic, publish_time_ms))
+
+    def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located:
+        """Where about so many bytes end, see `seqdedupe.client.Client.locate_bytes`."""
+        return self._call(lambda client: client.locate_bytes(topic, from_index, size_bytes))
+
+    def _call(self, call: Callable[[_client.Client], Coroutine[Any, Any, T]]) -> T:
+        return _run_on_loop(lambda: call(self._client))
 
     def wait_ready(self, timeout_seconds: float) -> None:
         """Until the sidecar says that it serves. Raises UnavailableError if it does not in time."""

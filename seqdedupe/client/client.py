@@ -2,22 +2,40 @@
 
 import asyncio
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import grpc.aio
 
 from seqdedupe.client.admin import Admin
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import DEFAULT_ADDRESS, new_channel, typed_errors
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, DEFAULT_ADDRESS, new_channel, typed_errors
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader, Start
 from seqdedupe.errors import UnavailableError, error
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from seqdedupe.v1 import read_pb2
+from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
 """An encoded HealthCheckResponse with `status` (field 1) SERVING (1)."""
 
 _POLL_SECONDS = 0.05
+
+
+class TopicEnds(NamedTuple):
+    """What a topic holds: the index of the first message left, and the position of the last one there ever was."""
+
+    first_index: int
+    last: Position
+
+
+class Located(NamedTuple):
+    """An index, in an incarnation of its topic."""
+
+    incarnation: int
+    index: int
 
 
 class Client:
@@ -50,9 +68,33 @@ class Client:
         """A producer, to be entered, see `Producer`."""
         return Producer(self.address, topic, name, config)
 
-    def reader(self, topic: str, start: Start = "earliest", *, follow: bool = False) -> Reader:
+    def reader(
+        self, topic: str, start: Start = "earliest", *, follow: bool = False, stop_index: int | None = None
+    ) -> Reader:
         """A reader, see `Reader`."""
-        return Reader(self.address, topic, start, follow=follow)
+        return Reader(self.address, topic, start, follow=follow, stop_index=stop_index)
+
+    async def ends(self, topic: str) -> TopicEnds:
+        """What the topic holds now. Raises NotFoundError."""
+        request = read_pb2.GetLastMessageIdRequest(topic=topic_name(topic))
+        with typed_errors(self.address):
+            answer = await ReadServiceStub(self._own_channel()).GetLastMessageId(request, timeout=CALL_TIMEOUT_SECONDS)
+        return TopicEnds(answer.first_index, Position.from_proto(answer.last))
+
+    async def locate_time(self, topic: str, publish_time_ms: int) -> Located:
+        """The first message published at or after a time; the end if there is none. Raises NotFoundError."""
+        return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), publish_time_ms=publish_time_ms))
+
+    async def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located:
+        """Where about so many bytes of the stored form end, at least a message after `from_index` unless that is the
+        end. Raises NotFoundError, PositionError."""
+        budget = read_pb2.ByteBudget(from_index=from_index, bytes=size_bytes)
+        return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), byte_budget=budget))
+
+    async def _locate(self, request: read_pb2.LocateRequest) -> Located:
+        with typed_errors(self.address):
+            answer = await ReadServiceStub(self._own_channel()).Locate(request, timeout=CALL_TIMEOUT_SECONDS)
+        return Located(answer.incarnation, answer.index)
 
     @property
     def admin(self) -> Admin:

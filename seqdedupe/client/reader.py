@@ -118,22 +118,34 @@ class Reader:
     """Reads a topic: `async for message in reader`, or `async for stored in reader.batches()` for whole batches.
 
     It starts after a position or message ID, at an index, with the earliest message left, or with the latest: the
-    first one published after it has connected. It ends with the last message that was there when it connected, or
-    with `follow` never. Over a lost connection it reads on by itself, for as long as it takes, without skipping or
-    doubling a message: `position` is that of the last one handed out.
+    first one published after it has connected. It ends with the last message that was there when it connected, with
+    `follow` never, or before `stop_index`, waiting for messages that are not there yet. Over a lost connection it
+    reads on by itself, for as long as it takes, without skipping or doubling a message: `position` is that of the last
+    one handed out.
 
     Raises `PositionError` if that cannot be (the messages are trimmed, or the topic was made anew), `NotFoundError`
     for an unknown topic, `DamagedError` for what is damaged where it reads.
     """
 
-    def __init__(self, address: str, topic: str, start: Start = "earliest", *, follow: bool = False) -> None:
+    def __init__(
+        self,
+        address: str,
+        topic: str,
+        start: Start = "earliest",
+        *,
+        follow: bool = False,
+        stop_index: int | None = None,
+    ) -> None:
+        if stop_index is not None and (follow or stop_index < 0):
+            why = "an index is 0 or higher" if stop_index < 0 else "a reader that follows has no end"
+            raise error("INVALID_POSITION", f"stop_index is {stop_index}: {why}")
         self.topic = topic_name(topic)
         self._address = address
         self._start = start
         self._follow = follow
         self._incarnation: int | None = None
         self._next_index: int | None = None  # None: not known before the first message
-        self._stop_index: int | None = None
+        self._stop_index = stop_index
         self._after: Position | None = None
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
@@ -187,9 +199,11 @@ class Reader:
 
     async def next_batch(self) -> StoredBatch | None:
         """The next whole batch, or what single messages have left of one; None at the end."""
-        if (self._stored is None or self._row >= len(self._stored)) and not await self.fetch():
-            return None
-        return self.rest_in_hand()
+        return self.rest_in_hand() if self.has_in_hand() or await self.fetch() else None
+
+    def has_in_hand(self) -> bool:
+        """Whether the next message needs no waiting."""
+        return self._stored is not None and self._row < len(self._stored)
 
     def next_in_hand(self) -> Message | None:
         """The next message that needs no waiting; None if there is none."""
@@ -213,8 +227,7 @@ class Reader:
         """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
         while not self._closed:
             try:
-                if self._records:
-                    self._take_in_hand(self._records.pop())
+                if self.take_record():
                     return True
                 with typed_errors(self._address):
                     if self._call is None and not await self._connect():
@@ -229,6 +242,14 @@ class Reader:
                 await self._disconnect()
                 raise
         return False
+
+    def take_record(self) -> bool:
+        """Takes a batch in hand that was received already; false if there is none. Not while `fetch` is under way."""
+        if self._closed or not self._records:
+            return False
+        self._take_in_hand(self._records[-1])
+        self._records.pop()
+        return True
 
     async def close(self) -> None:
         """Ends it; a `fetch` under way ends too."""
@@ -271,7 +292,7 @@ class Reader:
         self._check_incarnation(last.incarnation)
         if self._start == "latest" and self._after is None:
             self._read_on_after(last)
-        if not self._follow:
+        if not self._follow and self._stop_index is None:
             self._stop_index = last.index + 1
             if self._next_index is not None and self._next_index > self._stop_index:
                 raise error(

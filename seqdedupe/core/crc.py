@@ -49,12 +49,41 @@ if crc_step is None:
         return crc ^ 0xFFFFFFFF
 
 else:
+    _LANE_BYTES = 512
+    """The instruction takes three cycles and one can be begun in each: three stretches side by side."""
+
+    def _lane_tables() -> np.ndarray:
+        """Four tables: what each byte of a remainder becomes behind `_LANE_BYTES` zero bytes."""
+        tables = np.zeros((4, 256), np.int64)
+        for place in range(4):
+            remainders = np.arange(256, dtype=np.int64) << (8 * place)
+            for _ in range(_LANE_BYTES):
+                remainders = (remainders >> 8) ^ TABLES[0, remainders & 0xFF]
+            tables[place] = remainders
+        return tables
+
+    LANES = _lane_tables()
 
     @kernel("int", "int", "bytes", "int", "int")
     def crc32c(before, raw, start, end):  # type: ignore[no-untyped-def]
-        """The same, by the processor's instruction: six times as fast."""
+        """The same, by the processor's instruction: many times as fast."""
         crc = before ^ 0xFFFFFFFF
         at = start
+        while at + 3 * _LANE_BYTES <= end:
+            second = third = 0
+            for here in range(at, at + _LANE_BYTES, 8):
+                crc = crc_step(crc, load64(raw, here))
+                second = crc_step(second, load64(raw, here + _LANE_BYTES))
+                third = crc_step(third, load64(raw, here + 2 * _LANE_BYTES))
+            for lane in (second, third):
+                crc = (
+                    LANES[0, crc & 0xFF]
+                    ^ LANES[1, (crc >> 8) & 0xFF]
+                    ^ LANES[2, (crc >> 16) & 0xFF]
+                    ^ LANES[3, crc >> 24]
+                    ^ lane
+                )
+            at += 3 * _LANE_BYTES
         while at + 8 <= end:
             crc = crc_step(crc, load64(raw, at))
             at += 8

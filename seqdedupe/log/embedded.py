@@ -44,7 +44,7 @@ _log = logging.getLogger("seqdedupe.log")
 DEFAULT_SEGMENT_BYTES = 128 * 1024 * 1024
 READ_THREADS = 4
 
-INLINE_BYTES = 512 * 1024
+INLINE_BYTES = 1024 * 1024
 """What the event loop itself reads and checks at once, if the system has it in memory: a quarter of a millisecond."""
 
 

@@ -144,7 +144,7 @@ def read_from_memory(file: int, size: int, offset: int) -> memoryview:
 
     Raises NotInMemoryError, also where the system or the file's file system cannot tell.
     """
-    buffer = memoryview(bytearray(size))
+    buffer = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]  # bytearray would be filled with zeros
     try:
         if os.preadv(file, [buffer], offset, os.RWF_NOWAIT) == size:
             return buffer

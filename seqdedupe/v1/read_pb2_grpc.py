@@ -77,7 +77,7 @@ class ReadServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadStream(self, request, context):
-        """Messages from a start on, about 256 KiB an answer, until the end that was asked for.
+        """Messages from a start on, about 1 MiB an answer, until the end that was asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,7 @@ class ReadServiceStub:
     Read: _grpc.UnaryUnaryMultiCallable[_read_pb2.ReadRequest, _read_pb2.ReadResponse]
     """One page: at least one message if there is one, at most about 1 MiB. An empty page means the end for now."""
     ReadStream: _grpc.UnaryStreamMultiCallable[_read_pb2.ReadStreamRequest, _read_pb2.ReadStreamResponse]
-    """Messages from a start on, about 256 KiB an answer, until the end that was asked for."""
+    """Messages from a start on, about 1 MiB an answer, until the end that was asked for."""
     Locate: _grpc.UnaryUnaryMultiCallable[_read_pb2.LocateRequest, _read_pb2.LocateResponse]
     """The index at which to start for a publish time, or to stop for a budget of bytes."""
     GetLastMessageId: _grpc.UnaryUnaryMultiCallable[_read_pb2.GetLastMessageIdRequest, _read_pb2.GetLastMessageIdResponse]
@@ -60,7 +60,7 @@ class ReadServiceAsyncStub(ReadServiceStub):
     Read: _aio.UnaryUnaryMultiCallable[_read_pb2.ReadRequest, _read_pb2.ReadResponse]  # type: ignore[assignment]
     """One page: at least one message if there is one, at most about 1 MiB. An empty page means the end for now."""
     ReadStream: _aio.UnaryStreamMultiCallable[_read_pb2.ReadStreamRequest, _read_pb2.ReadStreamResponse]  # type: ignore[assignment]
-    """Messages from a start on, about 256 KiB an answer, until the end that was asked for."""
+    """Messages from a start on, about 1 MiB an answer, until the end that was asked for."""
     Locate: _aio.UnaryUnaryMultiCallable[_read_pb2.LocateRequest, _read_pb2.LocateResponse]  # type: ignore[assignment]
     """The index at which to start for a publish time, or to stop for a budget of bytes."""
     GetLastMessageId: _aio.UnaryUnaryMultiCallable[_read_pb2.GetLastMessageIdRequest, _read_pb2.GetLastMessageIdResponse]  # type: ignore[assignment]
@@ -88,7 +88,7 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _read_pb2.ReadStreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_read_pb2.ReadStreamResponse], _abc.AsyncIterator[_read_pb2.ReadStreamResponse]]:
-        """Messages from a start on, about 256 KiB an answer, until the end that was asked for."""
+        """Messages from a start on, about 1 MiB an answer, until the end that was asked for."""
 
     @_abc_1.abstractmethod
     def Locate(

@@ -209,3 +209,20 @@ def test_a_process_ends_quietly_with_everything_left_open(shared_sidecar: Sideca
         [sys.executable, "-c", program, shared_sidecar.address, topic], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_batches_and_places_without_asyncio(shared_sidecar: Sidecar, topic: str) -> None:
+    with blocking.Client(shared_sidecar.address) as client:
+        with client.producer(topic, "p") as producer:
+            for number in range(50):
+                producer.send_batch([b"%d" % row for row in range(number * 20, number * 20 + 20)])
+        ends = client.ends(topic)
+        assert (ends.first_index, ends.last.index) == (0, 999)
+        assert client.locate_time(topic, 0) == (ends.last.incarnation, 0)
+        assert client.locate_bytes(topic, 0, 10**6) == (ends.last.incarnation, 1000)
+        with client.reader(topic, 5, stop_index=777) as reader:
+            assert next(reader).payload == b"5"
+            stored = list(reader.batches())
+        assert [batch.batch.payloads[row] for batch in stored for row in range(len(batch))] == [
+            b"%d" % row for row in range(6, 777)
+        ]

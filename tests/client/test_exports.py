@@ -10,10 +10,10 @@ import seqdedupe.client
 from seqdedupe.client import ProducerConfig, blocking
 
 PUBLIC = [
-    "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters", "DamagedError", "DataLossError",
-    "FencedError", "InvalidRequestError", "Message", "MessageId", "NotFoundError", "OutcomeUnknownError", "Position",
-    "PositionError", "Producer", "ProducerConfig", "Published", "Reader", "Receipt", "SeqdedupeError", "StoredBatch",
-    "UnavailableError", "Verdict",
+    "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters", "DamagedError",
+    "DataLossError", "FencedError", "InvalidRequestError", "Located", "Message", "MessageId", "NotFoundError",
+    "OutcomeUnknownError", "Position", "PositionError", "Producer", "ProducerConfig", "Published", "Reader",
+    "Receipt", "SeqdedupeError", "StoredBatch", "TopicEnds", "UnavailableError", "Verdict",
 ]  # fmt: skip
 
 

@@ -117,6 +117,42 @@ async def test_the_end_is_fixed_when_it_connects(shared_sidecar: Sidecar, topic:
         assert [message.index async for message in reader] == list(range(405))
 
 
+async def test_it_stops_before_an_index_also_one_that_is_not_there_yet(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 25)
+    async with Client(shared_sidecar.address) as client:
+        for start, stop in ((0, 25), (0, 24), (3, 4), (7, 7), (20, 25)):
+            async with client.reader(topic, start, stop_index=stop) as reader:
+                assert indexes([message async for message in reader]) == list(range(start, stop))
+        async with client.reader(topic, 20, stop_index=31) as reader:
+            assert indexes(await take(reader, 5)) == list(range(20, 25))
+            await publish(shared_sidecar, topic, 10)
+            assert indexes([message async for message in reader]) == list(range(25, 31))
+        with pytest.raises(InvalidRequestError, match="follows"):
+            client.reader(topic, follow=True, stop_index=3)
+        with pytest.raises(InvalidRequestError, match="-1"):
+            client.reader(topic, stop_index=-1)
+
+
+async def test_ends_and_places_of_a_topic(shared_sidecar: Sidecar, topic: str) -> None:
+    async with Client(shared_sidecar.address) as client:
+        with pytest.raises(NotFoundError):
+            await client.ends(topic)
+        incarnation = (await client.admin.create_topic(topic)).incarnation
+        assert await client.ends(topic) == (0, Position.start(incarnation))
+        assert await client.locate_time(topic, 0) == (incarnation, 0)
+        await publish(shared_sidecar, topic, 25, size_bytes=1000)
+        last = Position(incarnation, MessageId(incarnation, 24), 24)
+        assert await client.ends(topic) == (0, last)
+        assert await client.locate_time(topic, 0) == (incarnation, 0)
+        assert await client.locate_time(topic, 2**60) == (incarnation, 25)
+        near = await client.locate_bytes(topic, 10, 1)
+        assert near.incarnation == incarnation
+        assert 10 < near.index <= 20
+        assert await client.locate_bytes(topic, 0, 1_000_000) == (incarnation, 25)
+        with pytest.raises(PositionError):
+            await client.locate_bytes(topic, 26, 1)
+
+
 async def test_messages_and_batches_of_one_reader_go_together(shared_sidecar: Sidecar, topic: str) -> None:
     await publish(shared_sidecar, topic, 21)  # in batches of 10, 10 and 1
     async with Client(shared_sidecar.address) as client, client.reader(topic) as reader:
