@@ -29,7 +29,7 @@ proto: $(READY)
 
 # Pins every dependency again, at its newest version that fits.
 lock: $(READY)
-	$(BIN)/uv pip compile -q --universal --python-version 3.11 --extra sidecar --group dev --no-annotate \
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 --all-extras --group dev --no-annotate \
 		--no-header --generate-hashes pyproject.toml -o requirements.lock
 
 $(READY): requirements.lock pyproject.toml

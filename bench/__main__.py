@@ -24,6 +24,9 @@ FIGURES = (
     "snapshot_pause",
     "start",
     "memory",
+    "spark_source",
+    "spark_postgres",
+    "spark_dedupe",
 )
 
 

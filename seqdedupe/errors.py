@@ -197,6 +197,29 @@ REASONS: dict[str, Reason] = {
     "SOURCE_CHANGED": _configuration(
         "The file is not the one published before under this producer name. Use another name for another file."
     ),
+    # Spark jobs.
+    "INVALID_OPTION": _configuration("Correct the option that the message names; docs/spark.md lists all."),
+    "INVALID_OUTPUT": _configuration("Change the table or the transformation, so that columns and types fit."),
+    "UNSUPPORTED_PLAN": _configuration(
+        "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
+    ),
+    "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark.md says what each can do."),
+    "OUTPUT_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the job's database cannot be used.", 500),
+    "POSITION_CHANGED": Reason(
+        UnavailableError,
+        "ABORTED",
+        "Another run of this job was faster, and nothing was written: plan again from the stored position.",
+        0,
+    ),
+    "POSITION_RESET": Reason(
+        FencedError, "ABORTED", "An operator has reset the job's position. Start the job again to go on from there."
+    ),
+    "POSITION_WENT_BACK": Reason(
+        DataLossError,
+        "DATA_LOSS",
+        "The job's database is older than what this run has committed to it: was a backup restored? Start the job "
+        "again to write anew what the backup lacks.",
+    ),
     "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "This is a defect: report it with the sidecar's log."),
 }
 

@@ -1,1 +1,1 @@
-"""The place of the Spark reader jobs, which are still to come."""
+"""Spark over a sidecar's topics: a data source, a reader job that keeps its position with its output, an audit."""

@@ -21,7 +21,7 @@ ERRORS = ROOT / "docs" / "errors.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 SOURCES = [
     path
-    for package in ("seqdedupe", "broker_sidecar")
+    for package in ("seqdedupe", "broker_sidecar", "spark")
     for path in sorted((ROOT / package).rglob("*.py"))
     if "v1" not in path.parts
 ]

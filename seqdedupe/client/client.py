@@ -35,7 +35,7 @@ class Located(NamedTuple):
     """An index, in an incarnation of its topic."""
 
     incarnation: int
-    index: int
+    index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
 
 
 class Client:

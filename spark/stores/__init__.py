@@ -1,0 +1,1 @@
+"""Where reader jobs keep their output and their positions."""

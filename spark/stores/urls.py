@@ -1,0 +1,31 @@
+"""The store that a URL names."""
+
+from functools import partial
+from pathlib import Path
+
+from seqdedupe.errors import error
+from spark.stores.contract import StoreFactory
+from spark.stores.delta import DeltaStore
+from spark.stores.postgres import PostgresStore
+from spark.stores.sqlite import SqliteStore
+
+_FORMS = "sqlite:///file.db, sqlite:////folder/file.db, postgresql://user@host/database or delta:///folder/table"
+
+
+def from_url(url: str) -> StoreFactory:
+    """What opens the store of this URL; nothing is opened yet.
+
+    `sqlite:///file.db` (from the folder that the job is started in) or `sqlite:////folder/file.db`;
+    `postgresql://user:password@host:port/database?…`, as libpq has it; `delta:///folder/table`, where the output
+    table's name has to be `table`. Raises ConfigurationError (INVALID_OPTION), which never quotes a password.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme == "sqlite" and rest.startswith("/") and rest.strip("/"):
+        return partial(SqliteStore, str(Path(rest[1:]).absolute()))
+    if scheme == "delta" and rest.startswith("/") and rest.strip("/"):
+        return partial(DeltaStore, str(Path(rest)))
+    if scheme in ("postgresql", "postgres"):
+        # Made here once, since it reads the URL; it connects when it is used.
+        PostgresStore(url)
+        return partial(PostgresStore, url)
+    raise error("INVALID_OPTION", f"the store's URL is none of {_FORMS}")

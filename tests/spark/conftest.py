@@ -1,0 +1,60 @@
+"""Fixtures of the tests of Spark jobs: a session, a sidecar, topics; most tests need no session."""
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from seqdedupe.client import blocking
+from tests.sidecar import Sidecar
+
+REPOSITORY = Path(__file__).parents[2]
+
+SPARK = {
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+    "spark.driver.memory": "1g",
+    "spark.log.level": "OFF",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+"""What a session for tests is told: quick to start, silent, and of little memory."""
+
+_topics = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """A session with two cores, and four tries of each task. Its workers find the modules of this repository."""
+    os.environ |= {"PYTHONPATH": str(REPOSITORY), "PYSPARK_PYTHON": sys.executable}
+    folder = str(tmp_path_factory.mktemp("spark"))
+    keys = SPARK | {"spark.local.dir": folder, "spark.sql.warehouse.dir": folder}
+    session = SparkSession.builder.master("local[2,4]").config(map=dict(keys)).getOrCreate()
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """A sidecar for all tests that do not harm it; each uses topics of its own."""
+    with Sidecar(tmp_path_factory.mktemp("shared-sidecar")) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def topic() -> str:
+    """The name of a topic that nobody else uses."""
+    return f"topic-{next(_topics)}"
+
+
+@pytest.fixture
+def client(shared_sidecar: Sidecar) -> Iterator[blocking.Client]:
+    with blocking.Client(shared_sidecar.address) as client:
+        yield client

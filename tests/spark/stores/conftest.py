@@ -1,0 +1,1 @@
+from tests.spark.postgres import postgres_url as postgres_url

@@ -1,0 +1,26 @@
+"""The suite, on every store that there is."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.spark.stores.conformance import StoreConformance, StoreHarness
+from tests.spark.stores.harnesses import DeltaHarness, PostgresHarness, SqliteHarness
+
+
+class TestSqlite(StoreConformance):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> StoreHarness:
+        return SqliteHarness(tmp_path)
+
+
+class TestPostgres(StoreConformance):
+    @pytest.fixture
+    def harness(self, postgres_url: str) -> StoreHarness:
+        return PostgresHarness(postgres_url)
+
+
+class TestDelta(StoreConformance):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> StoreHarness:
+        return DeltaHarness(tmp_path)

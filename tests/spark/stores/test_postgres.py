@@ -1,0 +1,259 @@
+"""What is PostgreSQL's own."""
+
+import datetime
+import decimal
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pytest
+
+from seqdedupe.errors import UnavailableError
+from spark.stores import postgres
+from spark.stores.contract import OutputStore, Stored
+from spark.stores.postgres import PostgresStore
+from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, at, ns, numbers, over, refused
+from tests.spark.stores.database import COMMIT, wait_for_the_end, waits
+from tests.spark.stores.harnesses import PostgresHarness
+
+
+@pytest.fixture
+def harness(postgres_url: str) -> PostgresHarness:
+    return PostgresHarness(postgres_url)
+
+
+@pytest.fixture
+def store(harness: PostgresHarness) -> Iterator[OutputStore]:
+    """The store, with one topic at its start; no output table."""
+    with harness.factory() as store:
+        store.prepare("other", SCHEMA)
+        assert store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
+        yield store
+
+
+def run(harness: PostgresHarness, *statements: str) -> None:
+    with psycopg.connect(harness.url) as connection:
+        for statement in statements:
+            connection.execute(statement.encode())
+
+
+def write(store: OutputStore, batch: pa.RecordBatch, table: str = "flights") -> None:
+    """Writes it as the next range of the job."""
+    store.prepare(table, batch.schema)
+    index = store.positions(JOB)[TOPIC].position.index
+    store.write(JOB, table, iter([batch]), [over(index, index + 1)])
+
+
+def test_a_table_that_is_there(harness: PostgresHarness, store: OutputStore) -> None:
+    run(
+        harness,
+        "CREATE TABLE flights (id bigint GENERATED ALWAYS AS IDENTITY, n smallint, text varchar(5), doc jsonb, "
+        "raw json, price numeric(10, 2), many numeric, at timestamptz(3), day date, "
+        "made timestamp NOT NULL DEFAULT 'epoch', f real, twice bigint GENERATED ALWAYS AS (n * 2) STORED, "
+        "tag text NOT NULL)",
+    )
+    now = datetime.datetime(2024, 1, 1, 12, 0, 0, 1000, datetime.UTC)
+    batch = pa.record_batch(
+        {
+            "tag": ["a", "b"],
+            "f": pa.array([0.5, None], pa.float32()),
+            "day": pa.array([datetime.date(2000, 1, 1), None]),
+            "at": pa.array([now, None], pa.timestamp("ns", "America/New_York")),
+            "many": pa.array([2**64 - 1, 0], pa.uint64()),
+            "price": [decimal.Decimal("-1.50"), None],
+            "raw": ['{"a":  1}', None],
+            "doc": ['{"a":  1}', None],
+            "text": ["abcde", None],
+            "n": pa.array([-(2**15), None], pa.int64()),
+        }
+    )
+    write(store, batch)
+    first, second = sorted(harness.rows(), key=lambda row: str(row["tag"]))
+    made = datetime.datetime(1970, 1, 1)
+    written = batch.to_pylist()[0] | {"at": now, "raw": {"a": 1}, "doc": {"a": 1}}
+    assert first == written | {"id": 1, "made": made, "twice": -(2**16)}
+    assert second == dict.fromkeys(batch.schema.names) | {
+        "id": 2, "made": made, "twice": None, "tag": "b", "many": 0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("columns", "values"),
+    [
+        ("v smallint", pa.array([1, 40_000])),
+        ("v bigint", pa.array([1, 2**63], pa.uint64())),
+        ("v varchar(3)", pa.array(["abc", "abcd"])),
+        ("v numeric(4, 1)", pa.array([decimal.Decimal("1.5"), decimal.Decimal("1000.0")])),
+        ("v timestamptz", pa.array([0, -(2**62)], pa.timestamp("us", "UTC"))),
+        ("v timestamptz", pa.array([0, 1], pa.timestamp("ns", "UTC"))),
+        ("v timestamp", pa.array([0, -(2**63)], pa.timestamp("us"))),
+        ("v date", pa.array([0, -(2**31)], pa.date32())),
+        ("v jsonb", pa.array(["{}", "{"])),
+        ("v jsonb", pa.array(["{}", '"\\u0000"'])),
+        ("v jsonb", pa.array([[1.0], [float("nan")]])),
+        ("v text", pa.array(["a", "a\0b"])),
+        ("v text NOT NULL", pa.array(["a", None])),
+    ],
+    ids=lambda it: it if isinstance(it, str) else str(it.type),
+)
+def test_a_value_that_a_column_does_not_take(
+    harness: PostgresHarness, store: OutputStore, columns: str, values: pa.Array
+) -> None:
+    run(harness, f"CREATE TABLE flights ({columns})")
+    with refused("INVALID_OUTPUT", "v"):
+        write(store, pa.record_batch([values], ["v"]))
+    assert harness.rows() == []
+    write(store, pa.record_batch([values.slice(0, 1)], ["v"]))
+    assert len(harness.rows()) == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ("n bigint", ["text"]),
+        ("n text, text text", ["n", "int64"]),
+        ("n real, text text", ["n", "real"]),
+        ("n uuid, text bytea", ["uuid", "bytea"]),
+        ("n bigint, text text, more bigint NOT NULL", ["more", "default"]),
+    ],
+)
+def test_a_table_that_does_not_take_the_rows(
+    harness: PostgresHarness, store: OutputStore, columns: str, words: list[str]
+) -> None:
+    run(harness, f"CREATE TABLE flights ({columns})")
+    with refused("INVALID_OUTPUT", "flights", *words):
+        store.prepare("flights", SCHEMA)
+    with refused("INVALID_OUTPUT", *words):
+        store.write(JOB, "flights", iter([numbers(0)]), [over(-1, 0)])
+    assert store.positions(JOB) == {TOPIC: Stored(at(-1), 0)}
+
+
+def test_constraints_of_the_table(harness: PostgresHarness, store: OutputStore) -> None:
+    run(
+        harness,
+        "CREATE TABLE flights (n bigint UNIQUE DEFERRABLE INITIALLY DEFERRED CHECK (n < 10), text text PRIMARY KEY)",
+    )
+    write(store, numbers(1))
+    same = pa.record_batch({"n": [1], "text": ["same n"]}, SCHEMA)
+    for batch in (numbers(11), numbers(2, 1), numbers(3, 3), same):
+        with refused("INVALID_OUTPUT", "violates"):
+            write(store, batch)
+    assert ns(harness) == [1]
+    assert store.positions(JOB) == {TOPIC: Stored(at(0), 0)}
+    write(store, numbers(2))
+
+
+def test_names_are_quoted(harness: PostgresHarness, store: OutputStore) -> None:
+    run(harness, 'CREATE SCHEMA "My ""lake"""')
+    batch = pa.record_batch({'a "b"; --': [1], "select": [2], "%s": [3]})
+    write(store, batch, 'My "lake".Fl%ights')
+    write(store, batch, 'My "lake".Fl%ights')
+    with psycopg.connect(harness.url) as connection:
+        assert connection.execute('SELECT * FROM "My ""lake"""."Fl%ights"').fetchall() == [(1, 2, 3)] * 2
+    with refused("INVALID_OUTPUT", "nowhere"):
+        store.prepare("nowhere.flights", SCHEMA)
+
+
+def test_who_may_not_make_tables_can_use_those_that_are_there(harness: PostgresHarness, store: OutputStore) -> None:
+    role = "writer_" + harness.url.split("test_")[1][:12]
+    with harness.factory() as owner:
+        owner.prepare("flights", SCHEMA)
+    run(harness, f"CREATE ROLE {role} LOGIN", f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
+    try:
+        with PostgresStore(harness.url.replace("//postgres@", f"//{role}@")) as writer:
+            write(writer, numbers(0))
+            with refused("INVALID_OUTPUT", "denied"):
+                writer.prepare("more", SCHEMA)
+        assert ns(harness) == [0]
+    finally:
+        run(harness, f"DROP OWNED BY {role}", f"DROP ROLE {role}")
+
+
+def test_a_server_that_cannot_be_reached_is_named_without_the_password() -> None:
+    store = PostgresStore("postgresql://me:secret@127.0.0.1:1/flights")
+    with store, pytest.raises(UnavailableError, match="OUTPUT_UNAVAILABLE") as caught:
+        store.positions(JOB)
+    assert "127.0.0.1" in str(caught.value)
+    assert "secret" not in str(caught.value) + str(caught.value.__cause__)
+
+
+def test_a_position_that_another_holds_for_too_long(
+    harness: PostgresHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "_SESSION", "SET lock_timeout = '50ms'")
+    store.prepare("flights", SCHEMA)
+    with psycopg.connect(harness.url) as other, harness.factory() as impatient:
+        other.execute("SELECT 1 FROM seqdedupe_positions FOR UPDATE")
+        with refused("OUTPUT_UNAVAILABLE", "lock"):
+            write(impatient, numbers(0))
+        other.rollback()
+        write(impatient, numbers(0))
+    assert ns(harness) == [0]
+
+
+def test_a_writer_that_stalls_with_a_unique_key_is_ended(
+    harness: PostgresHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(harness, "CREATE TABLE flights (n bigint PRIMARY KEY, text text)")
+    monkeypatch.setattr(postgres, "_SESSION", "SET idle_in_transaction_session_timeout = '100ms'")
+    with harness.factory() as zombie, harness.factory() as successor, ThreadPoolExecutor() as pool:
+
+        def rows() -> Iterator[pa.RecordBatch]:
+            yield numbers(0)
+            # It waits for the zombie's key until the server has ended the zombie.
+            pool.submit(write, successor, numbers(0)).result(LIMIT_SECONDS)
+            yield numbers(1)
+
+        with refused("OUTPUT_UNAVAILABLE"):
+            zombie.write(JOB, "flights", rows(), [over(-1, 1)])
+        # It connects again.
+        assert zombie.positions(JOB) == {TOPIC: Stored(at(0), 0)}
+    assert ns(harness) == [0]
+
+
+def test_without_the_time_out_it_would_block(
+    harness: PostgresHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(harness, "CREATE TABLE flights (n bigint PRIMARY KEY, text text)")
+    monkeypatch.setattr(postgres, "_SESSION", "SET lock_timeout = '400ms'")
+    with harness.factory() as zombie, harness.factory() as successor, ThreadPoolExecutor() as pool:
+
+        def rows() -> Iterator[pa.RecordBatch]:
+            yield numbers(0)
+            with refused("OUTPUT_UNAVAILABLE", "lock"):
+                pool.submit(write, successor, numbers(0)).result(LIMIT_SECONDS)
+
+        zombie.write(JOB, "flights", rows(), [over(-1, 0)])
+    assert ns(harness) == [0]
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_connection_that_is_lost_in_the_commit(harness: PostgresHarness, store: OutputStore, commits: bool) -> None:
+    store.prepare("flights", SCHEMA)
+    with ThreadPoolExecutor() as pool:
+        with waits(harness.url, COMMIT) as waiting:
+            writing = pool.submit(store.write, JOB, "flights", iter([numbers(0)]), [over(-1, 0)])
+            waiting()
+            if commits:
+                cut(store)
+            else:
+                run(harness, "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE NOT granted")
+            with refused("OUTPUT_UNAVAILABLE"):
+                writing.result(LIMIT_SECONDS)
+        if commits:
+            wait_for_the_end(harness.url)
+    index = 0 if commits else -1
+    assert store.positions(JOB) == {TOPIC: Stored(at(index), 0)}
+    assert ns(harness) == list(range(index + 1))
+    write(store, numbers(index + 1))
+    assert ns(harness) == list(range(index + 2))
+
+
+def cut(store: Any) -> None:
+    """The connection is lost on this side; the server does not know."""
+    with socket.socket(fileno=os.dup(store._open.fileno())) as connection:
+        connection.shutdown(socket.SHUT_RD)

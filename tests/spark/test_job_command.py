@@ -1,0 +1,172 @@
+"""`python -m spark.reader_job`, as a person uses it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from seqdedupe.client.blocking import Client
+from spark import reader_job
+from spark.command import run_command
+from spark.job import JobConfig
+from spark.positions import Positions
+from spark.stores.urls import from_url
+from tests.sidecar import Sidecar
+from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, source, sqlite_database
+from tests.spark.run_job import QUICK_JVM
+
+REPOSITORY = Path(__file__).parents[2]
+TRANSFORM = """
+import pyarrow as pa
+def select(batch):
+    columns = [batch.column(name) for name in ("topic", "index", "value")]
+    return pa.RecordBatch.from_arrays(columns, ["topic", "index", "value"])
+"""
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    return sqlite_database(tmp_path / "out.db")
+
+
+def start(folder: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "spark.reader_job", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Status, stdout and stderr of a command that needs no session."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["reader_job", *arguments])
+        runner = CliRunner()
+        with runner.isolation() as (out, err, _):
+            status = run_command(reader_job.cli, "spark.reader_job")
+            return status, out.getvalue().decode(), err.getvalue().decode()
+
+
+def test_follows_as_a_streaming_query_until_it_is_told_to_stop(
+    sidecar: Sidecar, database: Database, tmp_path: Path
+) -> None:
+    topic = publish(sidecar.address, "events", 100)
+    (tmp_path / "mine.py").write_text(TRANSFORM)
+    flags = ["--address", sidecar.address, "--topic", "events", "--store", "sqlite:///out.db", "--table", TABLE]
+    flags += [
+        "--plain-column-names",
+        "--transform",
+        "mine:select",
+        "--checkpoint-location",
+        str(tmp_path / "checkpoint"),
+    ]
+    flags += [
+        "--max-offsets-per-trigger",
+        "40",
+        "--follow",
+        "--trigger-seconds",
+        "0.1",
+        "--json",
+        "--master",
+        "local[2]",
+    ]
+    process = start(tmp_path, "run", "--job", JOB, *flags, JAVA_TOOL_OPTIONS=QUICK_JVM)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "rows/s, lag" in line:
+            break
+    publish(sidecar.address, "events", 50, first=100)
+    while len(database.indexes(topic)) < 150:
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    assert (found["read"], found["written"], found["lag"], list(found["topics"])) == (150, 150, 0, [topic])
+    each_once(database.indexes(topic), 150)
+
+
+@pytest.fixture
+def stored(sidecar: Sidecar, database: Database) -> str:
+    """A topic of ten messages, and a position at its start; the store's URL."""
+    publish(sidecar.address, "events", 10)
+    config = JobConfig(JOB, source(sidecar.address, topic="events"), from_url(database.url), TABLE)
+    with database.store() as store, Client(sidecar.address) as client:
+        store.prepare(TABLE, OUTPUT)
+        Positions(JOB, TABLE, config.source).look(client, store)
+    return database.url
+
+
+def test_positions_and_reset(sidecar: Sidecar, stored: str) -> None:
+    at = ["--job", JOB, "--store", stored]
+    status, before, _ = run("positions", *at, "--json")
+    shown = json.loads(before)
+    assert (status, shown["topic"], shown["epoch"]) == (0, "persistent://public/default/events", 0)
+    reset = ["reset", *at, "--topic", "events", "--address", sidecar.address]
+    status, out, _ = run(*reset, "--to", "latest", "--json")
+    assert status == 0
+    assert json.loads(out)["before"] == {"position": shown["position"], "epoch": 0}
+    assert json.loads(out)["after"]["position"].endswith("@9")
+    status, out, _ = run(*reset, "--to", "earliest")
+    assert (status, "@-1, epoch 2 (before: " in out) == (0, True)
+    status, out, _ = run("positions", *at)
+    assert (status, "epoch 2" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        ([], 2, "Missing option"),
+        (["--transaction", "row"], 2, "'--transaction'"),
+        (["--trigger-seconds", "-1"], 2, "'--trigger-seconds'"),
+        (["--wrong"], 2, "--wrong"),
+        (["--job", "j", "--store", "mysql://x", "--table", "t", "--topic", "t"], 1, "store"),
+        (["--job", "j", "--store", "sqlite:///x.db", "--table", "t"], 1, "topic"),
+        (["--job", "j", "--store", "sqlite:///x.db", "--table", "t", "--topic", "a", "--topics", "b"], 1, "topics"),
+        (
+            ["--job", "j", "--store", "sqlite:///x.db", "--table", "t", "--topic", "a", "--starting-time", "x"],
+            1,
+            "Time",
+        ),
+        (["--job", "j", "--store", "sqlite:///x.db", "--table", "t", "--topic", "a", "--transform", "no:f"], 1, "no:f"),
+        (["--job", "j", "--store", "sqlite:///x.db", "--table", "t", "--topic", "a", "--transform", "os:f"], 1, "os:f"),
+        (
+            ["--job", "j", "--store", "sqlite:///x.db", "--table", "t", "--topic", "a", "--transform", "os:sep"],
+            1,
+            "sep",
+        ),
+        (["--job", "j", "--store", "sqlite:///x.db", "--table", "t", "--topic", "a", "--sql", "@none.sql"], 1, "none"),
+    ],
+)
+def test_wrong_options_are_one_line(flags: list[str], status: int, said: str) -> None:
+    code, out, err = run("run", *flags)
+    assert (code, out, err.count("\n")) == (status, "", 1)
+    assert said in err
+
+
+def test_without_java_it_says_what_to_install(tmp_path: Path) -> None:
+    flags = ["--job", JOB, "--store", "sqlite:///out.db", "--table", TABLE, "--topic", "events"]
+    process = start(tmp_path, "run", *flags, PATH="/nowhere", JAVA_HOME="/nowhere")
+    out, err = process.communicate()
+    assert (process.returncode, out, err.count("\n")) == (1, "", 1)
+    assert "openjdk-17-jre-headless" in err
+
+
+def test_positions_where_there_are_none(stored: str, tmp_path: Path) -> None:
+    assert run("positions", "--job", "other", "--store", stored) == (
+        0,
+        "no positions of job other are stored there\n",
+        "",
+    )
+    assert run("positions", "--job", "other", "--store", stored, "--json") == (0, "", "")
+    status, out, err = run("positions", "--job", JOB, "--store", f"sqlite:///{tmp_path}/another.db")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "no job has its positions there" in err

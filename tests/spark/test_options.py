@@ -1,0 +1,148 @@
+"""The data source's options: what is taken, and what each wrong one is told."""
+
+import pickle
+
+import pytest
+
+from seqdedupe.errors import ConfigurationError
+from seqdedupe.message_id import MessageId, Position
+from spark.options import Limits, Options, Selection, Time, parse, position
+
+T = "persistent://public/default/t"
+
+
+def test_what_is_not_said() -> None:
+    assert parse({"topic": "t"}) == Options(Selection("topic", (T,)))
+    assert parse({"topic": "t"}).service_url == "127.0.0.1:6660"
+    assert parse({"topic": "t"}).fail_on_data_loss
+
+
+def test_all_options_in_any_case() -> None:
+    options = parse(
+        {
+            "SERVICE.URL": "unix:/run/s.sock",
+            "Topics": "t, persistent://a/b/c ,t",
+            "startingoffsets": '{"t": "5:7", "persistent://a/b/c": "5/start@-1"}',
+            "endingtime": "1700000000000",
+            "maxOffsetsPerTrigger": "7",
+            "maxbytespertrigger": " 8 ",
+            "minPartitions": "9",
+            "failOnDataLoss": "FALSE",
+            "plaincolumnnames": "true",
+        }
+    )
+    assert options == Options(
+        Selection("topics", (T, "persistent://a/b/c")),
+        "unix:/run/s.sock",
+        {T: Position(5, MessageId(5, 7), 7), "persistent://a/b/c": Position.start(5)},
+        Time(1_700_000_000_000),
+        Limits(7, 8),
+        9,
+        fail_on_data_loss=False,
+        plain_column_names=True,
+    )
+    assert pickle.loads(pickle.dumps(options)) == options
+
+
+@pytest.mark.parametrize("text", ["earliest", "latest", "Latest"])
+def test_words(text: str) -> None:
+    assert parse({"topicsPattern": "t.*", "startingOffsets": text}).starting == text.lower()
+    assert parse({"topic": "t", "startingOffsets": f'{{"t": "{text}"}}'}).starting == {T: text.lower()}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Position.start(5),
+        Position(5, MessageId(5, 7), 7),
+        Position(5, MessageId(9, 2, 3), 7),
+        Position(2**63 - 1, MessageId(1, 2**63 - 1), 2**63 - 1),
+    ],
+)
+def test_positions_come_back_from_their_text(given: Position) -> None:
+    assert position(str(given)) == given
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "5",
+        "5:",
+        ":7",
+        "5:7 ",
+        " 5:7",
+        "+5:7",
+        "5:-7",
+        "5_0:7",
+        "٥:7",
+        "5:7:1:1",
+        "start",
+        "5/start",
+        "5/start@0",
+        "5/5:7",
+        "5:7@7",
+        "5/5:7@-1",
+        "5/5:7@",
+        "-5/5:7@7",
+        "5/5:7@7\n",
+        f"5/5:7@{2**63}",
+        f"{2**63}/5:7@7",
+        f"5:{2**63}",
+        f"5/{2**63}:7@7",
+        "9" * 5000 + ":1",
+    ],
+)
+def test_what_is_no_position(text: str) -> None:
+    with pytest.raises(ValueError, match="position"):
+        position(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "topic, topics and topicsPattern"),
+        ({"topic": "t", "topics": "u"}, "topic and topics contradict"),
+        ({"topic": "t", "topicsPattern": "u"}, "topic and topicsPattern contradict"),
+        ({"topic": "t", "startingOffsets": "latest", "startingTime": "1"}, "startingOffsets and startingTime contr"),
+        ({"topic": "t", "endingOffsets": "latest", "endingTime": "1"}, "endingOffsets and endingTime contr"),
+        ({"topik": "t"}, "no option topik: did you mean topic?"),
+        ({"topic": "t", "subscribe": "t"}, "no option subscribe: did you mean topics?"),
+        ({"topic": "t", "pollTimeoutMs": "1"}, "no option polltimeoutms: there are service.url, topic"),
+        ({"topic": "t", "maxOffsetPerTriger": "1"}, "did you mean maxOffsetsPerTrigger?"),
+        ({"path": "t"}, "no option path: did you mean topic?"),
+        ({"topic": ""}, "topic is ''"),
+        ({"topic": "a b"}, "topic is 'a b'"),
+        ({"topics": "a,,b"}, "topics is 'a,,b'"),
+        ({"topicsPattern": "("}, "topicsPattern is '(': it is not a regular expression"),
+        ({"topic": "t", "service.url": "http://a:1"}, "service.url is 'http://a:1'"),
+        ({"topic": "t", "service.url": "grpc://a:1"}, "service.url is 'grpc://a:1'"),
+        ({"topic": "t", "service.url": "localhost"}, "service.url is 'localhost'"),
+        ({"topic": "t", "startingOffsets": "erliest"}, "startingOffsets is 'erliest': it should be earliest or latest"),
+        ({"topic": "t", "startingOffsets": "[]"}, "startingOffsets is '[]': it should be"),
+        ({"topic": "t", "startingOffsets": "[" * 100_000}, "startingOffsets is '[[["),
+        ({"topic": "t", "startingOffsets": '{"t": 7}'}, "is not a text"),
+        ({"topic": "t", "startingOffsets": '{"t": {"a": "5:7"}}'}, "is not a text"),
+        ({"topic": "t", "startingOffsets": '{"t": "7"}'}, "startingOffsets is '{\"t\": \"7\"}': '7' is neither"),
+        ({"topic": "t", "startingOffsets": '{"t": "1:7", "t": "1:8"}'}, "twice"),
+        ({"topic": "t", "startingOffsets": f'{{"t": "1:7", "{T}": "1:8"}}'}, "twice"),
+        ({"topic": "t", "startingOffsets": '{"a b": "1:7"}'}, "'a b' is not a topic name"),
+        ({"topic": "t", "endingOffsets": "earliest"}, "endingOffsets is 'earliest': it should be latest"),
+        ({"topic": "t", "endingOffsets": '{"t": "earliest"}'}, "'earliest' is neither"),
+        ({"topic": "t", "startingTime": "yesterday"}, "startingTime is 'yesterday'"),
+        ({"topic": "t", "startingTime": "-1"}, "startingTime is '-1'"),
+        ({"topic": "t", "endingTime": str(2**63)}, "endingTime is"),
+        ({"topic": "t", "maxOffsetsPerTrigger": "0"}, "maxOffsetsPerTrigger is '0'"),
+        ({"topic": "t", "maxBytesPerTrigger": "1.5"}, "maxBytesPerTrigger is '1.5'"),
+        ({"topic": "t", "minPartitions": "٣"}, "minPartitions is"),
+        ({"topic": "t", "failOnDataLoss": "no"}, "failOnDataLoss is 'no': it should be true or false"),
+        ({"topic": "t", "plainColumnNames": ""}, "plainColumnNames is ''"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(options: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigurationError) as failure:
+        parse(options)
+    assert failure.value.reason == "INVALID_OPTION"
+    assert said in failure.value.message
+    assert "\n" not in failure.value.message
+    assert len(failure.value.message) < 400

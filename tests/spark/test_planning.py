@@ -1,0 +1,240 @@
+"""Planning: topics, places, losses, limits, splits."""
+
+import random
+
+import pytest
+
+from seqdedupe.client import blocking
+from seqdedupe.client.client import TopicEnds
+from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, UnavailableError
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from spark import planning
+from spark.options import Limits, Selection, Time
+from spark.planning import Loss, find_loss, plan, position_before, resolve, shares, split, topics
+from spark.ranges import Range
+
+T = "persistent://public/default/t"
+
+
+def selected(*names: str) -> Selection:
+    return Selection("topics", tuple(map(topic_name, names)))
+
+
+def full(*names: str) -> list[str]:
+    return [topic_name(name) for name in names]
+
+
+def send(client: blocking.Client, topic: str, count: int, size: int = 10) -> None:
+    with client.producer(topic, "p") as producer:
+        for _ in range(count):
+            producer.send_batch([bytes(size)])
+
+
+class TestTopics:
+    def test_a_name_stands_for_its_topic_or_its_partitions(self, client: blocking.Client, topic: str) -> None:
+        for name in ("", "-partition-0", "-partition-10", "-partition-2", "s-partition-1", "s"):
+            client.admin.create_topic(topic + name)
+        client.admin.create_topic(f"persistent://a/b/{topic}-partition-0")
+        client.admin.create_topic(f"{topic}x-partition-1")
+        client.admin.create_topic(f"{topic}x-partition-0")
+        assert topics(client, selected(topic)) == full(topic)
+        assert topics(client, selected(topic + "x")) == full(f"{topic}x-partition-0", f"{topic}x-partition-1")
+        assert topics(client, selected(f"persistent://a/b/{topic}")) == full(f"persistent://a/b/{topic}-partition-0")
+        client.admin.delete_topic(topic)
+        parts = full(f"{topic}-partition-0", f"{topic}-partition-2", f"{topic}-partition-10")
+        assert topics(client, selected(topic)) == parts
+        assert topics(client, selected(f"{topic}-partition-2", topic, topic)) == parts
+
+    def test_a_missing_name_is_an_error_unless_it_is_known(self, client: blocking.Client, topic: str) -> None:
+        client.admin.create_topic(topic)
+        with pytest.raises(NotFoundError, match=rf"topics: .*/{topic}-no"):
+            topics(client, selected(topic, f"{topic}-no"))
+        known = full(f"{topic}-no-partition-0", "other")
+        assert topics(client, selected(topic, f"{topic}-no"), known) == full(topic, f"{topic}-no-partition-0")
+
+    @pytest.mark.parametrize(
+        ("pattern", "found"),
+        [
+            ("{}", [""]),
+            ("{}-.*", ["-a", "-b-partition-1"]),
+            ("{}-b", ["-b-partition-1"]),
+            ("persistent://public/default/{}-[ab]", ["-a", "-b-partition-1"]),
+            ("{}-b-partition-1", ["-b-partition-1"]),
+            (".*://a/b/{}", []),
+            ("{}-", []),
+        ],
+    )
+    def test_a_pattern_matches_whole_names(
+        self, client: blocking.Client, topic: str, pattern: str, found: list[str]
+    ) -> None:
+        for name in ("", "-a", "-b-partition-1"):
+            client.admin.create_topic(topic + name)
+        assert topics(client, Selection("topicsPattern", pattern=pattern.format(topic))) == full(
+            *[topic + name for name in found]
+        )
+
+
+def test_places(client: blocking.Client, topic: str) -> None:
+    name = topic_name(topic)
+    client.admin.create_topic(topic)
+    empty = Position.start(client.ends(topic).last.incarnation)
+    assert [resolve(client, [name], place, "o") for place in ("earliest", "latest", Time(0))] == [{name: empty}] * 3
+    send(client, topic, 3)
+    last = client.ends(topic).last
+    assert resolve(client, [name], "latest", "o") == {name: last}
+    assert resolve(client, [name], "earliest", "o") == {name: empty}
+    with client.reader(topic) as reader:
+        stored = list(reader.batches())
+    times = [one.publish_time_ms for one in stored]
+    for milliseconds in (0, times[0], times[1], times[2], times[2] + 1):
+        before = sum(len(one) for one in stored if one.publish_time_ms < milliseconds)
+        assert resolve(client, [name], Time(milliseconds), "o") == {name: position_before(empty.incarnation, before)}
+    given = {name: position_before(5, 7)}
+    assert resolve(client, [name], given, "o") == given
+    assert resolve(client, [name], {name: "latest"}, "o") == {name: last}
+    with pytest.raises(SeqdedupeError, match=r"startingOffsets lacks topic .*/other \[INVALID_OPTION\]"):
+        resolve(client, [name, topic_name("other")], given, "startingOffsets")
+    with pytest.raises(SeqdedupeError, match=r"startingOffsets has a topic that is not read: .*/other"):
+        resolve(client, [name], given | {topic_name("other"): "latest"}, "startingOffsets")
+
+
+class TestLosses:
+    def test_what_is_none(self) -> None:
+        for index in (4, 5, 9):
+            assert find_loss(T, position_before(1, index + 1), TopicEnds(5, position_before(1, 10))) is None
+        assert find_loss(T, Position.start(1), TopicEnds(0, Position.start(1))) is None
+
+    def test_retention(self) -> None:
+        loss = find_loss(T, position_before(1, 3), TopicEnds(5, position_before(1, 10)))
+        assert loss is not None
+        assert (loss.next, loss.reason) == (position_before(1, 5), "POSITION_TRIMMED")
+        assert "2 messages" in loss.message
+        assert "indexes 3 to 4" in loss.message
+        with pytest.raises(PositionError, match="indexes 3 to 4"):
+            raise loss.error()
+
+    def test_a_lost_end(self) -> None:
+        loss = find_loss(T, position_before(1, 13), TopicEnds(0, position_before(1, 10)))
+        assert loss is not None
+        assert (loss.next, loss.reason) == (position_before(1, 10), "POSITION_UNKNOWN")
+        assert "indexes 10 to 12" in loss.message
+
+    def test_another_incarnation_is_neither_earlier_nor_later(self) -> None:
+        for incarnation in (1, 3):
+            for index in (0, 5, 50):
+                loss = find_loss(T, position_before(incarnation, index), TopicEnds(5, position_before(2, 10)))
+                assert loss is not None
+                assert (loss.next, loss.reason) == (position_before(2, 5), "POSITION_UNKNOWN")
+
+    def test_on_a_sidecar(self, client: blocking.Client, topic: str) -> None:
+        name = topic_name(topic)
+        client.admin.create_topic(topic)
+        send(client, topic, 3)
+        old = client.ends(topic).last
+        assert planning.look(client, name, old) == old
+        assert plan(client, {name: old}) == []
+        assert plan(client, {name: Position.start(old.incarnation)}) == [
+            Range(name, Position.start(old.incarnation), old)
+        ]
+        client.admin.delete_topic(topic)
+        gone = planning.look(client, name, old)
+        assert isinstance(gone, Loss)
+        assert gone.next is None
+        with pytest.raises(NotFoundError, match="was deleted"):
+            plan(client, {name: old})
+        client.admin.create_topic(topic)
+        new = planning.look(client, name, old)
+        assert isinstance(new, Loss)
+        assert new.next == Position.start(client.ends(topic).last.incarnation)
+        with pytest.raises(PositionError, match="made anew"):
+            plan(client, {name: old})
+
+
+class TestLimits:
+    @pytest.mark.parametrize("seed", range(200))
+    def test_shares(self, seed: int) -> None:
+        chosen = random.Random(seed)
+        there = [chosen.choice([1, 2, 10, 1000, 10**12]) for _ in range(chosen.randint(1, 8))]
+        limit = chosen.choice([1, 3, 10, 500, 10**6, 10**13])
+        given = shares(there, limit)
+        assert all(one >= 1 for one in given)
+        if limit >= sum(there):
+            assert all(one >= wanted for one, wanted in zip(given, there, strict=True))
+        elif limit >= len(there):
+            assert limit - len(there) < sum(given) <= limit
+        assert sorted(given) == [one for _, one in sorted(zip(there, given, strict=True))]
+
+    def test_no_topic_starves_and_each_message_comes_once(self, client: blocking.Client, topic: str) -> None:
+        names = full(*(f"{topic}-partition-{i}" for i in range(3)))
+        counts = [200, 1, 20]
+        for name, count in zip(names, counts, strict=True):
+            send(client, name, count)
+        starts = {name: Position.start(client.ends(name).last.incarnation) for name in names}
+        first = plan(client, starts, Limits(messages=22))
+        assert [len(one) for one in first] == [18, 1, 2]
+        done = [0] * 3
+        rounds = 0
+        while ranges := plan(client, starts, Limits(messages=22, size_bytes=2000)):
+            assert sum(map(len, ranges)) <= 22
+            rounds += 1
+            for one in ranges:
+                assert one.start == starts[one.topic]
+                starts[one.topic] = one.end
+                done[one.partition] += len(one)
+        assert done == counts
+        assert rounds >= 10
+
+    def test_bytes(self, client: blocking.Client, topic: str) -> None:
+        name = topic_name(topic)
+        send(client, topic, 50, 10_000)
+        start = {name: Position.start(client.ends(topic).last.incarnation)}
+        assert [len(one) for one in plan(client, start, Limits(size_bytes=1))] == [1]
+        assert 8 <= len(plan(client, start, Limits(size_bytes=100_000))[0]) <= 12
+        assert len(plan(client, start, Limits(size_bytes=10**9))[0]) == 50
+        assert len(plan(client, start, Limits(messages=3, size_bytes=10**9))[0]) == 3
+
+    def test_more_topics_than_the_limit(self, client: blocking.Client, topic: str) -> None:
+        names = full(*(f"{topic}-partition-{i}" for i in range(3)))
+        for name in names:
+            send(client, name, 2)
+        starts = {name: Position.start(client.ends(name).last.incarnation) for name in names}
+        assert [len(one) for one in plan(client, starts, Limits(messages=1))] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_splits_have_the_same_messages(seed: int) -> None:
+    chosen = random.Random(seed)
+    ranges = []
+    for i in range(chosen.randint(0, 5)):
+        first = chosen.choice([0, 3, 1000])
+        count = chosen.choice([1, 2, 7, 1000])
+        ranges.append(Range(f"t-partition-{i}", position_before(i, first), position_before(i, first + count)))
+    parts = chosen.choice([1, 2, 5, 16, 100])
+    pieces = split(ranges, parts)
+    assert len(pieces) >= min(parts, sum(map(len, ranges)))
+    assert all(len(piece) for piece in pieces)
+    expected = [(one.topic, index) for one in ranges for index in range(one.first_index, one.stop_index)]
+    assert [(one.topic, index) for one in pieces for index in range(one.first_index, one.stop_index)] == expected
+    for one in ranges:
+        sizes = [len(piece) for piece in pieces if piece.topic == one.topic]
+        assert max(sizes) - min(sizes) <= 1
+        assert [piece.end for piece in pieces if piece.topic == one.topic][-1] == one.end
+    if parts == 1:
+        assert pieces == ranges
+
+
+class TestPatience:
+    def test_it_ends(self) -> None:
+        with blocking.Client("127.0.0.1:1") as client, pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+            planning.patiently(lambda: client.ends("t"), 0.3)
+
+    def test_it_helps(self) -> None:
+        answers = iter([UnavailableError("UNREACHABLE", "", "", 1, {})] * 3)
+
+        def call() -> str:
+            if (failure := next(answers, None)) is not None:
+                raise failure
+            return "answer"
+
+        assert planning.patiently(call) == "answer"

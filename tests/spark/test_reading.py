@@ -1,0 +1,117 @@
+"""Reading ranges from a real sidecar."""
+
+import random
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pytest
+
+from seqdedupe.client import ProducerConfig, blocking
+from seqdedupe.errors import NotFoundError, PositionError
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from spark import reading
+from spark.columns import SCHEMA
+from spark.planning import position_before
+from spark.ranges import Range
+from tests.conftest import StartSidecar
+from tests.sidecar import Sidecar
+
+MESSAGES = 3000
+TOPIC = topic_name("many")
+INDEX_ONLY = pa.schema([SCHEMA.field("__index")])
+
+
+@pytest.fixture(scope="module")
+def whole(shared_sidecar: Sidecar) -> Range:
+    """The range of a topic of batches of 1 to 50 messages."""
+    chosen = random.Random(1)
+    with blocking.Client(shared_sidecar.address) as client, client.producer(TOPIC, "p") as producer:
+        sent = 0
+        while sent < MESSAGES:
+            count = min(chosen.choice([1, 2, 50]), MESSAGES - sent)
+            producer.send_batch([b"%d" % i for i in range(sent, sent + count)])
+            sent += count
+        producer.flush()
+        last = client.ends(TOPIC).last
+    return Range(TOPIC, Position.start(last.incarnation), last)
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MAX_ROWS", 100)
+
+
+def part(whole: Range, first: int, stop: int) -> Range:
+    before = [position_before(whole.incarnation, index) for index in (first, stop)]
+    return Range(whole.topic, before[0], before[1])
+
+
+def values(batches: Iterator[pa.RecordBatch]) -> list[bytes]:
+    return [value for batch in batches for value in batch.column("value").to_pylist()]
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("seed", range(20))
+def test_any_range_has_its_messages_in_order(shared_sidecar: Sidecar, whole: Range, seed: int) -> None:
+    chosen = random.Random(seed)
+    first, stop = sorted(chosen.choices(range(MESSAGES + 1), k=2))
+    if seed < 3:
+        first, stop = [(0, MESSAGES), (0, 1), (MESSAGES - 1, MESSAGES)][seed]
+    read = values(reading.read_range(shared_sidecar.address, part(whole, first, stop)))
+    assert read == [b"%d" % i for i in range(first, stop)]
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_small_batches_are_joined_to_good_sized_ones(shared_sidecar: Sidecar, whole: Range) -> None:
+    sizes = [len(batch) for batch in reading.read_range(shared_sidecar.address, whole, INDEX_ONLY)]
+    assert sum(sizes) == MESSAGES
+    assert all(100 <= size < 150 for size in sizes[:-1])
+
+
+def test_batches_end_with_bytes_too(shared_sidecar: Sidecar, whole: Range, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(list(reading.read_range(shared_sidecar.address, whole))) == 1
+    monkeypatch.setattr(reading, "MAX_BYTES", 1000)
+    batches = list(reading.read_range(shared_sidecar.address, whole))
+    assert len(batches) > 5
+    assert values(iter(batches)) == [b"%d" % i for i in range(MESSAGES)]
+
+
+def test_an_empty_range_asks_nobody(whole: Range) -> None:
+    assert list(reading.read_range("127.0.0.1:1", part(whole, 5, 5))) == []
+
+
+def test_a_reader_that_stops_early_ends(shared_sidecar: Sidecar, whole: Range) -> None:
+    batches = reading.read_range(shared_sidecar.address, whole)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+
+
+def test_what_is_not_there_is_a_typed_error(client: blocking.Client, topic: str) -> None:
+    missing = Range(topic_name(topic), Position.start(1), position_before(1, 5))
+    with pytest.raises(NotFoundError):
+        list(reading.read_range(client.address, missing))
+    client.admin.create_topic(topic)
+    with pytest.raises(PositionError, match=r"anew|another incarnation"):
+        list(reading.read_range(client.address, missing))
+
+
+def test_it_reads_on_over_kills_of_the_sidecar(start_sidecar: StartSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    sidecar = start_sidecar()
+    monkeypatch.setattr(reading, "MAX_ROWS", 1000)
+    config = ProducerConfig(max_batch_rows=100)
+    payloads = [b"%d" % i + bytes(2000) for i in range(8000)]
+    with blocking.Client(sidecar.address) as client:
+        with client.producer(TOPIC, "p", config) as producer:
+            for first in range(0, len(payloads), 100):
+                producer.send_batch(payloads[first : first + 100])
+        last = client.ends(TOPIC).last
+    batches = reading.read_range(sidecar.address, Range(TOPIC, Position.start(last.incarnation), last))
+    read = []
+    for number, batch in enumerate(batches):
+        read += batch.column("value").to_pylist()
+        if number in (0, 3):
+            sidecar.restart()
+    # Far more than what a connection holds was still to come when it broke.
+    assert number > 5
+    assert read == payloads

@@ -1,0 +1,437 @@
+"""The data source's readers, called as Spark calls them, without Spark."""
+
+import logging
+import pickle
+import random
+import time
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+from pyspark import cloudpickle
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+from pyspark.sql.types import (
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+)
+
+from seqdedupe.client import blocking
+from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from spark.columns import SCHEMA
+from spark.planning import position_before
+from spark.ranges import Range
+from spark.source import BatchReader, SeqdedupeDataSource, StreamReader
+from tests.sidecar import Sidecar
+
+Offsets = dict[str, str]
+
+
+@pytest.fixture
+def source(client: blocking.Client) -> "Source":
+    return Source(client.address)
+
+
+class Source:
+    """Readers for options, made as Spark makes them."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def _made(self, options: dict[str, Any]) -> SeqdedupeDataSource:
+        given = {"service.url": self.address} | {name.lower(): str(value) for name, value in options.items()}
+        return SeqdedupeDataSource(given)
+
+    def batch(self, **options: Any) -> BatchReader:
+        made = self._made(options)
+        return made.reader(made.schema())
+
+    def stream(self, **options: Any) -> "Stream":
+        made = self._made(options)
+        return Stream(made.streamReader(made.schema()))
+
+    def rows(self, **options: Any) -> list[bytes]:
+        reader = self.batch(**options)
+        return read(reader, reader.partitions())
+
+
+def read(reader: BatchReader | StreamReader, partitions: list[Any]) -> list[bytes]:
+    """What tasks would read: all of it is pickled on the way."""
+    found = []
+    for partition in partitions:
+        there = pickle.loads(cloudpickle.dumps(reader))
+        for batch in there.read(pickle.loads(pickle.dumps(partition))):
+            assert batch.schema.equals(reader.schema, check_metadata=True)
+            found += batch.column("value").to_pylist()
+    return found
+
+
+class Stream:
+    """A query: the offset it has reached, and what each trigger reads."""
+
+    def __init__(self, reader: StreamReader, offset: Offsets | None = None) -> None:
+        self.reader = reader
+        self.offset = offset
+
+    def trigger(self) -> list[bytes] | None:
+        """What a micro-batch reads; None where Spark would run none."""
+        if self.offset is None:
+            self.offset = self.reader.initialOffset()
+        end = self.reader.latestOffset(dict(self.offset), self.reader.getDefaultReadLimit())
+        if end == self.offset:
+            return None
+        partitions = self.reader.partitions(dict(self.offset), dict(end))
+        assert all(len(partition.value) for partition in partitions)
+        self.offset = end
+        return read(self.reader, partitions)
+
+    def rest(self) -> Iterator[list[bytes]]:
+        while (found := self.trigger()) is not None:
+            yield found
+
+
+def send(client: blocking.Client, topic: str, *values: bytes) -> None:
+    with client.producer(topic, "p") as producer:
+        for value in values:
+            producer.send(value)
+
+
+def numbers(first: int, stop: int) -> list[bytes]:
+    return [b"%d" % i for i in range(first, stop)]
+
+
+class TestBatch:
+    def test_all_there_is_once(self, client: blocking.Client, source: Source, topic: str) -> None:
+        send(client, topic, *numbers(0, 5))
+        assert source.rows(topic=topic) == numbers(0, 5)
+        assert source.rows(topic=topic, startingOffsets="latest") == []
+        assert source.rows(topic=topic, startingOffsets="latest", plainColumnNames=True) == []
+
+    def test_an_empty_topic(self, client: blocking.Client, source: Source, topic: str) -> None:
+        client.admin.create_topic(topic)
+        reader = source.batch(topic=topic)
+        assert reader.partitions() == []
+        assert list(reader.read(InputPartition(None))) == []
+
+    def test_places(self, client: blocking.Client, source: Source, topic: str) -> None:
+        send(client, topic, *numbers(0, 9))
+        with client.reader(topic) as reader:
+            messages = list(reader)
+        for chosen in (random.Random(seed) for seed in range(20)):
+            start, end = chosen.choices(range(9), k=2)
+            forms = [str(messages[start].message_id), str(messages[end].position)]
+            given = {
+                name: f'{{"{topic}": "{text}"}}'
+                for name, text in zip(("startingOffsets", "endingOffsets"), forms, strict=True)
+            }
+            # After the one, up to and with the other.
+            assert source.rows(topic=topic, **given) == numbers(start + 1, end + 1)
+            first, last = messages[start].publish_time_ms, messages[end].publish_time_ms
+            assert source.rows(topic=topic, startingTime=first, endingTime=last) == [
+                message.payload for message in messages if first <= message.publish_time_ms < last
+            ]
+
+    def test_min_partitions_splits_what_is_there(self, client: blocking.Client, source: Source, topic: str) -> None:
+        send(client, f"{topic}-partition-0", *numbers(0, 10))
+        send(client, f"{topic}-partition-1", *numbers(10, 12))
+        reader = source.batch(topic=topic)
+        assert [len(partition.value) for partition in reader.partitions()] == [10, 2]
+        reader = source.batch(topic=topic, minPartitions=4)
+        partitions = reader.partitions()
+        assert len(partitions) >= 4
+        assert read(reader, partitions) == numbers(0, 12)
+
+    def test_what_is_not_there(self, client: blocking.Client, source: Source, topic: str) -> None:
+        with pytest.raises(NotFoundError, match=f"^topics: .*{topic}"):
+            source.rows(topics=topic)
+        with pytest.raises(NotFoundError, match=f"^topicsPattern: no topic matches {topic}"):
+            source.rows(topicsPattern=topic)
+        send(client, topic, b"0")
+        incarnation = client.ends(topic).last.incarnation
+        for option in ("startingOffsets", "endingOffsets"):
+            # Nobody waits for messages that may never come.
+            beyond = f'{{"{topic}": "{position_before(incarnation, 5)}"}}'
+            with pytest.raises(PositionError, match="it lacks indexes 1 to 4"):
+                source.rows(topic=topic, **{option: beyond})
+            with pytest.raises(PositionError, match="made anew"):
+                source.rows(topic=topic, **{option: f'{{"{topic}": "5:0"}}'})
+            with pytest.raises(ConfigurationError, match=f"{option} has a topic that is not read"):
+                source.rows(topic=topic, **{option: f'{{"{topic}": "{incarnation}:0", "o": "{incarnation}:0"}}'})
+
+    def test_what_only_the_other_kind_has(self, source: Source) -> None:
+        for name in ("maxOffsetsPerTrigger", "maxBytesPerTrigger"):
+            with pytest.raises(ConfigurationError, match=name):
+                source.batch(topic="t", **{name: 5})
+        for options in ({"endingOffsets": "latest"}, {"endingTime": 5}):
+            with pytest.raises(ConfigurationError, match=next(iter(options))):
+                source.stream(topic="t", **options)
+
+
+class TestSchemas:
+    def reader(self, *fields: StructField, **options: str) -> BatchReader:
+        return SeqdedupeDataSource({"topic": "t"} | options).reader(StructType(list(fields)))
+
+    def test_some_columns_in_any_order(self) -> None:
+        reader = self.reader(StructField("__index", LongType(), False), StructField("value", BinaryType()))
+        assert reader.schema.names == ["__index", "value"]
+        assert [field.nullable for field in reader.schema] == [False, True]
+        assert self.reader(StructField("index", LongType()), plaincolumnnames="true").schema.names == ["index"]
+
+    @pytest.mark.parametrize(
+        ("name", "kind", "said"),
+        [
+            ("index", LongType(), "no column index, but value, __key"),
+            ("__index", IntegerType(), "column __index is int, it should be bigint"),
+            ("value", StringType(), "column value is string, it should be binary"),
+            ("__publishTime", TimestampNTZType(), "column __publishTime is timestamp_ntz, it should be timestamp"),
+        ],
+    )
+    def test_what_does_not_fit_is_named(self, name: str, kind: DataType, said: str) -> None:
+        with pytest.raises(ConfigurationError, match=rf"^schema: .*{said}"):
+            self.reader(StructField("__topic", StringType()), StructField(name, kind))
+
+    def test_no_column_at_all(self) -> None:
+        with pytest.raises(ConfigurationError, match="it has no column"):
+            self.reader()
+
+    def test_all_columns(self) -> None:
+        assert SeqdedupeDataSource({"topic": "t"}).schema().names == SCHEMA.names
+
+
+class TestStream:
+    def test_latest_is_decided_once(self, client: blocking.Client, source: Source, topic: str) -> None:
+        send(client, topic, b"0")
+        stream = source.stream(topic=topic)
+        first = stream.reader.initialOffset()
+        send(client, topic, b"1")
+        assert stream.reader.initialOffset() == first
+        assert list(stream.rest()) == [[b"1"]]
+        # The control: decided again, it is another one.
+        assert source.stream(topic=topic).reader.initialOffset() != first
+
+    def test_each_message_comes_once_within_the_limit(
+        self, client: blocking.Client, source: Source, topic: str
+    ) -> None:
+        for partition in range(2):
+            send(client, f"{topic}-partition-{partition}", *numbers(100 * partition, 100 * partition + 40))
+        stream = source.stream(topic=topic, startingOffsets="earliest", maxOffsetsPerTrigger=20, minPartitions=3)
+        assert stream.reader.getDefaultReadLimit() == ReadMaxRows(20)
+        found = list(stream.rest())
+        assert [len(one) for one in found] == [20] * 4
+        assert sorted(chain(*found)) == sorted(numbers(0, 40) + numbers(100, 140))
+        offset = stream.reader.initialOffset()
+        everything = stream.reader.latestOffset(offset, ReadAllAvailable())
+        assert everything == stream.reader.reportLatestOffset() == stream.offset
+
+    def test_limits(self, client: blocking.Client, source: Source, topic: str) -> None:
+        send(client, topic, *[bytes(10_000)] * 20)
+        assert source.stream(topic=topic).reader.getDefaultReadLimit() == ReadAllAvailable()
+        stream = source.stream(topic=topic, startingTime=0, maxBytesPerTrigger=1)
+        assert stream.reader.getDefaultReadLimit() == ReadMaxBytes(1)
+        assert stream.reader.reportLatestOffset() is None
+        found = list(stream.rest())
+        assert list(chain(*found)) == [bytes(10_000)] * 20
+
+    def test_topics_found_later_start_at_their_earliest(
+        self, client: blocking.Client, source: Source, topic: str
+    ) -> None:
+        stream = source.stream(topicsPattern=f"{topic}-.*")
+        assert stream.trigger() is None
+        send(client, f"{topic}-a", b"a")
+        assert stream.trigger() == [b"a"]
+        send(client, f"{topic}-b-partition-3", b"b")
+        send(client, f"{topic}-a", b"aa")
+        assert sorted(stream.trigger() or []) == [b"aa", b"b"]
+        assert stream.trigger() is None
+
+    def test_available_now_ends_with_what_was_there(self, client: blocking.Client, source: Source, topic: str) -> None:
+        send(client, topic, *numbers(0, 5))
+        stream = source.stream(topic=topic, startingOffsets="earliest", maxOffsetsPerTrigger=2)
+        stream.reader.prepareForTriggerAvailableNow()
+        found = []
+        for number, one in enumerate(stream.rest()):
+            found += one
+            send(client, topic, *numbers(5 + number, 6 + number))
+        assert found == numbers(0, 5)
+
+    def test_what_was_planned_is_read_again(self, client: blocking.Client, source: Source, topic: str) -> None:
+        send(client, topic, *numbers(0, 5))
+        reader = source.stream(topic=topic, startingOffsets="earliest").reader
+        start = reader.initialOffset()
+        end = reader.latestOffset(start, reader.getDefaultReadLimit())
+        send(client, topic, *numbers(5, 9))
+        for _ in range(2):
+            again = source.stream(topic=topic).reader
+            assert read(again, again.partitions(start, end)) == numbers(0, 5)
+        assert again.partitions(end, end) == []
+
+    def test_offsets_that_are_none(self, source: Source, topic: str) -> None:
+        reader = source.stream(topic=topic).reader
+        with pytest.raises(SeqdedupeError, match=r"the checkpoint's offsets are not this source's: '5'"):
+            reader.latestOffset({topic_name(topic): "5"}, ReadAllAvailable())
+
+    def test_a_missing_topic_is_named(self, source: Source, topic: str) -> None:
+        with pytest.raises(NotFoundError, match=f"^topic: .*{topic}"):
+            source.stream(topic=topic).reader.initialOffset()
+
+
+class TestLoss:
+    """A topic that was deleted, and made anew."""
+
+    @pytest.fixture
+    def offset(self, client: blocking.Client, topic: str) -> Offsets:
+        """After the second of four messages of a topic that was deleted since."""
+        send(client, topic, *numbers(0, 4))
+        incarnation = client.ends(topic).last.incarnation
+        client.admin.delete_topic(topic)
+        return {topic_name(topic): str(position_before(incarnation, 2))}
+
+    def test_it_fails(self, client: blocking.Client, source: Source, topic: str, offset: Offsets) -> None:
+        with pytest.raises(NotFoundError, match="was deleted"):
+            Stream(source.stream(topic=topic).reader, offset).trigger()
+        send(client, topic, b"new")
+        with pytest.raises(PositionError, match="was made anew"):
+            Stream(source.stream(topic=topic).reader, offset).trigger()
+
+    def test_it_goes_on_where_that_is_allowed(
+        self,
+        client: blocking.Client,
+        source: Source,
+        topic: str,
+        offset: Offsets,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        stream = Stream(source.stream(topic=topic, failOnDataLoss=False).reader, offset)
+        with caplog.at_level(logging.WARNING):
+            assert stream.trigger() is None
+            assert stream.trigger() is None
+            assert [record.message.split(" was ")[1][:7] for record in caplog.records] == ["deleted"]
+            send(client, topic, *numbers(10, 13))
+            assert list(stream.rest()) == [[], numbers(10, 13)]
+        assert len(caplog.records) == 2
+        assert "what it held after index 1 is gone, and it begins with index 0" in caplog.records[1].message
+
+    @pytest.mark.parametrize("fails", [True, False])
+    def test_a_batch_that_was_planned_before(
+        self, client: blocking.Client, source: Source, topic: str, offset: Offsets, fails: bool
+    ) -> None:
+        name = topic_name(topic)
+        incarnation = int(offset[name].split("/")[0])
+        end = {name: str(position_before(incarnation, 4))}
+        reader = source.stream(topic=topic, failOnDataLoss=fails).reader
+        planned = [InputPartition(Range(name, position_before(incarnation, 2), position_before(incarnation, 4)))]
+        for make in (lambda: None, lambda: send(client, topic, b"new")):
+            make()
+            if fails:
+                with pytest.raises((NotFoundError, PositionError)):
+                    reader.partitions(offset, end)
+                with pytest.raises((NotFoundError, PositionError)):
+                    read(reader, planned)
+            else:
+                assert reader.partitions(offset, end) == []
+                assert read(reader, planned) == []
+
+    @pytest.mark.parametrize("fails", [True, False])
+    def test_a_topic_that_has_lost_its_end(
+        self, client: blocking.Client, source: Source, topic: str, fails: bool
+    ) -> None:
+        name = topic_name(topic)
+        send(client, topic, *numbers(0, 4))
+        incarnation = client.ends(topic).last.incarnation
+        beyond, end = position_before(incarnation, 10), position_before(incarnation, 20)
+        reader = source.stream(topic=topic, failOnDataLoss=fails).reader
+        planned = [InputPartition(Range(name, beyond, end))]
+        if fails:
+            with pytest.raises(PositionError, match="behind the end"):
+                read(reader, planned)
+            with pytest.raises(PositionError, match="lacks indexes 4 to 9"):
+                Stream(reader, {name: str(beyond)}).trigger()
+        else:
+            assert read(reader, planned) == []
+            stream = Stream(reader, {name: str(beyond)})
+            assert list(stream.rest()) == [[]]
+            send(client, topic, *numbers(4, 6))
+            assert list(stream.rest()) == [numbers(4, 6)]
+
+    def test_available_now_ends_over_it(
+        self, client: blocking.Client, source: Source, topic: str, offset: Offsets
+    ) -> None:
+        send(client, topic, b"new")
+        stream = Stream(source.stream(topic=topic, failOnDataLoss=False).reader, offset)
+        stream.reader.prepareForTriggerAvailableNow()
+        assert list(stream.rest()) == [[], [b"new"]]
+
+
+PAYLOAD_BYTES = 1_990_000
+SEGMENT_BYTES = 128 * 1024 * 1024
+MESSAGES = 2 * (SEGMENT_BYTES // (2 * PAYLOAD_BYTES) + 3)
+"""A little more than one segment of the log, which is what retention drops."""
+
+
+@pytest.fixture(scope="module")
+def trimmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Source, Position, int]]:
+    """A topic that has lost its beginning; its last position, and the first index that is left."""
+    with (
+        Sidecar(tmp_path_factory.mktemp("trimmed"), default_retention_size_in_mb=1) as sidecar,
+        blocking.Client(sidecar.address) as client,
+    ):
+        with client.producer("t", "p") as producer:
+            for first in range(0, MESSAGES, 2):
+                if first == MESSAGES - 2:
+                    producer.flush()  # a segment is left behind between two writes
+                producer.send_batch([value + bytes(PAYLOAD_BYTES) for value in numbers(first, first + 2)])
+        client.admin.snapshot("t")
+        until = time.monotonic() + 30
+        while not client.ends("t").first_index:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        first, last = client.ends("t")
+        yield Source(sidecar.address), last, first
+
+
+class TestRetention:
+    def test_it_fails(self, trimmed: tuple[Source, Position, int]) -> None:
+        source, last, first = trimmed
+        for index in (0, first - 1):
+            offset = {topic_name("t"): str(position_before(last.incarnation, index))}
+            with pytest.raises(PositionError, match=f"{first - index} messages to retention: indexes {index} to"):
+                Stream(source.stream(topic="t").reader, offset).trigger()
+        with pytest.raises(PositionError, match="retention"):
+            source.rows(topic="t", startingOffsets=f'{{"t": "{Position.start(last.incarnation)}"}}')
+
+    def test_it_goes_on_where_that_is_allowed(
+        self, trimmed: tuple[Source, Position, int], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        source, last, first = trimmed
+        offset = {topic_name("t"): str(position_before(last.incarnation, 1))}
+        stream = Stream(source.stream(topic="t", failOnDataLoss=False).reader, offset)
+        found = [value[:10].rstrip(b"\0") for one in stream.rest() for value in one]
+        assert found == numbers(first, MESSAGES)
+        assert [f"indexes 1 to {first - 1}" in record.message for record in caplog.records] == [True]
+
+    def test_earliest_is_the_first_one_left(self, trimmed: tuple[Source, Position, int]) -> None:
+        source, _, first = trimmed
+        assert len(source.rows(topic="t")) == MESSAGES - first
+        new = Stream(source.stream(topicsPattern="t").reader, {})
+        assert len(new.trigger() or []) == MESSAGES - first
+
+    @pytest.mark.parametrize("fails", [True, False])
+    def test_what_is_trimmed_after_planning(self, trimmed: tuple[Source, Position, int], fails: bool) -> None:
+        source, last, first = trimmed
+        start = position_before(last.incarnation, first - 2)
+        planned = [InputPartition(Range(topic_name("t"), start, last))]
+        reader = source.stream(topic="t", failOnDataLoss=fails).reader
+        if fails:
+            with pytest.raises(PositionError, match=str(first)):
+                read(reader, planned)
+        else:
+            assert len(read(reader, planned)) == MESSAGES - first
