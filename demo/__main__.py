@@ -1,4 +1,7 @@
-"""`python -m demo`: publishes real flights through kill -9 and a bad network, then proves what the topic holds."""
+"""`python -m demo`: publishes real flights through kill -9 and a bad network, and reads them into a table through more.
+
+Then it proves what topic and table hold.
+"""
 
 import argparse
 import os
@@ -10,12 +13,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from demo.check import Tally, check
+from demo.check import Tally, check, check_rows
 from demo.flights import ORIGINS, TOTAL
+from demo.job import KILL_AT, ReaderJob, audit
 from demo.producer import TOPIC
 from demo.run import Run
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError
+from spark.session import check_java
 
 READY_TIMEOUT_SECONDS = 30.0
 
@@ -23,7 +28,8 @@ NEXT = """\
 To try next:
   {bin}/python -m demo --no-deduplication                  the same without deduplication: see the doubles
   {bin}/seqdedupe serve --data-directory data              a sidecar of your own; then, in another terminal:
-  {bin}/seqdedupe publish FILE --topic t --producer p      any file of lines or CSV; stop it, start it again"""
+  {bin}/seqdedupe publish FILE --topic t --producer p      any file of lines or CSV; stop it, start it again
+  {bin}/python -m spark.reader_job run --job j --topic t --store sqlite:///t.db --table t      and into a table"""
 
 
 def _arguments() -> argparse.Namespace:
@@ -38,6 +44,7 @@ def main() -> int:
     arguments = _arguments()
     flights = max(1, min(arguments.flights, TOTAL))
     signal.signal(signal.SIGTERM, _end)
+    check_java()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="seqdedupe-demo-") as folder, Run(Path(folder), flights) as run:
         print(f"{flights:,} flights, three producers ({', '.join(ORIGINS)}), one topic. Starting the sidecar.")
@@ -46,15 +53,22 @@ def main() -> int:
             client.wait_ready(READY_TIMEOUT_SECONDS)
             client.admin.create_topic(TOPIC, deduplication_enabled=not arguments.no_deduplication)
             run.publish()
-            print("Reading the topic and comparing it with the CSV file, field by field.")
+            print("Reading the topic and comparing it with the CSV file, field by field.", flush=True)
             client.wait_ready(READY_TIMEOUT_SECONDS)
             with client.reader(TOPIC) as reader:
-                tallies = check(reader, flights)
-        print_table(run, tallies)
+                topic = check(reader, flights)
+        with ReaderJob(Path(folder), run.sidecar.address, flights, deduplicate=arguments.no_deduplication) as job:
+            print("Reading the topic into a SQLite table with a Spark job, which takes a while to start.", flush=True)
+            job.read(run.say, kill_at=() if arguments.no_deduplication else KILL_AT)
+            table = check_rows(job.rows(), flights)
+        print("Auditing the topic with another one.", flush=True)
+        audited, report = audit(run.sidecar.address)
+        print(report.rstrip())
+        print_table(run, topic, table)
         print(f"\nTook {time.monotonic() - began:.0f} s.")
-        status = verdict(run, tallies)
+        status = verdict(run, job, topic, table) or audited
     if status and arguments.no_deduplication:
-        print("That is what resends do without deduplication.")
+        print("That is what resends do without deduplication. The reader job has dropped them: --deduplicate.")
     return status
 
 
@@ -62,41 +76,46 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def print_table(run: Run, tallies: dict[str, Tally]) -> None:
-    """What was sent and answered, and what the log holds."""
-    heads = ("", "sent", "NotDup", "Dup", "Unknown", "in the log", "missing", "doubled")
+def print_table(run: Run, topic: dict[str, Tally], table: dict[str, Tally]) -> None:
+    """What was sent and answered, and what the log and the table hold."""
+    heads = ("", "sent", "NotDup", "Dup", "Unknown", "in log", "missing", "doubled", "in table", "missing", "doubled")
     rows = {
         origin: (
             *(run.board.get(origin, column) for column in ("sent", "not_dup", "dup", "unknown")),
-            *(tallies[origin].in_the_log, tallies[origin].missing, tallies[origin].doubled),
+            *(n for tally in (topic[origin], table[origin]) for n in (tally.found, tally.missing, tally.doubled)),
         )
         for origin in ORIGINS
     }
     totals = [sum(column) for column in zip(*rows.values(), strict=True)]
-    print("\n" + "".join(f"{head:>11}" for head in heads))
+    print("\n" + "".join(f"{head:>9}" for head in heads))
     for name, numbers in [*rows.items(), ("total", totals)]:
-        print(f"{name:>11}" + "".join(f"{number:>11,}" for number in numbers))
+        print(f"{name:>9}" + "".join(f"{number:>9,}" for number in numbers))
     unanswered = totals[0] - sum(totals[1:4])
     print(f"Of those sent, {unanswered:,} got no verdict: it was lost on the way, or one side was killed.")
 
 
-def verdict(run: Run, tallies: dict[str, Tally]) -> int:
+def verdict(run: Run, job: ReaderJob, topic: dict[str, Tally], table: dict[str, Tally]) -> int:
     """Says what it means; returns the exit status."""
-    missing = sum(tally.missing for tally in tallies.values())
-    doubled = sum(tally.doubled for tally in tallies.values())
-    wrong = sum(tally.wrong for tally in tallies.values())
-    disordered = sum(tally.disordered for tally in tallies.values())
-    fields = sum(tally.fields for tally in tallies.values())
-    if missing or doubled or wrong or disordered:
-        print(f"FAILED: {missing:,} missing, {doubled:,} doubled, {wrong:,} fields wrong, {disordered:,} out of order.")
+    failed = False
+    for what, tallies in (("topic", topic.values()), ("table", table.values())):
+        missing, doubled = sum(tally.missing for tally in tallies), sum(tally.doubled for tally in tallies)
+        wrong, disordered = sum(tally.wrong for tally in tallies), sum(tally.disordered for tally in tallies)
+        if missing or doubled or wrong or disordered:
+            failed = True
+            print(
+                f"FAILED: of the {what} {missing:,} are missing, {doubled:,} doubled, {disordered:,} out of order, "
+                f"{wrong:,} fields wrong."
+            )
+    if failed:
         return 1
     if not run.board.total("dup"):
         print("FAILED: nothing was sent twice, so nothing is proved.")
         return 1
+    fields = sum(tally.fields for tally in (*topic.values(), *table.values()))
+    kills = f"{run.sidecar_kills} kills of the sidecar, {run.producer_kills} of a producer, {job.kills} of the reader"
     print(
-        f"{fields:,} fields compared, none differs; each flight is there exactly once, in order, after "
-        f"{run.sidecar_kills} kills of the sidecar, {run.producer_kills} of a producer and "
-        f"{run.board.total('lost_answers')} losses of answers.\n"
+        f"{fields:,} fields compared, none differs; each flight is in the topic and in the table exactly once, in "
+        f"order,\nafter {kills}, and {run.board.total('lost_answers')} losses of answers.\n"
     )
     print(NEXT.format(bin=os.path.relpath(Path(sys.executable).parent)))
     return 0

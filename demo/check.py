@@ -1,10 +1,11 @@
-"""The check: every message of the topic against the CSV file, which is read here anew, in another way."""
+"""The check: every message of the topic, and every row of the table, against the CSV file, read here in another way."""
 
 import json
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -26,11 +27,15 @@ class Message(Protocol):
     def sequence_id(self) -> int: ...
 
 
+Differences = Callable[[dict[str, str]], int]
+"""How many fields differ from those of a flight."""
+
+
 @dataclass
 class Tally:
-    """One producer's messages: `fields` were compared, `wrong` ones differ, `disordered` messages came too late."""
+    """One producer's flights: `fields` were compared, `wrong` ones differ, `disordered` flights came too late."""
 
-    in_the_log: int = 0
+    found: int = 0
     missing: int = 0
     doubled: int = 0
     fields: int = 0
@@ -41,13 +46,22 @@ class Tally:
 
 def check(messages: Iterable[Message], flights: int) -> dict[str, Tally]:
     """Compares the messages with the first `flights` of the file: each once, each field, each producer's in order."""
+    found = ((message.producer_name, message.sequence_id, partial(_differences, message)) for message in messages)
+    return _tally(found, flights)
+
+
+def check_rows(rows: Iterable[Sequence[str]], flights: int) -> dict[str, Tally]:
+    """The same for rows of producer, number, and the file's fields in its order."""
+    return _tally(((row[0], int(row[1]), partial(_differences_of_row, row)) for row in rows), flights)
+
+
+def _tally(found: Iterable[tuple[str, int, Differences]], flights: int) -> dict[str, Tally]:
     header, lines = _lines(flights)
     tallies = {origin: Tally() for origin in ORIGINS}
     copies = bytearray(len(lines))
-    for message in messages:
-        tally = tallies.setdefault(message.producer_name, Tally())
-        number = message.sequence_id
-        tally.in_the_log += 1
+    for producer, number, differences in found:
+        tally = tallies.setdefault(producer, Tally())
+        tally.found += 1
         if not 0 <= number < len(lines):
             tally.wrong += 1
             continue
@@ -55,9 +69,8 @@ def check(messages: Iterable[Message], flights: int) -> dict[str, Tally]:
         copies[number] = min(copies[number] + 1, 255)
         tally.disordered += number <= tally.last
         tally.last = max(tally.last, number)
-        expected = dict(zip(header, lines[number].split(","), strict=True))
         tally.fields += len(header)
-        tally.wrong += _differences(message, expected)
+        tally.wrong += differences(dict(zip(header, lines[number].split(","), strict=True)))
     origin = header.index("origin")
     for number, seen in enumerate(copies):
         if not seen:
@@ -85,3 +98,9 @@ def _differences(message: Message, expected: dict[str, str]) -> int:
         message.producer_name == expected["origin"],
     ]
     return same.count(False)
+
+
+def _differences_of_row(row: Sequence[str], expected: dict[str, str]) -> int:
+    """How many fields of the row, and the producer's name, differ from the file."""
+    same = [mine == theirs for mine, theirs in zip(row[2:], expected.values(), strict=True)]
+    return [*same, row[0] == expected["origin"]].count(False)

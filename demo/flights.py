@@ -24,6 +24,12 @@ def archive() -> Path:
     raise FileNotFoundError(f"the package {PACKAGE} has no flights.csv.zip")
 
 
+def header() -> list[str]:
+    """The names of a flight's fields."""
+    with zipfile.ZipFile(archive()) as opened, opened.open("flights.csv") as file:
+        return next(csv.reader(io.TextIOWrapper(file, "utf-8", newline="")))
+
+
 def departures(origin: str, flights: int) -> Iterator[tuple[int, dict[str, str]]]:
     """The departures from an airport among the first `flights` of the file: record number and fields."""
     with zipfile.ZipFile(archive()) as opened, opened.open("flights.csv") as file:

@@ -99,7 +99,7 @@ class Run:
         self.sidecar.kill()
         self.sidecar.start()
         self.sidecar_kills += 1
-        self._say(f"killed the sidecar (-9) with {in_flight:,} messages in flight, and started it again")
+        self.say(f"killed the sidecar (-9) with {in_flight:,} messages in flight, and started it again")
 
     def _kill_producer(self) -> None:
         process = self._producers[PRODUCER_TO_KILL]
@@ -108,12 +108,13 @@ class Run:
         process.join()
         self._start_producer(PRODUCER_TO_KILL)
         self.producer_kills += 1
-        self._say(f"killed the producer of {PRODUCER_TO_KILL} (-9) with {in_flight:,} in flight, and started it again")
+        self.say(f"killed the producer of {PRODUCER_TO_KILL} (-9) with {in_flight:,} in flight, and started it again")
 
     def _done(self) -> int:
         return self.board.total("done")
 
-    def _say(self, event: str) -> None:
+    def say(self, event: str) -> None:
+        """Prints a line about what has happened."""
         clear = "\r\033[K" if sys.stdout.isatty() else ""
         print(f"{clear}{time.monotonic() - self._began:5.1f} s  {event}", flush=True)
 

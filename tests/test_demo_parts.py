@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from demo.check import Tally, check
+from demo.check import Tally, check, check_rows
 from demo.flights import ORIGINS, TOTAL, departures
 
 FLIGHTS = 500
@@ -40,11 +40,11 @@ def _topic() -> list[Sent]:
 
 def _totals(topic: list[Sent]) -> dict[str, int]:
     tallies = check(topic, FLIGHTS).values()
-    names = ("in_the_log", "missing", "doubled", "wrong", "disordered")
+    names = ("found", "missing", "doubled", "wrong", "disordered")
     return {name: sum(getattr(tally, name) for tally in tallies) for name in names}
 
 
-GOOD = {"in_the_log": FLIGHTS, "missing": 0, "doubled": 0, "wrong": 0, "disordered": 0}
+GOOD = {"found": FLIGHTS, "missing": 0, "doubled": 0, "wrong": 0, "disordered": 0}
 
 
 def test_the_file_is_all_there() -> None:
@@ -63,8 +63,8 @@ def _payload_with(payload: bytes | None, **changes: str) -> bytes:
 @pytest.mark.parametrize(
     ("spoil", "found"),
     [
-        (lambda topic: topic.pop(7), {"in_the_log": FLIGHTS - 1, "missing": 1}),
-        (lambda topic: topic.insert(8, topic[7]), {"in_the_log": FLIGHTS + 1, "doubled": 1, "disordered": 1}),
+        (lambda topic: topic.pop(7), {"found": FLIGHTS - 1, "missing": 1}),
+        (lambda topic: topic.insert(8, topic[7]), {"found": FLIGHTS + 1, "doubled": 1, "disordered": 1}),
         (lambda topic: topic.insert(7, topic.pop(8)), {"disordered": 1}),
         (lambda topic: _change(topic, payload=None), {"wrong": 19}),
         (lambda topic: _change(topic, payload=_payload_with(topic[7].payload, dest="XXX")), {"wrong": 1}),
@@ -85,7 +85,32 @@ def _change(topic: list[Sent], **changes: object) -> None:
     topic[7] = replace(topic[7], **changes)  # type: ignore[arg-type]
 
 
-def test_a_producer_that_has_nothing_in_the_log_is_missing_all() -> None:
+def test_a_producer_that_has_nothing_found_is_missing_all() -> None:
     topic = [message for message in _topic() if message.producer_name != "JFK"]
     tally = check(topic, FLIGHTS)["JFK"]
     assert tally == Tally(missing=FLIGHTS - len(topic))
+
+
+def _table() -> list[tuple[str, ...]]:
+    return [
+        (origin, str(number), *record.values()) for origin in ORIGINS for number, record in departures(origin, FLIGHTS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda table: None, {}),
+        (lambda table: table.pop(7), {"found": FLIGHTS - 1, "missing": 1}),
+        (lambda table: table.insert(8, table[7]), {"found": FLIGHTS + 1, "doubled": 1, "disordered": 1}),
+        (lambda table: table.__setitem__(7, (*table[7][:-1], "")), {"wrong": 1}),
+        (lambda table: table.__setitem__(7, ("XXX", *table[7][1:])), {"wrong": 1}),
+    ],
+)
+def test_what_is_wrong_in_the_table_is_found(
+    spoil: Callable[[list[tuple[str, ...]]], object], found: dict[str, int]
+) -> None:
+    table = _table()
+    spoil(table)
+    tallies = check_rows(table, FLIGHTS).values()
+    assert {name: sum(getattr(tally, name) for tally in tallies) for name in GOOD} == GOOD | found

@@ -32,27 +32,29 @@ def test_the_program_publishes_and_reads_back(sidecar: Sidecar) -> None:
 
 
 def test_the_commands_do_what_they_are_shown_for(sidecar: Sidecar, tmp_path: Path) -> None:
-    shown = [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ seqdedupe")]
-    commands = [shlex.split(line.partition("#")[0]) for line in shown]
-    assert [command[1] for command in commands] == ["serve", "publish", "read", "topics"]
+    shown = [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+    commands = [shlex.split(line.partition("#")[0]) for line in shown if not line.startswith("make")]
+    assert [command[1] for command in commands] == ["serve", "publish", "read", "topics", "-m", "-m"]
     (tmp_path / "events.csv").write_text("id,what\n" + "".join(f"{i},event {i}\n" for i in range(5)))
     environment = os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address}
     output = []
     for command in commands[1:]:
-        given = [COMMAND, *command[1:]]
+        given = [{"seqdedupe": COMMAND, "python": sys.executable}[command[0]], *command[1:]]
         ran = subprocess.run(
             given,
             cwd=tmp_path,
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=100,
             check=False,
         )
         assert ran.returncode == 0, ran.stderr
         output.append(ran.stdout)
     assert output[1].splitlines() == ["0,event 0", "1,event 1", "2,event 2"]
     assert "events" in output[2]
+    assert "5 messages read, 5 rows written" in output[3]
+    assert output[4].splitlines()[-1] == "clean: 1 topic"
 
 
 def test_the_sidecar_starts_as_shown(tmp_path: Path) -> None:
