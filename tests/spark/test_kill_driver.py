@@ -49,7 +49,7 @@ def test_killed_with_a_checkpoint_and_started_again_with_it(
 ) -> None:
     database = sqlite_database(tmp_path / "out.db")
     checkpoint = tmp_path / "checkpoint"
-    zombies = _kill_drivers(address, database, tmp_path, gates, [("after", 250)], checkpoint)
+    zombies = _kill_drivers(address, database, tmp_path, gates, [("before", 170), ("after", 250)], checkpoint)
     assert checkpoint.exists()
     successor = ReaderJob(spark, config(address, database, 110), select)
     run_with_checkpoint(spark, successor, checkpoint)
@@ -63,7 +63,7 @@ def test_killed_again_and_again_without_a_checkpoint(
     spark: SparkSession, address: str, tmp_path: Path, gates: Callable[[], Gate], postgres_url: str
 ) -> None:
     database = postgres_database(postgres_url)
-    zombies = _kill_drivers(address, database, tmp_path, gates, [("in", 250), ("after", 170)])
+    zombies = _kill_drivers(address, database, tmp_path, gates, [("in", 250), ("before", 90), ("after", 170)])
     total = ReaderJob(spark, config(address, database, 110), select).run()
     assert 0 < total.read < sum(BOTH.values())
     all_are_there(database)
