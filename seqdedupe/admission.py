@@ -228,10 +228,12 @@ def _is_stale(producer: ProducerNumbers) -> bool:
 
 def cut(frame: Frame, verdicts: Uint8s) -> Frame:
     """The part of a frame that is new, as a frame of its own."""
-    rows = np.flatnonzero(verdicts == NOT_DUP)
-    encoded = _cut_run(frame, int(rows[0]), int(rows[-1]) + 1) if len(rows) == rows[-1] - rows[0] + 1 else None
+    marks = verdicts.tobytes()
+    first, last = marks.find(NOT_DUP), marks.rfind(NOT_DUP)
+    encoded = _cut_run(frame, first, last + 1) if marks.count(NOT_DUP) == last - first + 1 else None
     slots = frame.slots
     if encoded is None:
+        rows = np.flatnonzero(verdicts == NOT_DUP)
         whole = batches.decode(frame.encoded)
         encoded = whole.take(rows).encode()
         if len(slots) > 1:

@@ -327,11 +327,11 @@ class Topic:
         if receipt.verdicts is None:
             self.counters.not_dup += rows
             return
-        new = int((receipt.verdicts == NOT_DUP).sum())
-        dup = int((receipt.verdicts == DUP).sum())
+        verdicts = receipt.verdicts.tobytes()
+        new, dup = verdicts.count(NOT_DUP), verdicts.count(DUP)
         self.counters.not_dup += new
         self.counters.dup += dup
-        self.counters.unknown += len(receipt.verdicts) - new - dup
+        self.counters.unknown += len(verdicts) - new - dup
 
     # -- outcomes ----------------------------------------------------------------------------------------------
 

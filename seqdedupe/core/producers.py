@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from seqdedupe.core.columns import EPOCHS, LINKS, NAME_OFFSETS, NAMES, PRODUCERS, ROWS
-from seqdedupe.core.decide import DUP, EPOCH, NUMBERS, PERSISTED, PUSHED, decide, first_ids, refusal
+from seqdedupe.core.decide import EPOCH, NUMBERS, PERSISTED, PUSHED, decide, first_ids, refusal
 from seqdedupe.core.recent import NEW_NUMBERS, RECENT_MESSAGES, find, find_duplicates, persist
 from seqdedupe.core.replay import list_names, persist_all
 
@@ -98,9 +98,7 @@ class Producers:
     def originals(self, view: Uint8s, places: Int64s, slots: Int64s, verdicts: Uint8s) -> tuple[Int64s, Int64s]:
         """The rows with verdict DUP whose original is still known, and the originals' indexes."""
         found = np.empty(len(verdicts), np.int64)
-        if not (verdicts == DUP).any() or not find_duplicates(
-            view, places, slots, self.numbers, self._ring, self._entered, verdicts, found
-        ):
+        if not find_duplicates(view, places, slots, self.numbers, self._ring, self._entered, verdicts, found):
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         rows = np.flatnonzero(found >= 0)
         return rows, found[rows]
