@@ -205,7 +205,7 @@ def _text(value: str) -> str:
 @_as_json
 def positions(job: str, store_url: str, as_json: bool) -> None:
     """Show the stored position and epoch of each of the job's topics."""
-    found = positions_of(from_url(store_url), job)
+    found = positions_of(from_url(store_url, create=False), job)
     if as_json:
         for topic, stored in found.items():
             click.echo(json.dumps({"topic": topic, "position": str(stored.position), "epoch": stored.epoch}))
@@ -227,7 +227,7 @@ def positions(job: str, store_url: str, as_json: bool) -> None:
 @_as_json
 def reset(job: str, store_url: str, topic: str, place: str, address: str, as_json: bool) -> None:
     """Set a topic's position, in a new epoch: runs under way end with POSITION_RESET. Rows stay as they are."""
-    before, after = reset_position(from_url(store_url), job, topic, place, address)
+    before, after = reset_position(from_url(store_url, create=False), job, topic, place, address)
     was = f"{before.position}, epoch {before.epoch}" if before else "none"
     if as_json:
         old = {"position": str(before.position), "epoch": before.epoch} if before else None

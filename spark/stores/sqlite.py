@@ -63,7 +63,7 @@ _EXACT_DIGITS = 15
 
 
 class SqliteStore(OutputStore):
-    """Rows and positions in one SQLite file, which is made if it is missing; its folder is not.
+    """Rows and positions in one SQLite file, which is made if it is missing, unless `create` is off; its folder is not.
 
     Booleans are stored as 0 and 1, times in ISO 8601 (UTC with a Z where the type has a zone), decimals as text, maps,
     lists and structs as JSON; NaN, which SQLite does not know, as null. `write` holds all rows of a transaction in
@@ -72,10 +72,13 @@ class SqliteStore(OutputStore):
 
     is_local = True
 
-    def __init__(self, path: str | Path, *, busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, path: str | Path, *, create: bool = True, busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS
+    ) -> None:
         self._path = path
+        uri = f"{Path(path).absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
         with self._errors():
-            self._connection = sqlite3.connect(path, busy_timeout_seconds, isolation_level=None)
+            self._connection = sqlite3.connect(uri, busy_timeout_seconds, isolation_level=None, uri=True)
             try:
                 self._use_wal(time.monotonic() + busy_timeout_seconds)
                 self._connection.execute("PRAGMA synchronous=FULL")

@@ -12,8 +12,8 @@ from spark.stores.sqlite import SqliteStore
 _FORMS = "sqlite:///file.db, sqlite:////folder/file.db, postgresql://user@host/database or delta:///folder/table"
 
 
-def from_url(url: str) -> StoreFactory:
-    """What opens the store of this URL; nothing is opened yet.
+def from_url(url: str, *, create: bool = True) -> StoreFactory:
+    """What opens the store of this URL; nothing is opened yet. With `create` off a SQLite file has to be there then.
 
     `sqlite:///file.db` (from the folder that the job is started in) or `sqlite:////folder/file.db`;
     `postgresql://user:password@host:port/database?…`, as libpq has it; `delta:///folder/table`, where the output
@@ -21,7 +21,7 @@ def from_url(url: str) -> StoreFactory:
     """
     scheme, _, rest = url.partition("://")
     if scheme == "sqlite" and rest.startswith("/") and rest.strip("/"):
-        return partial(SqliteStore, str(Path(rest[1:]).absolute()))
+        return partial(SqliteStore, str(Path(rest[1:]).absolute()), create=create)
     if scheme == "delta" and rest.startswith("/") and rest.strip("/"):
         return partial(DeltaStore, str(Path(rest)))
     if scheme in ("postgresql", "postgres"):

@@ -1,15 +1,17 @@
 """What the tests that kill jobs share: two topics, gates, and a job that writes both into a table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from spark.job import JobConfig
 from tests.sidecar import Sidecar
 from tests.spark.jobs import JOB, TABLE, Database, Gate, GatedStore, each_once, publish, source
+from tests.spark.run_job import Driver
 
 BOTH = {"persistent://public/default/a": 600, "persistent://public/default/b": 400}
 
@@ -47,3 +49,30 @@ def gated(given: JobConfig, gate: Gate, where: str) -> JobConfig:
 def all_are_there(database: Database) -> None:
     for topic, count in BOTH.items():
         each_once(database.indexes(topic), count)
+
+
+def kill_drivers(
+    address: str,
+    database: Database,
+    folder: Path,
+    gates: Callable[[], Gate],
+    moments: Sequence[tuple[str, int]],
+    checkpoint: Path | None = None,
+) -> list[tuple[Gate, int]]:
+    """Starts drivers, each with another batch size, and kills them at these moments. Their workers outlive them,
+    stalled where they were: these gates let them go on."""
+    zombies = []
+    for where, rows in moments:
+        gate = gates()
+        driver = Driver(folder / "job", gated(config(address, database, rows), gate, where), checkpoint)
+        zombies.append((gate, gate.wait()))
+        driver.kill()
+    return zombies
+
+
+def wake(zombies: Sequence[tuple[Gate, int]]) -> None:
+    """Returns when these workers have done what they still do."""
+    for gate, pid in zombies:
+        gate.open()
+        if psutil.pid_exists(pid):
+            assert psutil.wait_procs([psutil.Process(pid)], timeout=30)[0]

@@ -167,6 +167,13 @@ def test_positions_where_there_are_none(stored: str, tmp_path: Path) -> None:
         "",
     )
     assert run("positions", "--job", "other", "--store", stored, "--json") == (0, "", "")
-    status, out, err = run("positions", "--job", JOB, "--store", f"sqlite:///{tmp_path}/another.db")
+    another = tmp_path / "another.db"
+    at = ["positions", "--job", JOB, "--store", f"sqlite:///{another}"]
+    status, out, err = run(*at)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "unable to open" in err
+    assert not another.exists(), "to look for something makes nothing"
+    another.touch()
+    status, out, err = run(*at)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert "no job has its positions there" in err

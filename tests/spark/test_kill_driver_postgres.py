@@ -1,0 +1,54 @@
+"""kill -9 of Spark's drivers while a job writes into PostgreSQL, and drivers that stall. The table has no key, so
+doubles would show."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from spark.job import ReaderJob
+from tests.spark.jobs import Gate, postgres_database, select
+from tests.spark.killing import BOTH, all_are_there, config, gated, kill_drivers, wake
+from tests.spark.killing import address as address
+from tests.spark.killing import gates as gates
+from tests.spark.postgres import postgres_url as postgres_url
+from tests.spark.run_job import Driver, run_with_checkpoint
+
+pytestmark = pytest.mark.timeout(240)  # several drivers start one after the other
+
+
+def test_killed_without_a_checkpoint_and_with_one_that_is_deleted(
+    spark: SparkSession, address: str, tmp_path: Path, gates: Callable[[], Gate], postgres_url: str
+) -> None:
+    database = postgres_database(postgres_url)
+    checkpoint = tmp_path / "checkpoint"
+    zombies = kill_drivers(address, database, tmp_path, gates, [("in", 250), ("before", 90)])
+    zombies += kill_drivers(address, database, tmp_path, gates, [("after", 170)], checkpoint)
+    shutil.rmtree(checkpoint)
+    successor = ReaderJob(spark, config(address, database, 110), select)
+    run_with_checkpoint(spark, successor, checkpoint)
+    assert 0 < successor.total.read < sum(BOTH.values())
+    all_are_there(database)
+    wake(zombies)
+    all_are_there(database)
+
+
+def test_a_zombie_driver_wakes_beside_its_successor(
+    spark: SparkSession, address: str, tmp_path: Path, gates: Callable[[], Gate], postgres_url: str
+) -> None:
+    database = postgres_database(postgres_url)
+    gate = gates()
+    zombie = Driver(tmp_path / "job", gated(config(address, database), gate, "before"))
+    gate.wait()
+    os.killpg(zombie.process.pid, signal.SIGSTOP)
+    ReaderJob(spark, config(address, database, 1000), select).run()
+    os.killpg(zombie.process.pid, signal.SIGCONT)
+    gate.open()
+    read, written = map(int, zombie.wait().split())
+    assert read == written
+    assert read < 250
+    all_are_there(database)
