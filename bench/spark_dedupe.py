@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import SparkSession
 
 from bench.figure import Figure, Ratio, over
+from bench.spark_setup import CORES, session
 from seqdedupe.batch import NO_INT32S, Batch, Binary, Int64s, decode
 from seqdedupe.client.reader import StoredBatch
 from spark.dedupe import Deduplicator
@@ -29,7 +30,6 @@ LARGE_ROWS = 256
 FILES = 5
 """Spark's operator takes one a micro-batch; the first, which warms it up, does not count."""
 
-CORES = 2
 ROWS_PER_SECOND = 10_000
 """What the publish times say, for the operator's watermark."""
 
@@ -130,17 +130,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     large, small = batches(LARGE_ROWS), batches(SMALL_ROWS)
     write_files(large, folder / "rows")
     rows = sum(map(len, large))
-    builder = SparkSession.builder.master(f"local[{CORES}]").appName("bench")
-    for name, value in {
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.log.level": "ERROR",
-        "spark.driver.memory": "2g",
-        "spark.sql.shuffle.partitions": str(CORES),
-    }.items():
-        builder = builder.config(name, value)
-    spark = builder.getOrCreate()
-    try:
+    with session(**{"spark.driver.memory": "2g", "spark.sql.shuffle.partitions": str(CORES)}) as spark:
         yield Figure(
             arms={
                 "worker, 256-row batches, 1,000 producers": lambda: in_a_worker(large),
@@ -163,5 +153,3 @@ def figure(folder: Path) -> Iterator[Figure]:
             rounds=3,
             notes=["arms in rows a second and core; Spark's with its default state store"],
         )
-    finally:
-        spark.stop()

@@ -1,8 +1,6 @@
 """The reader job's fast route into PostgreSQL, rows a second, against psycopg's binary COPY alone of the same rows."""
 
 import itertools
-import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +12,11 @@ import psycopg
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
+from bench import spark_setup
 from bench.figure import Figure, Ratio, over
-from seqdedupe.client import ProducerConfig, blocking
 from spark.columns import SCHEMA
 from spark.job import JobConfig, ReaderJob
-from spark.options import Limits, Options, Selection
-from spark.planning import plan, position_before, topics
+from spark.options import Limits, Options
 from spark.reading import read_range
 from spark.stores.postgres import PostgresStore
 from tests.sidecar import Sidecar
@@ -27,11 +24,6 @@ from tests.spark.postgres import PostgresServer
 
 ROWS = 500_000
 """In each of the two topics."""
-
-BATCH_ROWS = 256
-PAYLOAD_BYTES = 100
-REPOSITORY = Path(__file__).parents[1]
-SELECTION = Selection("topic", ("persistent://public/default/bench",))
 
 COLUMNS = (
     "value",
@@ -53,36 +45,11 @@ def pick(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch.select(list(COLUMNS))
 
 
-def _publish(address: str) -> None:
-    payloads = [bytes(PAYLOAD_BYTES)] * BATCH_ROWS
-    config = ProducerConfig(max_in_flight_batches=256, max_batch_rows=BATCH_ROWS)
-    with blocking.Client(address) as client:
-        for partition in range(2):
-            with client.producer(f"bench-partition-{partition}", "p", config) as producer:
-                for first in range(0, ROWS, BATCH_ROWS):
-                    producer.send_batch(payloads[: ROWS - first])
-
-
 def _tuples(address: str) -> list[tuple[Any, ...]]:
     """The rows as Python has them, ready to be sent."""
-    with blocking.Client(address) as client:
-        names = topics(client, SELECTION)
-        starts = {name: position_before(client.ends(name).last.incarnation, 0) for name in names}
-        ranges = plan(client, starts)
     schema = pa.schema([SCHEMA.field(name) for name in COLUMNS])
-    batches = (batch for one in ranges for batch in read_range(address, one, schema))
+    batches = (batch for one in spark_setup.ranges(address) for batch in read_range(address, one, schema))
     return [row for batch in batches for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)]
-
-
-@contextmanager
-def _session() -> Iterator[SparkSession]:
-    os.environ |= {"PYTHONPATH": str(REPOSITORY), "PYSPARK_PYTHON": sys.executable}
-    keys = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false", "spark.log.level": "ERROR"}
-    session = SparkSession.builder.master("local[2]").config(map=dict(keys)).getOrCreate()
-    try:
-        yield session
-    finally:
-        session.stop()
 
 
 @contextmanager
@@ -98,7 +65,7 @@ def _postgres() -> Iterator[str]:
 
 def _job(session: SparkSession, address: str, url: str) -> float:
     """A job that starts for the first time and reads all in one round, into an empty table."""
-    source = Options(SELECTION, address, limits=Limits(2 * ROWS, 2**40))
+    source = Options(spark_setup.SELECTION, address, limits=Limits(2 * ROWS, 2**40))
     config = JobConfig(f"job-{next(_jobs)}", source, partial(PostgresStore, url), "by_job")
     job = ReaderJob(session, config, pick)
     _empty(url, "by_job")
@@ -134,8 +101,8 @@ def _empty(url: str, table: str) -> None:
 
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
-    with Sidecar(folder / "sidecar") as sidecar, _postgres() as url, _session() as session:
-        _publish(sidecar.address)
+    with Sidecar(folder / "sidecar") as sidecar, _postgres() as url, spark_setup.session() as session:
+        spark_setup.publish(sidecar.address, ROWS)
         rows = _tuples(sidecar.address)
         yield Figure(
             arms={

@@ -1,7 +1,5 @@
 """The Spark data source's whole query, rows a second, against ready Arrow batches from memory and against tuples."""
 
-import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,21 +12,14 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
+from bench import spark_setup
 from bench.figure import Figure, Ratio, over
-from seqdedupe.client import ProducerConfig, blocking
 from spark.columns import SCHEMA
-from spark.options import Selection
-from spark.planning import plan, position_before, topics
-from spark.ranges import Range
 from spark.reading import read_range
 from tests.sidecar import Sidecar
 
 ROWS = 1_000_000
 """In each of the two partitions."""
-
-BATCH_ROWS = 256
-PAYLOAD_BYTES = 100
-REPOSITORY = Path(__file__).parents[1]
 
 
 class _Source(DataSource):
@@ -66,7 +57,7 @@ class _TupleReader(DataSourceReader):
         self._address = address
 
     def partitions(self) -> list[InputPartition]:
-        return [InputPartition(one) for one in _ranges(self._address)]
+        return [InputPartition(one) for one in spark_setup.ranges(self._address)]
 
     def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         for batch in read_range(self._address, partition.value):
@@ -90,44 +81,11 @@ class TupleSource(_Source):
         return _TupleReader(self.options["address"])
 
 
-def _ranges(address: str) -> list[Range]:
-    with blocking.Client(address) as client:
-        starts = {
-            name: position_before(client.ends(name).last.incarnation, 0)
-            for name in topics(client, Selection("topic", ("persistent://public/default/bench",)))
-        }
-        return plan(client, starts)
-
-
-def _publish(address: str) -> None:
-    payloads = [bytes(PAYLOAD_BYTES)] * BATCH_ROWS
-    config = ProducerConfig(max_in_flight_batches=256, max_batch_rows=BATCH_ROWS)
-    with blocking.Client(address) as client:
-        for partition in range(2):
-            with client.producer(f"bench-partition-{partition}", "p", config) as producer:
-                for first in range(0, ROWS, BATCH_ROWS):
-                    producer.send_batch(payloads[: ROWS - first])
-
-
 def _keep_ready(address: str, folder: Path) -> None:
-    for number, one in enumerate(_ranges(address)):
+    for number, one in enumerate(spark_setup.ranges(address)):
         with pa.OSFile(str(folder / f"{number}.arrow"), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
             for batch in read_range(address, one):
                 writer.write_batch(batch)
-
-
-@contextmanager
-def _session() -> Iterator[SparkSession]:
-    os.environ |= {"PYTHONPATH": str(REPOSITORY), "PYSPARK_PYTHON": sys.executable}
-    keys = {"spark.ui.enabled": "false", "spark.driver.memory": "3g", "spark.ui.showConsoleProgress": "false"}
-    session = SparkSession.builder.master("local[2]").config(map=dict(keys)).getOrCreate()
-    session.sparkContext.setLogLevel("ERROR")
-    session.dataSource.register(ReadySource)
-    session.dataSource.register(TupleSource)
-    try:
-        yield session
-    finally:
-        session.stop()
 
 
 def _query(session: SparkSession, source: str, **options: str) -> float:
@@ -140,9 +98,11 @@ def _query(session: SparkSession, source: str, **options: str) -> float:
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
     with Sidecar(folder / "sidecar") as sidecar:
-        _publish(sidecar.address)
+        spark_setup.publish(sidecar.address, ROWS)
         _keep_ready(sidecar.address, folder)
-        with _session() as session:
+        with spark_setup.session(**{"spark.driver.memory": "3g"}) as session:
+            session.dataSource.register(ReadySource)
+            session.dataSource.register(TupleSource)
             yield Figure(
                 arms={
                     "source": lambda: _query(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from broker_sidecar.config import Config
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.commit import sync_folder
+from seqdedupe.files import sync_folder
 from seqdedupe.log.embedded import EmbeddedLogs
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store

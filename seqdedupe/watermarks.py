@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.files import sync_folder
 from seqdedupe.names import MAX_NAME_BYTES, MAX_SEQUENCE_ID
 
 MAGIC = b"seqdedupe-marks\n"
@@ -48,11 +49,7 @@ def write(path: Path, watermarks: Iterable[Watermark]) -> int:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
     return count
 
 

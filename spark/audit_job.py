@@ -35,6 +35,7 @@ from pyspark.sql import DataFrame, SparkSession
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.client import TopicEnds
 from seqdedupe.client.reader import StoredBatch
+from seqdedupe.command import address_option
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
@@ -42,11 +43,12 @@ from spark import planning
 from spark.audit_late import DOUBLED, OUT_OF_ORDER, ROWS_SCHEMA, Judgement, judge, suspect_rows
 from spark.audit_ranges import SUMMARY, TopicMerge, summarise
 from spark.audit_report import Example, Finding, Report, TopicReport
-from spark.command import address_option, run_command, session
+from spark.command import run_command
 from spark.failures import typed_failures
 from spark.options import Selection
 from spark.ranges import Range
 from spark.reading import read_stored
+from spark.session import start_session
 
 MIN_RANGE_MESSAGES = 50_000
 """A range that a task looks at has about so many messages at least."""
@@ -231,7 +233,7 @@ def main(topics: tuple[str, ...], topics_pattern: str | None, as_json: bool, add
     if bool(topics) == bool(topics_pattern):
         raise click.UsageError("Name topics, or give --topics-pattern.")
     targets = find_targets(selection_of(topics, topics_pattern), address)
-    report = audit_targets(session("seqdedupe audit"), targets, partial(read_stored, address))
+    report = audit_targets(start_session("seqdedupe audit"), targets, partial(read_stored, address))
     if as_json:
         click.echo(json.dumps(report.as_json(), ensure_ascii=False))
     else:

@@ -20,11 +20,13 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import BinaryType, DataType, DecimalType, IntegralType, StringType, StructType
 
 from seqdedupe.client.blocking import Client
+from seqdedupe.command import address_option
 from seqdedupe.errors import error
 from seqdedupe.names import MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.watermarks import Watermark, write
 from spark import planning
-from spark.command import address_option, run_command, session
+from spark.command import run_command
+from spark.session import start_session
 
 PRODUCER_COLUMN = "__producerName"
 SEQUENCE_ID_COLUMN = "__sequenceId"
@@ -168,7 +170,7 @@ def main(
         with Client(address) as client:
             count = bootstrap_from_topic(client, topic, output)
     else:
-        spark = session("seqdedupe bootstrap")
+        spark = start_session("seqdedupe bootstrap")
         count = bootstrap_from_parquet(spark, parquet, output, producer_column, sequence_id_column)
     click.echo(f"{output}: watermarks of {count:,} producers")
 

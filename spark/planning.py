@@ -124,8 +124,19 @@ def _resolve(client: blocking.Client, name: str, place: Place) -> Position:
     return found.last if where == "latest" else earliest(found)
 
 
-def find_loss(topic: str, position: Position, found: TopicEnds) -> Loss | None:
+def ends(client: blocking.Client, topic: str) -> TopicEnds | None:
+    """What the topic holds now; None if it was deleted. Raises UnavailableError after PATIENCE_SECONDS."""
+    try:
+        return patiently(lambda: client.ends(topic))
+    except NotFoundError:
+        return None
+
+
+def find_loss(topic: str, position: Position, found: TopicEnds | None) -> Loss | None:
     """Why a topic with these ends cannot be read on after a position; None if it can."""
+    if found is None:
+        message = f"{topic} was deleted; what it held after index {position.index} is gone"
+        return Loss(topic, None, "TOPIC_NOT_FOUND", message)
     first, last = found
     if last.incarnation != position.incarnation:
         message = (
@@ -145,12 +156,8 @@ def find_loss(topic: str, position: Position, found: TopicEnds) -> Loss | None:
 
 def look(client: blocking.Client, topic: str, position: Position) -> Position | Loss:
     """The topic's last position; or why it cannot be read on after this one."""
-    try:
-        found = patiently(lambda: client.ends(topic))
-    except NotFoundError:
-        message = f"{topic} was deleted; what it held after index {position.index} is gone"
-        return Loss(topic, None, "TOPIC_NOT_FOUND", message)
-    return find_loss(topic, position, found) or found.last
+    found = ends(client, topic)
+    return find_loss(topic, position, found) or found.last  # type: ignore[union-attr]  # deleted is a loss
 
 
 def plan(client: blocking.Client, starts: Mapping[str, Position], limits: Limits = NO_LIMITS) -> list[Range]:

@@ -13,9 +13,10 @@ from typing import Any
 import click
 from pyspark.sql import DataFrame, SparkSession
 
+from seqdedupe.command import address_option
 from seqdedupe.errors import error
 from spark import options
-from spark.command import address_option, run_command
+from spark.command import run_command
 from spark.failures import typed_failures
 from spark.job import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
 from spark.operations import positions_of, reset_position

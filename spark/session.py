@@ -28,7 +28,7 @@ _REMOTE = "SPARK_REMOTE"
 _JAVA_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
 
 
-def start_session(name: str, master: str | None) -> SparkSession:
+def start_session(name: str, master: str | None = None) -> SparkSession:
     """The session of spark-submit or of Spark Connect where there is one, else a new one on `master`.
 
     Raises INVALID_CONFIGURATION, before anything is started, if there is no Java. Workers on this machine can import

@@ -101,14 +101,12 @@ class _Reading:
             start = starts[topic]
             if start == end:
                 continue
-            start_or_loss = planning.look(client, topic, start)
-            end_or_loss = planning.look(client, topic, end)
-            if isinstance(start_or_loss, Loss):
-                self.accept(start_or_loss)
-            elif isinstance(end_or_loss, Loss):
-                self.accept(end_or_loss)
-            first = start_or_loss.next if isinstance(start_or_loss, Loss) else start
-            last = end_or_loss.next if isinstance(end_or_loss, Loss) else end
+            found = planning.ends(client, topic)
+            before, behind = planning.find_loss(topic, start, found), planning.find_loss(topic, end, found)
+            if loss := before or behind:
+                self.accept(loss)
+            first = before.next if before else start
+            last = behind.next if behind else end
             if first is None or last is None:
                 continue
             if first.incarnation != last.incarnation:

@@ -1,5 +1,6 @@
 """Fixtures that every test may use: real sidecars, as processes of their own."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +9,21 @@ import pytest
 from tests.sidecar import Sidecar
 
 StartSidecar = Callable[..., Sidecar]
+
+_topics = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def shared_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """A sidecar for all tests that do not harm it; each uses topics of its own."""
+    with Sidecar(tmp_path_factory.mktemp("shared-sidecar")) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def topic() -> str:
+    """The name of a topic that nobody else uses."""
+    return f"topic-{next(_topics)}"
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.spark.run_job import QUICK_JVM
+
 FLIGHTS = 2000
 TIMEOUT_SECONDS = 240.0
-QUICK_START = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 
 pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS + 10)
 
@@ -27,7 +28,7 @@ def runs() -> Iterator[tuple[Ended, Ended]]:
         subprocess.Popen(
             [*command, *more],
             cwd=Path(__file__).parents[1],
-            env=os.environ | QUICK_START,
+            env=os.environ | {"JAVA_TOOL_OPTIONS": QUICK_JVM},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

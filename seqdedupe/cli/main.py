@@ -11,10 +11,9 @@ from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.topics import producers, snapshot, topics, version
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.command import run_command, say
 
-FAILED = 1
-INTERRUPTED = 130
+NAME = "seqdedupe"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,30 +29,10 @@ for _command in (serve, publish, read, topics, producers, snapshot, version):
 def main() -> None:
     """Runs the command of this process. An error is one line on stderr and a status: 1, or 2 for wrong usage."""
     sys.excepthook = _defect
-    try:
-        sys.exit(cli.main(standalone_mode=False))
-    except click.Abort:
-        sys.exit(INTERRUPTED)
-    except click.exceptions.NoArgsIsHelpError as e:
-        e.show()
-        sys.exit(e.exit_code)
-    except click.ClickException as e:
-        path = e.ctx.command_path if isinstance(e, click.UsageError) and e.ctx else "seqdedupe"
-        _say(f"{e.format_message()} See {path} --help.")
-        sys.exit(e.exit_code)
-    except SeqdedupeError as e:
-        _say(f"{e} {e.hint}")
-        sys.exit(FAILED)
-    except OSError as e:
-        _say(str(e))
-        sys.exit(FAILED)
-
-
-def _say(message: str) -> None:
-    click.echo("seqdedupe: " + " ".join(message.split()), err=True)
+    sys.exit(run_command(cli, NAME))
 
 
 def _defect(kind: type[BaseException], defect: BaseException, trace: TracebackType | None) -> None:
     where = traceback.extract_tb(trace)[-1] if trace else None
     place = f" at {where.filename}:{where.lineno}" if where else ""
-    _say(f"{kind.__name__}: {defect}{place} [INTERNAL] This is a defect: please report it.")
+    say(NAME, f"{kind.__name__}: {defect}{place} [INTERNAL] This is a defect: please report it.")

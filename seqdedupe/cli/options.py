@@ -7,27 +7,16 @@ from typing import Any
 import click
 
 from seqdedupe.client.blocking import Client
-
-DEFAULT_ADDRESS = "127.0.0.1:6660"
-ADDRESS_VARIABLE = "SEQDEDUPE_ADDRESS"
+from seqdedupe.command import address_option
 
 Command = Callable[..., Any]
 
-_address = click.option(
-    "--address",
-    envvar=ADDRESS_VARIABLE,
-    default=DEFAULT_ADDRESS,
-    show_default=True,
-    show_envvar=True,
-    metavar="HOST:PORT",
-    help="The sidecar, or unix:PATH.",
-)
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/cli.md describes it.")
 
 
 def common(command: Command) -> Command:
     """Adds `--address` and `--json`."""
-    return _address(_as_json(command))
+    return address_option(_as_json(command))
 
 
 def connect(address: str) -> Client:

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from seqdedupe.core import records
+from seqdedupe.files import sync_folder
 from seqdedupe.log.contract import Failure, Outcome
 from seqdedupe.log.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
 
@@ -29,15 +30,6 @@ GATHER_BYTES = 512 * 1024
 
 IOV_MAX = 1024
 """So many buffers one `writev` takes on Linux."""
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the entries of a folder durable. Raises OSError."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 class Opening:

@@ -18,7 +18,8 @@ import numpy as np
 
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.commit import Closing, Committer, Opening, Writer, Written, sync_folder
+from seqdedupe.files import sync_folder
+from seqdedupe.log.commit import Closing, Committer, Opening, Writer, Written
 from seqdedupe.log.contract import Outcome
 from seqdedupe.log.reading import WINDOW_BYTES, ReadAhead, Window
 from seqdedupe.log.segment import (

@@ -21,6 +21,7 @@ from rocksdict import (
 )
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.files import sync_folder
 from seqdedupe.store.mark import Mark
 from seqdedupe.store.wal import check_logs
 
@@ -93,8 +94,7 @@ def create_rocksdb(folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         Rdict(str(unfinished), _options(create=True)).close()
         Mark.create(unfinished)
-        with _descriptor(unfinished) as descriptor:
-            os.fsync(descriptor)
+        sync_folder(unfinished)
         unfinished.rename(folder)
         os.fsync(parent)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 
 import pyarrow as pa
 
+from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from spark.ranges import Range
 
@@ -45,6 +46,11 @@ class Advance:
     range: Range
     epoch: int
     changed_watermarks: Callable[[], Watermarks] = no_watermarks
+
+    def check(self, job: str, stored: Stored | None) -> None:
+        """For stores that look before they write. Raises POSITION_CHANGED unless this is what it was planned from."""
+        if stored != Stored(self.range.start, self.epoch):
+            raise error("POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {self.range}")
 
 
 class OutputStore(ABC):

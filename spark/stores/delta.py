@@ -117,10 +117,7 @@ class DeltaStore(OutputStore):
 
     def _check(self, found: DeltaTable, job: str, advances: Sequence[Advance]) -> None:
         for advance in advances:
-            if self._stored(found, job, advance.range.topic) != Stored(advance.range.start, advance.epoch):
-                raise error(
-                    "POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {advance.range}"
-                )
+            advance.check(job, self._stored(found, job, advance.range.topic))
 
     def _stored(self, found: DeltaTable, job: str, topic: str) -> Stored | None:
         value = found.metadata().configuration.get(_PROPERTY + _prefix(job, topic))

@@ -163,9 +163,7 @@ class SqliteStore(OutputStore):
         return sum(map(len, collected))
 
     def _check(self, job: str, advance: Advance) -> None:
-        stored, expected = self._stored(job, advance.range.topic), Stored(advance.range.start, advance.epoch)
-        if stored != expected:
-            raise error("POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {advance.range}")
+        advance.check(job, self._stored(job, advance.range.topic))
 
     def _stored(self, job: str, topic: str) -> Stored | None:
         row = self._connection.execute(

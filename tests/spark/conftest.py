@@ -1,6 +1,5 @@
 """Fixtures of the tests of Spark jobs: a session, a sidecar, topics; most tests need no session."""
 
-import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -25,8 +24,6 @@ SPARK = {
 }
 """What a session for tests is told: quick to start, silent, and of little memory."""
 
-_topics = itertools.count()
-
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
@@ -39,19 +36,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         yield session
     finally:
         session.stop()
-
-
-@pytest.fixture(scope="session")
-def shared_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    """A sidecar for all tests that do not harm it; each uses topics of its own."""
-    with Sidecar(tmp_path_factory.mktemp("shared-sidecar")) as sidecar:
-        yield sidecar
-
-
-@pytest.fixture
-def topic() -> str:
-    """The name of a topic that nobody else uses."""
-    return f"topic-{next(_topics)}"
 
 
 @pytest.fixture

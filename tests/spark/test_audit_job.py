@@ -187,7 +187,7 @@ def test_the_command(
     status: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(audit_job, "session", lambda name: spark)
+    monkeypatch.setattr(audit_job, "start_session", lambda name: spark)
     monkeypatch.setattr("sys.argv", ["audit", *arguments, "--address", sidecar.address])
     assert run_command(audit_job.main, "audit", failed=audit_job.COULD_NOT_BE_DONE) == status
     out, err = capsys.readouterr()

@@ -129,7 +129,7 @@ def test_the_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(bootstrap_job, "session", lambda name: spark)
+    monkeypatch.setattr(bootstrap_job, "start_session", lambda name: spark)
     output = tmp_path / "marks"
     folder = history(tmp_path / "history", GOOD)
     with client.producer(topic, "a") as producer:

@@ -1,0 +1,52 @@
+"""What the benchmarks of Spark jobs share: a session, and two topics of small messages."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from seqdedupe.client import ProducerConfig, blocking
+from spark.options import Selection
+from spark.planning import plan, position_before, topics
+from spark.ranges import Range
+
+CORES = 2
+BATCH_ROWS = 256
+PAYLOAD_BYTES = 100
+SELECTION = Selection("topic", ("persistent://public/default/bench",))
+"""The two partitions that `publish` fills."""
+
+_REPOSITORY = Path(__file__).parents[1]
+
+
+@contextmanager
+def session(**keys: str) -> Iterator[SparkSession]:
+    """A session on CORES cores, whose workers find the modules of this repository."""
+    os.environ |= {"PYTHONPATH": str(_REPOSITORY), "PYSPARK_PYTHON": sys.executable}
+    quiet = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false", "spark.log.level": "ERROR"}
+    spark = SparkSession.builder.master(f"local[{CORES}]").config(map=dict(quiet | keys)).getOrCreate()
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def publish(address: str, rows: int) -> None:
+    """Publishes so many messages to each of the two partitions."""
+    payloads = [bytes(PAYLOAD_BYTES)] * BATCH_ROWS
+    config = ProducerConfig(max_in_flight_batches=256, max_batch_rows=BATCH_ROWS)
+    with blocking.Client(address) as client:
+        for partition in range(2):
+            with client.producer(f"bench-partition-{partition}", "p", config) as producer:
+                for first in range(0, rows, BATCH_ROWS):
+                    producer.send_batch(payloads[: rows - first])
+
+
+def ranges(address: str) -> list[Range]:
+    """All that the two partitions hold."""
+    with blocking.Client(address) as client:
+        names = topics(client, SELECTION)
+        return plan(client, {name: position_before(client.ends(name).last.incarnation, 0) for name in names})
