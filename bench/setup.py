@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import uvloop
 from bench.echo import ECHO
 from seqdedupe import wire
 from seqdedupe.batch import Batch
+from seqdedupe.client.session import FULL_MESSAGE_BYTES
 from seqdedupe.v1 import publish_pb2
 
 LARGE = [("grpc.max_receive_message_length", 1 << 26)]
@@ -60,7 +60,7 @@ async def open_names(channel: grpc.aio.Channel, topic: str, names: list[str]) ->
 
 
 class Windowed:
-    """Sends messages on a stream with at most so many unanswered, and keeps the time each answer took."""
+    """Sends on a stream with at most so many parts unanswered, and keeps the time each answer took."""
 
     def __init__(self, call: Any, in_flight: int, answered: Callable[[bytes], int]) -> None:
         self._call = call
@@ -69,14 +69,24 @@ class Windowed:
         self._sent: list[float] = []
         self.seconds: list[float] = []
 
-    async def send(self, messages: Iterator[bytes], count: int) -> float:
-        """Sends `count` messages; the seconds it took until the last answer."""
+    async def send(self, parts: Iterator[bytes], count: int, full_bytes: int) -> float:
+        """Sends `count` parts; the seconds it took until the last answer.
+
+        Those that may go out at the same time go in one message, until it has `full_bytes`.
+        """
         reader = asyncio.ensure_future(self._read(count))
         began = time.perf_counter()
-        for message in itertools.islice(messages, count):
+        message: list[bytes] = []
+        size = 0
+        for part in itertools.islice(parts, count):
+            if message and (self._room.locked() or size >= full_bytes):
+                await self._call.write(b"".join(message))
+                message, size = [], 0
             await self._room.acquire()
             self._sent.append(time.perf_counter())
-            await self._call.write(message)
+            message.append(part)
+            size += len(part)
+        await self._call.write(b"".join(message))
         await reader
         return time.perf_counter() - began
 
@@ -99,11 +109,8 @@ def _receipts(data: bytes) -> int:
 
 
 def frame(batch: Batch) -> bytes:
-    """An encoded PublishStreamRequest."""
-    parts = batch.encoded_parts()
-    size = sum(len(part) for part in parts)
-    head = struct.pack("<BQ", 2 << 3 | 1, next(_frames)) + wire.varint(15 << 3 | 2) + wire.varint(size)
-    return b"".join([head, *parts])
+    """An encoded PublishStreamRequest with one frame."""
+    return b"".join(wire.frame_parts(next(_frames), batch.encoded_parts()))
 
 
 async def publish(
@@ -116,15 +123,15 @@ async def publish(
         call: Any = channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")()
         await call.write(publish_pb2.PublishStreamRequest(topic=TOPIC).SerializeToString())
         window = Windowed(call, in_flight, _receipts)
-        seconds = await window.send((frame(make(k, epochs)) for k in range(count)), count)
+        seconds = await window.send((frame(make(k, epochs)) for k in range(count)), count, FULL_MESSAGE_BYTES)
         return seconds, window.seconds
 
 
 async def echo(address: str, message: bytes, count: int, in_flight: int) -> tuple[float, list[float]]:
-    """Sends the same message `count` times to the echo server; as `publish`."""
+    """Sends the same message `count` times to the echo server, each by itself; as `publish`."""
     async with grpc.aio.insecure_channel(address, options=LARGE) as channel:
         window = Windowed(channel.stream_stream(ECHO)(), in_flight, lambda _: 1)
-        seconds = await window.send(itertools.repeat(message), count)
+        seconds = await window.send(itertools.repeat(message), count, full_bytes=0)
         return seconds, window.seconds
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 
-from broker_sidecar.rpc import Context, Limiter, abort, parse, unary
+from broker_sidecar.frames import encode_receipt, encode_refusal, parse_frames, parse_publish
+from broker_sidecar.rpc import Context, Limiter, abort, unary
 from broker_sidecar.topics import Topics
-from seqdedupe import wire
 from seqdedupe.admission import NumbersCache
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId
@@ -32,77 +31,7 @@ LAST_ANSWERS_SECONDS = 1.0
 MAX_STREAM_IN_FLIGHT_BYTES = 16 * 1024 * 1024
 """Admitted on one stream and not answered."""
 
-# A receipt whose rows are all new, its index and ID known: tag and length in `receipts`, frame, first_index, ID.
-_ALL_NEW = struct.Struct("<BBBQBqBBBqBqBB")
-_ALL_NEW_ID_BYTES = 20
-_TAIL = struct.Struct("<BqBq")
-
-_FRAME_BYTES = 9
-"""`PublishStreamRequest.frame` with its tag."""
-_FRAME_TAG = bytes((2 << 3 | 1,))
-_BATCH_TAG = bytes((15 << 3 | 2,))
-
-
-def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
-    """An element of `PublishStreamResponse.receipts`, tag and length included."""
-    first = topic.log.message_id(receipt.first_index) if receipt.first_index >= 0 else None
-    if receipt.verdicts is None and first is not None and first.batch_index == -1:
-        return _ALL_NEW.pack(
-            1 << 3 | 2, _ALL_NEW.size - 2,
-            1 << 3 | 1, receipt.frame,
-            3 << 3 | 1, receipt.first_index,
-            4 << 3 | 2, _ALL_NEW_ID_BYTES,
-            1 << 3 | 1, first.ledger_id, 2 << 3 | 1, first.entry_id, 3 << 3, 1,
-        )  # fmt: skip
-    encoded = receipt_message(topic, receipt).SerializeToString()
-    return b"".join([wire.varint(1 << 3 | 2), wire.varint(len(encoded)), encoded])
-
-
-def receipt_message(topic: Topic, receipt: Receipt) -> Any:
-    """The receipt as a message of the alias schema."""
-    message = wire.Receipt(frame=receipt.frame, first_index=receipt.first_index)
-    if receipt.verdicts is not None:
-        message.verdicts = receipt.verdicts.tobytes()
-    if receipt.first_index >= 0:
-        _set_id(message.first_message_id, topic.log.message_id(receipt.first_index))
-    if len(receipt.known_rows):
-        ledgers, entries, batch_indexes = topic.log.message_ids(receipt.known_indexes)
-        message.known_rows = receipt.known_rows.astype(np.uint32).tobytes()
-        message.known_indexes = receipt.known_indexes.tobytes()
-        message.known_ledger_ids = ledgers.tobytes()
-        message.known_entry_ids = entries.tobytes()
-        if (batch_indexes != -1).any():
-            message.known_batch_indexes = batch_indexes.tobytes()
-    return message
-
-
-def _set_id(message: Any, message_id: MessageId) -> None:
-    message.ledger_id, message.entry_id, message.batch_index = message_id
-
-
-def encode_refusal(refusal: Refusal) -> bytes:
-    """An element of `PublishStreamResponse.refusals`, tag and length included."""
-    e = refusal.error
-    message = publish_pb2.Refusal(
-        frame=refusal.frame,
-        reason=e.reason,
-        message=e.message,
-        retry_delay_ms=e.retry_delay_ms,
-        producers=[
-            publish_pb2.ProducerRefusal(
-                producer_name=p.name,
-                epoch=p.epoch,
-                current_epoch=p.current_epoch,
-                sequence_id=p.sequence_id,
-                previous_sequence_id=p.previous_sequence_id,
-                pushed=p.pushed,
-                persisted=p.persisted,
-            )
-            for p in refusal.producers
-        ],
-    )
-    encoded = message.SerializeToString()
-    return b"".join([wire.varint(2 << 3 | 2), wire.varint(len(encoded)), encoded])
+_STATE_OF_TOPIC = struct.Struct("<BqBq")
 
 
 class _Stream:
@@ -149,6 +78,12 @@ class _Stream:
         else:
             self.room.clear()
 
+    async def wait_for_room(self) -> None:
+        """Returns when another frame may be admitted."""
+        await self.room.wait()
+        if not self.topic.has_room():
+            await self.topic.wait_for_room()
+
     def take_unsent(self) -> bytes:
         """Answers that wait, as one response: all, or as many as it may hold."""
         taken: list[bytes] = []
@@ -158,7 +93,7 @@ class _Stream:
             size += len(taken[-1])
         self.unsent_bytes -= size
         self.update_room()
-        taken.append(_TAIL.pack(3 << 3 | 1, self.topic.log.incarnation, 4 << 3 | 1, self.topic.term))
+        taken.append(_STATE_OF_TOPIC.pack(3 << 3 | 1, self.topic.log.incarnation, 4 << 3 | 1, self.topic.term))
         return b"".join(taken)
 
 
@@ -195,8 +130,8 @@ class PublishService:
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:
-            request = _parse_publish(wire.PublishRequest, publish_pb2.PublishRequest, data)
-            topic = self._topics.get(request.topic)
+            name, batch = parse_publish(data)
+            topic = self._topics.get(name)
             if not topic.has_room():
                 raise error("QUEUE_FULL", f"topic {topic.name} has too much in flight")
             done: asyncio.Future[Receipt | Refusal] = asyncio.get_running_loop().create_future()
@@ -205,15 +140,12 @@ class PublishService:
                 if not done.done():
                     done.set_result(answer)
 
-            topic.admit(request.batch, 0, reply, NumbersCache(), lone=True)
+            topic.admit(batch, 0, reply, NumbersCache(), lone=True)
             answer = await done
             if isinstance(answer, Refusal):
                 raise answer.error
-            receipt = receipt_message(topic, answer).SerializeToString()
-            return b"".join(
-                [*wire.length_delimited(1, receipt),
-                 struct.pack("<BqBq", 2 << 3 | 1, topic.log.incarnation, 3 << 3 | 1, topic.term)]
-            )  # fmt: skip
+            state = _STATE_OF_TOPIC.pack(2 << 3 | 1, topic.log.incarnation, 3 << 3 | 1, topic.term)
+            return encode_receipt(topic, answer) + state
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
 
@@ -228,26 +160,24 @@ class PublishService:
         first = await context.read()
         if first is grpc.aio.EOF:
             return
-        name, frame, batch = _parse_frame(first)
+        name, frames = parse_frames(first)
         topic = self._topics.get(name)
         stream = _Stream(topic)
         writer = asyncio.ensure_future(_write_answers(context, stream))
         # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
         writer.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            if batch or frame:
-                stream.admit(frame, batch)
             while True:
-                await stream.room.wait()
-                if not topic.has_room():
-                    await topic.wait_for_room()
+                for number, batch in frames:
+                    await stream.wait_for_room()
+                    stream.admit(number, batch)
+                await stream.wait_for_room()
                 data = await context.read()
                 if data is grpc.aio.EOF:
                     break
-                name, frame, batch = _parse_frame(data)
+                name, frames = parse_frames(data)
                 if name and name != topic.name and self._topics.get(name) is not topic:
                     raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
-                stream.admit(frame, batch)
             stream.end()
             await writer
         except asyncio.CancelledError:
@@ -266,32 +196,3 @@ async def _write_answers(context: Context, stream: _Stream) -> None:
         stream.news.clear()
         while stream.unsent:
             await context.write(stream.take_unsent())
-
-
-def _parse_publish(alias: Any, published: Any, data: bytes) -> Any:
-    """A request with the batch as bytes. Raises MALFORMED_MESSAGE.
-
-    A batch in several pieces is legal, protobuf merges them, but the alias schema shows only the last one. So a
-    request that is not as long as its parts is read with the published schema.
-    """
-    request = parse(alias, data)
-    frame = _FRAME_BYTES if alias is wire.PublishStreamRequest and request.frame else 0
-    if len(data) != frame + _field_bytes(len(request.topic.encode())) + _field_bytes(len(request.batch)):
-        request.batch = parse(published, data).batch.SerializeToString()
-    return request
-
-
-def _parse_frame(data: bytes) -> tuple[str, int, bytes]:
-    """Topic, number and batch of a message of the stream. Raises MALFORMED_MESSAGE."""
-    # What all but the first message look like: number, then the batch to the end. Half the cost of parsing it.
-    if data[:1] == _FRAME_TAG and data[_FRAME_BYTES : _FRAME_BYTES + 1] == _BATCH_TAG:
-        size, at = wire.read_varint(data, _FRAME_BYTES + 1)
-        if at + size == len(data):
-            return "", int.from_bytes(data[1:_FRAME_BYTES], "little"), data[at:]
-    request = _parse_publish(wire.PublishStreamRequest, publish_pb2.PublishStreamRequest, data)
-    return request.topic, request.frame, request.batch
-
-
-def _field_bytes(size: int) -> int:
-    """How long a field of so many bytes is encoded, with a tag of one byte."""
-    return size and 1 + len(wire.varint(size)) + size

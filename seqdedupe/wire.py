@@ -8,6 +8,7 @@ A legal encoder may split a repeated field or not pack it; the alias then shows 
 checks the lengths, and on a mismatch parses with the published schema.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -70,6 +71,13 @@ def varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+def frame_parts(number: int, batch: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """The parts of an element of `PublishStreamRequest.frames`, to be joined, for the parts of an encoded batch."""
+    batch_bytes = sum(map(len, batch))
+    head = b"\x09" + number.to_bytes(8, "little") + b"\x7a" + varint(batch_bytes)
+    return [b"\x12" + varint(len(head) + batch_bytes), head, *batch]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:

@@ -53,7 +53,8 @@ class SchemaClient:
         while again_ms < 0:
             while len(frames) < in_flight and (some := list(itertools.islice(waiting, rows))):
                 number = next(FRAMES)
-                requests.put(publish_pb2.PublishStreamRequest(frame=number, batch=self._batch(some, link)))
+                frame = publish_pb2.Frame(number=number, batch=self._batch(some, link))
+                requests.put(publish_pb2.PublishStreamRequest(frames=[frame]))
                 link, frames[number] = some[-1][0], [i for i, _ in some]
             if not frames:
                 break

@@ -17,17 +17,17 @@ from seqdedupe.v1 import publish_pb2
 _NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
 
-def encode_frame(number: int, pending: PendingBatch, epochs: Int64s) -> bytes:
-    """A PublishStreamRequest with this batch, its link and these epochs."""
-    batch = pending.batch
-    if batch is None:
-        raise error("INTERNAL", f"frame {number} has no batch")
-    batch.epochs = epochs
-    batch.previous_sequence_ids = np.array([pending.previous_sequence_id], np.int64)
-    parts = batch.encoded_parts()
-    size = sum(map(len, parts))
-    # An encoded PublishStreamRequest: `frame` is field 2, fixed64; `batch` is field 15.
-    return b"".join((b"\x11", number.to_bytes(8, "little"), b"\x7a", wire.varint(size), *parts))
+def encode_frames(frames: list[tuple[int, PendingBatch]], epochs: Int64s) -> bytes:
+    """A PublishStreamRequest with these numbers and batches, their links and these epochs."""
+    message: list[bytes | memoryview] = []
+    for number, pending in frames:
+        batch = pending.batch
+        if batch is None:
+            raise error("INTERNAL", f"frame {number} has no batch")
+        batch.epochs = epochs
+        batch.previous_sequence_ids = np.array([pending.previous_sequence_id], np.int64)
+        message += wire.frame_parts(number, batch.encoded_parts())
+    return b"".join(message)
 
 
 def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> Any:

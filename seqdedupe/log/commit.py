@@ -19,14 +19,17 @@ from seqdedupe.files import sync_folder
 from seqdedupe.log.contract import Failure, Outcome
 from seqdedupe.log.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
 
-GATHER_SECONDS = 0.0003
+GATHER_SECONDS = 0.0001
 """After a group of several batches the next one waits so long for more of them.
 
 Whoever sends several at once has more under way, and on few cores the wake-ups and syncs of small groups cost more than
-the wait (`python -m bench publish`). A lone batch is never kept waiting.
+the wait (`python -m bench publish single_messages`). A lone batch is never kept waiting.
 """
 GATHER_BYTES = 512 * 1024
 """Unless the group was as large as this: then writing takes longer than the wait would save."""
+
+GROUP_BATCHES = 256
+"""So many batches of a topic are in one group at most: what the event loop is told of at once, it settles at once."""
 
 IOV_MAX = 1024
 """So many buffers one `writev` takes on Linux."""
@@ -55,10 +58,14 @@ class Opening:
             self._queued = True
             queue.put(self)
 
-    def take(self) -> list[tuple[bytes, int, int]]:
-        """What has been appended. In this order: an append after the flag is cleared wakes the thread again."""
+    def take(self, queue: "SimpleQueue[Work]") -> list[tuple[bytes, int, int]]:
+        """What has been appended, up to a group. The rest, and what is appended from now on, wakes the thread again."""
         self._queued = False
-        return [self._batches.popleft() for _ in range(len(self._batches))]
+        taken = [self._batches.popleft() for _ in range(min(len(self._batches), GROUP_BATCHES))]
+        if self._batches and not self._queued:
+            self._queued = True
+            queue.put(self)
+        return taken
 
 
 class Closing(NamedTuple):
@@ -132,13 +139,13 @@ class Writer:
         self._mend: Callable[[], None] | None = mend
         self._broken = False
 
-    def write(self, opening: Opening, now_ms: int) -> Written | None:
+    def write(self, opening: Opening, queue: "SimpleQueue[Work]", now_ms: int) -> Written | None:
         """Writes what an opening has handed over, its marker first, and does not sync yet.
 
         None if there is nothing to do: an older opening's appends, and those behind a failure, are dropped. A
         failed write is undone before it is returned as refused. Raises FatalError if that fails.
         """
-        batches = opening.take()
+        batches = opening.take(queue)
         if self._broken:
             return None
         if not opening.marked:
@@ -322,7 +329,7 @@ class Committer:
             if isinstance(item, Closing):
                 continue
             try:
-                news = item.writer.write(item, now_ms)
+                news = item.writer.write(item, self.queue, now_ms)
             except FatalError as e:
                 self._fatal(str(e))
                 continue

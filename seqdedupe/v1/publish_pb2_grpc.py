@@ -116,9 +116,10 @@ class PublishServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PublishStream(self, request_iterator, context):
-        """Publishes to one topic. Each message of the stream is a frame: one batch. A frame is admitted whole or not
-        at all, `DUP` and `UNKNOWN` rows apart. Receipts of different frames come in any order. When the queue is
-        full the server stops reading (flow control); that is no error.
+        """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
+        whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
+        different frames come in any order. When the queue is full the server stops reading (flow control); that is no
+        error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

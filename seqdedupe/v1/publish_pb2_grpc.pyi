@@ -65,9 +65,10 @@ class PublishServiceStub:
     a stream is far faster.
     """
     PublishStream: _grpc.StreamStreamMultiCallable[_publish_pb2.PublishStreamRequest, _publish_pb2.PublishStreamResponse]
-    """Publishes to one topic. Each message of the stream is a frame: one batch. A frame is admitted whole or not
-    at all, `DUP` and `UNKNOWN` rows apart. Receipts of different frames come in any order. When the queue is
-    full the server stops reading (flow control); that is no error.
+    """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
+    whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
+    different frames come in any order. When the queue is full the server stops reading (flow control); that is no
+    error.
     """
 
 @_typing.type_check_only
@@ -107,9 +108,10 @@ class PublishServiceAsyncStub(PublishServiceStub):
     a stream is far faster.
     """
     PublishStream: _aio.StreamStreamMultiCallable[_publish_pb2.PublishStreamRequest, _publish_pb2.PublishStreamResponse]  # type: ignore[assignment]
-    """Publishes to one topic. Each message of the stream is a frame: one batch. A frame is admitted whole or not
-    at all, `DUP` and `UNKNOWN` rows apart. Receipts of different frames come in any order. When the queue is
-    full the server stops reading (flow control); that is no error.
+    """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
+    whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
+    different frames come in any order. When the queue is full the server stops reading (flow control); that is no
+    error.
     """
 
 class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -164,9 +166,10 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_publish_pb2.PublishStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_publish_pb2.PublishStreamResponse], _abc.AsyncIterator[_publish_pb2.PublishStreamResponse]]:
-        """Publishes to one topic. Each message of the stream is a frame: one batch. A frame is admitted whole or not
-        at all, `DUP` and `UNKNOWN` rows apart. Receipts of different frames come in any order. When the queue is
-        full the server stops reading (flow control); that is no error.
+        """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
+        whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
+        different frames come in any order. When the queue is full the server stops reading (flow control); that is no
+        error.
         """
 
 def add_PublishServiceServicer_to_server(servicer: PublishServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

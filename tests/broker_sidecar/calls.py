@@ -76,9 +76,13 @@ def encoded(content: Message | bytes) -> bytes:
 
 
 def frame_bytes(frame: int, content: Message | bytes, topic: str = "") -> bytes:
-    """A PublishStreamRequest with any bytes as its batch."""
-    head = publish_pb2.PublishStreamRequest(topic=topic, frame=frame).SerializeToString()
-    return b"".join([head, *wire.length_delimited(15, encoded(content))])
+    """A PublishStreamRequest with one frame, with any bytes as its batch."""
+    return b"".join([topic_bytes(topic), *wire.frame_parts(frame, [encoded(content)])])
+
+
+def topic_bytes(topic: str) -> bytes:
+    """A PublishStreamRequest that only names the topic."""
+    return publish_pb2.PublishStreamRequest(topic=topic).SerializeToString()
 
 
 class Stream:
@@ -86,7 +90,7 @@ class Stream:
 
     def __init__(self, channel: grpc.Channel, topic: str) -> None:
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._requests.put(frame_bytes(0, b"", topic))
+        self._requests.put(topic_bytes(topic))
         call = channel.stream_stream(
             "/seqdedupe.v1.PublishService/PublishStream",
             response_deserializer=publish_pb2.PublishStreamResponse.FromString,

@@ -187,7 +187,8 @@ def test_a_request_whose_batch_comes_in_two_pieces(client: Client, topic: str) -
     frame = stream.send(b"", frame=77)
     assert stream.answer(frame).reason == "INVALID_BATCH"  # type: ignore[union-attr]
     request = b"".join(bytes(p) for piece in pieces for p in wire.length_delimited(15, piece))
-    stream.send_raw(b"\x11" + (78).to_bytes(8, "little") + request)
+    frame = b"\x09" + (78).to_bytes(8, "little") + request
+    stream.send_raw(b"".join(wire.length_delimited(2, frame)))
     assert verdicts(stream.answer(78), 4) == [NOT_DUP] * 4  # type: ignore[arg-type]
     [record] = client.records(topic)
     assert record.batch == message

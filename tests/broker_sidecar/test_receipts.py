@@ -265,8 +265,8 @@ def test_frame_numbers_are_repeated_whatever_they_are(client: Client, topic: str
 def test_the_first_message_of_a_stream_may_be_a_frame(client: Client, topic: str) -> None:
     epochs = client.epochs(topic, "p")
     requests = [
-        publish_pb2.PublishStreamRequest(topic=topic, frame=1, batch=batch([("p", 0)], epochs)),
-        publish_pb2.PublishStreamRequest(frame=2, batch=batch([("p", 1)], epochs)),
+        publish_pb2.PublishStreamRequest(topic=topic, frames=[{"number": 1, "batch": batch([("p", 0)], epochs)}]),
+        publish_pb2.PublishStreamRequest(frames=[{"number": 2, "batch": batch([("p", 1)], epochs)}]),
     ]
     answers = list(client.publish.PublishStream(iter(requests), timeout=WAIT_SECONDS))
     assert [receipt.frame for answer in answers for receipt in answer.receipts] == [1, 2]
@@ -320,5 +320,5 @@ def test_a_policy_must_be_said(client: Client, topic: str) -> None:
 def test_raw_frame_helper_sends_what_the_schema_would() -> None:
     """The control of the helper of all these tests: its bytes are an ordinary message."""
     content = batch([("p", 0)], {"p": 1})
-    expected = publish_pb2.PublishStreamRequest(topic="t", frame=3, batch=content)
+    expected = publish_pb2.PublishStreamRequest(topic="t", frames=[{"number": 3, "batch": content}])
     assert publish_pb2.PublishStreamRequest.FromString(frame_bytes(3, content, "t")) == expected

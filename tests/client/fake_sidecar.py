@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 
 from seqdedupe.v1 import publish_pb2, read_pb2
 
-Frames = Callable[[publish_pb2.PublishStreamRequest], Iterable[publish_pb2.PublishStreamResponse | bytes]]
+Frames = Callable[[publish_pb2.Frame], Iterable[publish_pb2.PublishStreamResponse | bytes]]
 
 INCARNATION = 5
 
@@ -57,7 +57,8 @@ class FakeSidecar:
         self.ends_streams = 0
         """So many streams end, in peace, with their first batch."""
         self.opens: list[publish_pb2.OpenRequest] = []
-        self.frames: list[publish_pb2.PublishStreamRequest] = []
+        self.messages: list[publish_pb2.PublishStreamRequest] = []
+        self.frames: list[publish_pb2.Frame] = []
         self.on_open: Callable[[publish_pb2.OpenRequest], publish_pb2.OpenResponse] = lambda _: self.opened()
         self.on_frame: Frames = lambda frame: [self.stored(frame)]
         self.on_read: Callable[[read_pb2.ReadStreamRequest], Iterable[read_pb2.ReadStreamResponse]] = lambda _: []
@@ -69,14 +70,12 @@ class FakeSidecar:
             epochs=[epoch], persisted=[persisted], persisted_indexes=[-1], persisted_message_ids=[{}], **columns
         )
 
-    def stored(self, frame: publish_pb2.PublishStreamRequest) -> publish_pb2.PublishStreamResponse:
+    def stored(self, frame: publish_pb2.Frame) -> publish_pb2.PublishStreamResponse:
         """All rows are new, at the indexes of their sequence IDs."""
-        return self.answer(receipts=[{"frame": frame.frame, "first_index": frame.batch.sequence_ids[0]}])
+        return self.answer(receipts=[{"frame": frame.number, "first_index": frame.batch.sequence_ids[0]}])
 
-    def refusal(
-        self, frame: publish_pb2.PublishStreamRequest, reason: str, delay_ms: int
-    ) -> publish_pb2.PublishStreamResponse:
-        refusal = {"frame": frame.frame, "reason": reason, "message": "no", "retry_delay_ms": delay_ms}
+    def refusal(self, frame: publish_pb2.Frame, reason: str, delay_ms: int) -> publish_pb2.PublishStreamResponse:
+        refusal = {"frame": frame.number, "reason": reason, "message": "no", "retry_delay_ms": delay_ms}
         return self.answer(refusals=[refusal])
 
     def answer(self, **columns: Any) -> publish_pb2.PublishStreamResponse:
@@ -89,9 +88,9 @@ class FakeSidecar:
 
     async def _publish(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for data in requests:
-            frame = publish_pb2.PublishStreamRequest.FromString(data)
-            self.frames.append(frame)
-            if frame.HasField("batch"):
+            self.messages.append(publish_pb2.PublishStreamRequest.FromString(data))
+            for frame in self.messages[-1].frames:
+                self.frames.append(frame)
                 if self.ends_streams:
                     self.ends_streams -= 1
                     return

@@ -22,13 +22,14 @@ from seqdedupe.client import (
     UnavailableError,
     Verdict,
 )
-from seqdedupe.client.builder import _id_column
+from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _id_column
+from seqdedupe.client.session import FULL_MESSAGE_BYTES
 from seqdedupe.errors import NEVER
 from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 from tests.client.fake_sidecar import INCARNATION, FakeSidecar, Refused, fake_sidecar
 from tests.client.helpers import until
 
-Request = publish_pb2.PublishStreamRequest
+Frame = publish_pb2.Frame
 Response = publish_pb2.PublishStreamResponse
 
 ONE_BY_ONE = ProducerConfig(max_batch_rows=1)
@@ -52,13 +53,33 @@ async def test_frames_are_what_the_contract_asks_for(fake: FakeSidecar) -> None:
     assert fake.opens[0].topic == "persistent://public/default/t"
     assert list(fake.opens[0].producer_names) == ["p"]
     assert not fake.opens[0].epochs
-    first, *frames = fake.frames
-    assert (first.topic, first.frame, first.HasField("batch")) == ("persistent://public/default/t", 0, False)
-    assert len({frame.frame for frame in frames} | {0}) == 4
-    assert [frame.topic for frame in frames] == [""] * 3
-    assert [list(frame.batch.epochs) for frame in frames] == [[4711]] * 3
-    assert [list(frame.batch.previous_sequence_ids) for frame in frames] == [[9], [10], [11]]
+    assert fake.messages[0] == publish_pb2.PublishStreamRequest(topic="persistent://public/default/t")
+    assert len({frame.number for frame in fake.frames} | {0}) == 4
+    assert {message.topic for message in fake.messages[1:]} == {""}
+    assert [list(frame.batch.epochs) for frame in fake.frames] == [[4711]] * 3
+    assert [list(frame.batch.previous_sequence_ids) for frame in fake.frames] == [[9], [10], [11]]
     assert sent_ids(fake) == [10, 11, 12]
+
+
+async def test_what_is_ready_goes_out_together_up_to_a_size(fake: FakeSidecar) -> None:
+    """All is refused when it is there: what is sent then is ready at the same time."""
+    batches, payload = 200, b"x" * 2_000
+
+    def on_frame(frame: Frame) -> list[Response]:
+        if len(fake.frames) > batches:
+            return [fake.stored(frame)]
+        if len(fake.frames) < batches:
+            return []
+        return [fake.refusal(one, "PREDECESSOR_MISSING", 0) for one in fake.frames]
+
+    fake.on_frame = on_frame
+    config = ProducerConfig(max_batch_rows=1, max_in_flight_batches=batches)
+    async with Client(fake.address) as client, client.producer("t", "p", config) as producer:
+        for _ in range(batches):
+            await producer.send(payload)
+    assert sent_ids(fake)[-batches:] == list(range(batches))
+    whole = FULL_MESSAGE_BYTES // (len(payload) + BATCH_OVERHEAD_BYTES + ROW_OVERHEAD_BYTES) + 1
+    assert [len(message.frames) for message in fake.messages[-4:]] == [whole, whole, whole, batches - 3 * whole]
 
 
 async def test_a_resume_names_its_epoch_and_uses_the_new_one(fake: FakeSidecar) -> None:
@@ -66,7 +87,7 @@ async def test_a_resume_names_its_epoch_and_uses_the_new_one(fake: FakeSidecar) 
     fake.on_open = lambda _: fake.opened(epoch=next(epochs))
     breaks = iter([True, True, False])
 
-    def on_frame(frame: Request) -> list[Response]:
+    def on_frame(frame: Frame) -> list[Response]:
         if next(breaks, False):
             raise Refused(grpc.StatusCode.UNAVAILABLE)
         return [fake.stored(frame)]
@@ -75,7 +96,7 @@ async def test_a_resume_names_its_epoch_and_uses_the_new_one(fake: FakeSidecar) 
     async with Client(fake.address) as client, client.producer("t", "p") as producer:
         await (await producer.send(b""))
     assert [list(request.epochs) for request in fake.opens] == [[], [100], [101]]
-    assert [list(frame.batch.epochs) for frame in fake.frames if frame.HasField("batch")] == [[100], [101], [102]]
+    assert [list(frame.batch.epochs) for frame in fake.frames] == [[100], [101], [102]]
 
 
 async def test_a_stream_that_ends_is_begun_again(fake: FakeSidecar) -> None:
@@ -84,7 +105,7 @@ async def test_a_stream_that_ends_is_begun_again(fake: FakeSidecar) -> None:
         [Refused(code) for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)]
     )
 
-    def on_frame(frame: Request) -> list[Response]:
+    def on_frame(frame: Frame) -> list[Response]:
         end = next(ends, None)
         if end is not None:
             raise end
@@ -100,7 +121,7 @@ async def test_a_stream_that_ends_is_begun_again(fake: FakeSidecar) -> None:
 async def test_the_delay_that_a_refusal_asks_for_is_kept(fake: FakeSidecar, delay_ms: int) -> None:
     times: list[float] = []
 
-    def on_frame(frame: Request) -> list[Response]:
+    def on_frame(frame: Frame) -> list[Response]:
         times.append(asyncio.get_running_loop().time())
         return [fake.refusal(frame, "LOG_REFUSED", delay_ms) if len(times) == 1 else fake.stored(frame)]
 
@@ -128,10 +149,10 @@ async def test_the_delay_that_open_asks_for_is_kept(fake: FakeSidecar) -> None:
 async def test_unknown_is_sent_again_until_it_ends(fake: FakeSidecar) -> None:
     unknowns = iter(range(4))
 
-    def on_frame(frame: Request) -> list[Response]:
+    def on_frame(frame: Frame) -> list[Response]:
         if next(unknowns, None) is None:
             return [fake.stored(frame)]
-        return [fake.answer(receipts=[{"frame": frame.frame, "verdicts": [3], "first_index": -1}])]
+        return [fake.answer(receipts=[{"frame": frame.number, "verdicts": [3], "first_index": -1}])]
 
     fake.on_frame = on_frame
     async with Client(fake.address) as client, client.producer("t", "p") as producer:
@@ -140,9 +161,9 @@ async def test_unknown_is_sent_again_until_it_ends(fake: FakeSidecar) -> None:
 
 
 async def test_what_is_refused_for_its_content_ends_the_producer_behind_what_was_before(fake: FakeSidecar) -> None:
-    held: list[Request] = []
+    held: list[Frame] = []
 
-    def on_frame(frame: Request) -> Iterable[Response]:
+    def on_frame(frame: Frame) -> Iterable[Response]:
         held.append(frame)
         if len(held) == 3:
             yield fake.refusal(held[1], "INVALID_BATCH", NEVER)
@@ -168,11 +189,11 @@ async def test_what_is_refused_for_its_content_ends_the_producer_behind_what_was
 async def test_answers_of_a_lower_term_are_ignored(fake: FakeSidecar) -> None:
     fake.term = 7
 
-    def on_frame(frame: Request) -> list[Response]:
+    def on_frame(frame: Frame) -> list[Response]:
         if frame.batch.sequence_ids[0] == 0:
-            stale = {"frame": frame.frame, "first_index": 666}
+            stale = {"frame": frame.number, "first_index": 666}
             return [fake.answer(receipts=[stale], term=6), fake.stored(frame)]
-        stale = {"frame": frame.frame, "reason": "FENCED", "message": "", "retry_delay_ms": NEVER}
+        stale = {"frame": frame.number, "reason": "FENCED", "message": "", "retry_delay_ms": NEVER}
         return [fake.answer(refusals=[stale], term=6), fake.stored(frame)]
 
     fake.on_frame = on_frame
@@ -203,7 +224,7 @@ async def test_a_resume_that_cannot_be_right_ends_the_producer(
             raise resumed
         return fake.opened(**resumed)
 
-    def on_frame(frame: Request) -> list[Response]:
+    def on_frame(frame: Frame) -> list[Response]:
         if frame.batch.sequence_ids[0] == 2 and len(fake.opens) == 1:
             raise Refused(grpc.StatusCode.UNAVAILABLE)
         return [fake.stored(frame)]
@@ -239,8 +260,8 @@ def fixed64_field(number: int, value: int) -> bytes:
 async def test_legal_but_unusual_encodings_of_receipts_are_understood(fake: FakeSidecar, form: str) -> None:
     """Read carelessly, unpacked verdicts look like none at all: as if every row were new."""
 
-    def on_frame(frame: Request) -> list[bytes]:
-        number = bytes((1 << 3 | 1,)) + struct.pack("<Q", frame.frame)
+    def on_frame(frame: Frame) -> list[bytes]:
+        number = bytes((1 << 3 | 1,)) + struct.pack("<Q", frame.number)
         dups = [1, 2, 2] if form != "unpacked and none new" else [2, 2, 2]
         if form == "split":
             verdicts = message_field(2, bytes(dups[:1])) + message_field(2, bytes(dups[1:]))

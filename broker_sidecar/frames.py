@@ -1,0 +1,137 @@
+"""The messages of PublishService as bytes: frames in, answers out."""
+
+import struct
+
+import numpy as np
+
+from broker_sidecar.rpc import parse
+from seqdedupe import wire
+from seqdedupe.errors import error
+from seqdedupe.topic import Receipt, Refusal, Topic
+from seqdedupe.v1 import publish_pb2
+
+MAX_FRAMES = 256
+"""In one message of a stream: they are admitted in one go, and others wait for their turn."""
+
+# A receipt whose rows are all new, its index and ID known: tag and length in `receipts`, frame, first_index, ID.
+_ALL_NEW = struct.Struct("<BBBQBqBBBqBqBB")
+_ALL_NEW_ID_BYTES = 20
+
+_NUMBERS = struct.Struct("<BQBq")
+_NO_BATCH_INDEX = b"\xff" * 4
+
+_FRAMES_TAG = bytes((2 << 3 | 2,))
+_NUMBER_TAG = 1 << 3 | 1
+_NUMBER_BYTES = 9
+"""`Frame.number` with its tag."""
+_BATCH_TAG = 15 << 3 | 2
+
+
+def parse_publish(data: bytes) -> tuple[str, bytes]:
+    """Topic and batch of a unary request. Raises MALFORMED_MESSAGE."""
+    request = parse(wire.PublishRequest, data)
+    if len(data) == _field_bytes(len(request.topic.encode())) + _field_bytes(len(request.batch)):
+        return request.topic, request.batch
+    # A batch in several pieces is legal, protobuf merges them, but the alias schema shows only the last one. So a
+    # request that is not as long as its parts is read with the published schema.
+    published = parse(publish_pb2.PublishRequest, data)
+    return published.topic, published.batch.SerializeToString()
+
+
+def parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
+    """Topic and frames (number, batch) of a message of the stream. Raises MALFORMED_MESSAGE, INVALID_REQUEST."""
+    topic, frames = _parse_frames(data)
+    if len(frames) > MAX_FRAMES:
+        raise error("INVALID_REQUEST", f"a message has {len(frames)} frames: at most {MAX_FRAMES} are accepted")
+    return topic, frames
+
+
+def _parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
+    frames: list[tuple[int, bytes]] = []
+    at = 0
+    # What all but the first message look like: frames, each its number and then its batch. A third of the cost of
+    # parsing them.
+    while len(frames) <= MAX_FRAMES and data[at : at + 1] == _FRAMES_TAG:
+        frame_bytes, number_at = wire.read_varint(data, at + 1)
+        batch_at = number_at + _NUMBER_BYTES
+        batch_bytes, start = wire.read_varint(data, batch_at + 1)
+        at = start + batch_bytes
+        if batch_bytes < 0 or at > len(data) or at != number_at + frame_bytes:
+            break
+        if data[number_at] != _NUMBER_TAG or data[batch_at] != _BATCH_TAG:
+            break
+        frames.append((int.from_bytes(data[number_at + 1 : batch_at], "little"), data[start:at]))
+        if at == len(data):
+            return "", frames
+    request = parse(wire.PublishStreamRequest, data)
+    size = _field_bytes(len(request.topic.encode()))
+    for frame in request.frames:
+        size += _field_bytes((frame.number and _NUMBER_BYTES) + _field_bytes(len(frame.batch)))
+    if size != len(data):  # as in `parse_publish`
+        request = parse(publish_pb2.PublishStreamRequest, data)
+        return request.topic, [(frame.number, frame.batch.SerializeToString()) for frame in request.frames]
+    return request.topic, [(frame.number, frame.batch) for frame in request.frames]
+
+
+def _field_bytes(size: int) -> int:
+    """How long a field of so many bytes is encoded, with a tag of one byte."""
+    return size and 1 + len(wire.varint(size)) + size
+
+
+def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
+    """An element of `PublishStreamResponse.receipts`, or `PublishResponse.receipt`: tag and length included."""
+    first = topic.log.message_id(receipt.first_index) if receipt.first_index >= 0 else None
+    if receipt.verdicts is None and first is not None and first.batch_index == -1:
+        return _ALL_NEW.pack(
+            1 << 3 | 2, _ALL_NEW.size - 2,
+            1 << 3 | 1, receipt.frame,
+            3 << 3 | 1, receipt.first_index,
+            4 << 3 | 2, _ALL_NEW_ID_BYTES,
+            1 << 3 | 1, first.ledger_id, 2 << 3 | 1, first.entry_id, 3 << 3, 1,
+        )  # fmt: skip
+    parts = receipt_parts(topic, receipt)
+    return b"".join([wire.varint(1 << 3 | 2), wire.varint(sum(map(len, parts))), *parts])
+
+
+def receipt_parts(topic: Topic, receipt: Receipt) -> list[bytes | memoryview]:
+    """The parts of an encoded `Receipt`, to be joined: by hand, because protobuf copies each column twice."""
+    parts: list[bytes | memoryview] = [_NUMBERS.pack(1 << 3 | 1, receipt.frame, 3 << 3 | 1, receipt.first_index)]
+    if receipt.verdicts is not None:
+        parts += wire.length_delimited(2, receipt.verdicts.tobytes())
+    if receipt.first_index >= 0:
+        first = topic.log.message_id(receipt.first_index).to_proto()
+        parts += wire.length_delimited(4, first.SerializeToString())
+    if len(receipt.known_rows):
+        ledgers, entries, batch_indexes = topic.log.message_ids(receipt.known_indexes)
+        parts += wire.length_delimited(5, receipt.known_rows.astype(np.uint32).tobytes())
+        parts += wire.length_delimited(6, receipt.known_indexes.tobytes())
+        parts += wire.length_delimited(7, ledgers.tobytes())
+        parts += wire.length_delimited(8, entries.tobytes())
+        if (known_batch_indexes := batch_indexes.tobytes()) != _NO_BATCH_INDEX * len(batch_indexes):
+            parts += wire.length_delimited(9, known_batch_indexes)
+    return parts
+
+
+def encode_refusal(refusal: Refusal) -> bytes:
+    """An element of `PublishStreamResponse.refusals`, tag and length included."""
+    e = refusal.error
+    message = publish_pb2.Refusal(
+        frame=refusal.frame,
+        reason=e.reason,
+        message=e.message,
+        retry_delay_ms=e.retry_delay_ms,
+        producers=[
+            publish_pb2.ProducerRefusal(
+                producer_name=p.name,
+                epoch=p.epoch,
+                current_epoch=p.current_epoch,
+                sequence_id=p.sequence_id,
+                previous_sequence_id=p.previous_sequence_id,
+                pushed=p.pushed,
+                persisted=p.persisted,
+            )
+            for p in refusal.producers
+        ],
+    )
+    encoded = message.SerializeToString()
+    return b"".join([wire.varint(2 << 3 | 2), wire.varint(len(encoded)), encoded])
