@@ -79,14 +79,15 @@ class Windowed:
         message: list[bytes] = []
         size = 0
         for part in itertools.islice(parts, count):
-            if message and (self._room.locked() or size >= full_bytes):
-                await self._call.write(b"".join(message))
-                message, size = [], 0
             await self._room.acquire()
             self._sent.append(time.perf_counter())
             message.append(part)
             size += len(part)
-        await self._call.write(b"".join(message))
+            if self._room.locked() or size >= full_bytes:
+                await self._call.write(b"".join(message))
+                message, size = [], 0
+        if message:
+            await self._call.write(b"".join(message))
         await reader
         return time.perf_counter() - began
 
