@@ -119,9 +119,9 @@ def batch_header(
         8 << 3 | 5,
         column_bytes,
     )
-    view = memoryview(body)
-    column_crc = google_crc32c.extend(google_crc32c.value(checked + tag_and_length), bytes(view[:column_bytes]))
-    payload_crc = google_crc32c.value(bytes(view[column_bytes:]))
+    view = np.frombuffer(body, np.uint8)  # it takes no memoryview, and a slice of bytes is a copy
+    column_crc = google_crc32c.extend(google_crc32c.value(checked + tag_and_length), view[:column_bytes])
+    payload_crc = google_crc32c.value(view[column_bytes:])
     return checked + _CHECKSUMS.pack(_COLUMN_CRC_TAG, column_crc, _PAYLOAD_CRC_TAG, payload_crc) + tag_and_length
 
 
