@@ -1,15 +1,22 @@
-"""A server that does nothing: echoes frames, and streams ready messages. What gRPC itself costs.
+"""A server that does nothing: echoes frames, syncs them, and streams ready messages. What gRPC itself costs.
 
-`python -m bench.echo` prints its address and serves until it is killed.
+`python -m bench.echo FOLDER` prints its address and serves until it is killed. The folder is for what is synced.
 """
 
+import asyncio
+import os
+import sys
+import tempfile
+import threading
 from collections.abc import AsyncIterator
+from queue import SimpleQueue
 from typing import Any
 
 import grpc.aio
 import uvloop
 
 ECHO = "/bench.Echo/Echo"
+SYNCED_ECHO = "/bench.Echo/SyncedEcho"
 STREAM = "/bench.Echo/Stream"
 
 RECEIPT_BYTES = 60
@@ -19,6 +26,28 @@ RECEIPT_BYTES = 60
 async def _echo(_requests: object, context: Any) -> None:
     while (data := await context.read()) is not grpc.aio.EOF:
         await context.write(data[:RECEIPT_BYTES] if data[:1] == b"R" else data)
+
+
+async def _synced_echo(_requests: object, context: Any) -> None:
+    """Echoes when the message has been appended to a file and synced in a thread: the least that is durable."""
+    loop = asyncio.get_running_loop()
+    work: SimpleQueue[tuple[bytes, asyncio.Future[None]] | None] = SimpleQueue()
+
+    def sync() -> None:
+        with tempfile.TemporaryFile(dir=sys.argv[1], buffering=0) as file:
+            while (item := work.get()) is not None:
+                data, done = item
+                file.write(data)
+                os.fdatasync(file.fileno())
+                loop.call_soon_threadsafe(done.set_result, None)
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    while (data := await context.read()) is not grpc.aio.EOF:
+        work.put((data, done := loop.create_future()))
+        await done
+        await context.write(data[:RECEIPT_BYTES])
+    work.put(None)
 
 
 async def _stream(request: bytes, _context: object) -> AsyncIterator[bytes]:
@@ -32,6 +61,7 @@ async def _serve() -> None:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 1 << 26), ("grpc.so_reuseport", 0)])
     handlers: dict[str, Any] = {
         "Echo": grpc.stream_stream_rpc_method_handler(_echo),
+        "SyncedEcho": grpc.stream_stream_rpc_method_handler(_synced_echo),
         "Stream": grpc.unary_stream_rpc_method_handler(_stream),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Echo", handlers),))

@@ -11,7 +11,10 @@ Arm = Callable[[], float]
 
 @dataclass(frozen=True)
 class Ratio:
-    """A figure's claim. `value` makes it from one round's measurements, by the arms' names."""
+    """A figure's claim. `value` makes it from one round's measurements, by the arms' names.
+
+    One without bounds is shown for comparison: what the machine allows.
+    """
 
     name: str
     value: Callable[[dict[str, float]], float]

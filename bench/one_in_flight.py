@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench import setup
+from bench.echo import ECHO, SYNCED_ECHO
 from bench.figure import Figure, Ratio
 from bench.publish import frame_bytes, rising
 from tests.sidecar import Sidecar
@@ -25,11 +26,15 @@ def figure(folder: Path) -> Iterator[Figure]:
         _, seconds = setup.run(setup.publish(address, [name], rising(name, 1), MESSAGES, 1))
         return statistics.median(seconds) * 1000
 
-    with Sidecar(folder / "sidecar") as sidecar, setup.echo_server() as echo:
+    def echoed(address: str, method: str) -> float:
+        return statistics.median(setup.run(setup.echo(address, one, MESSAGES, 1, method))[1]) * 1000
+
+    with Sidecar(folder / "sidecar") as sidecar, setup.echo_server(folder) as echo:
         yield Figure(
             arms={
                 "published": lambda: published(sidecar.address),
-                "ping-pong": lambda: statistics.median(setup.run(setup.echo(echo, one, MESSAGES, 1))[1]) * 1000,
+                "ping-pong": lambda: echoed(echo, ECHO),
+                "ping-pong that is synced in between": lambda: echoed(echo, SYNCED_ECHO),
                 "append + fdatasync": lambda: statistics.median(setup.serial_append(folder, len(one), MESSAGES)) * 1000,
             },
             ratios=[
@@ -38,7 +43,11 @@ def figure(folder: Path) -> Iterator[Figure]:
                     lambda m: m["published"] / (m["ping-pong"] + m["append + fdatasync"]),
                     at_most=1.6,
                     aim=1.4,
-                )
+                ),
+                Ratio(
+                    "ping-pong that is synced in between ÷ the same",
+                    lambda m: m["ping-pong that is synced in between"] / (m["ping-pong"] + m["append + fdatasync"]),
+                ),
             ],
             notes=["arms in milliseconds, p50"],
         )

@@ -45,7 +45,7 @@ def frame_bytes(rows: int) -> bytes:
 def figure_of(folder: Path, rows: int, batches: int, ratios: list[Ratio]) -> Iterator[Figure]:
     """The three arms for a batch size."""
     one = frame_bytes(rows)
-    with Sidecar(folder / "sidecar") as sidecar, setup.echo_server() as echo:
+    with Sidecar(folder / "sidecar") as sidecar, setup.echo_server(folder) as echo:
         yield Figure(
             arms={
                 "published": lambda: published_rows(sidecar.address, rows, batches, IN_FLIGHT),

@@ -42,7 +42,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     with (
         Sidecar(folder / "small") as small,
         Sidecar(folder / "large") as large,
-        setup.echo_server() as echo,
+        setup.echo_server(folder) as echo,
     ):
         for sidecar, rows in ((small, SMALL_ROWS), (large, LARGE_ROWS)):
             batches = TOPIC_BYTES // (rows * 120)

@@ -28,9 +28,10 @@ _frames = itertools.count(1)
 
 
 @contextmanager
-def echo_server() -> Iterator[str]:
-    """The address of an echo server."""
-    with subprocess.Popen([sys.executable, "-m", "bench.echo"], stdout=subprocess.PIPE, text=True) as process:
+def echo_server(folder: Path) -> Iterator[str]:
+    """The address of an echo server, which may write to the folder."""
+    command = [sys.executable, "-m", "bench.echo", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip()
@@ -128,10 +129,12 @@ async def publish(
         return seconds, window.seconds
 
 
-async def echo(address: str, message: bytes, count: int, in_flight: int) -> tuple[float, list[float]]:
+async def echo(
+    address: str, message: bytes, count: int, in_flight: int, method: str = ECHO
+) -> tuple[float, list[float]]:
     """Sends the same message `count` times to the echo server, each by itself; as `publish`."""
     async with grpc.aio.insecure_channel(address, options=LARGE) as channel:
-        window = Windowed(channel.stream_stream(ECHO)(), in_flight, lambda _: 1)
+        window = Windowed(channel.stream_stream(method)(), in_flight, lambda _: 1)
         seconds = await window.send(itertools.repeat(message), count, full_bytes=0)
         return seconds, window.seconds
 
