@@ -9,8 +9,9 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from seqdedupe.client import ProducerConfig, blocking
+from seqdedupe.message_id import Position
 from spark.options import Selection
-from spark.planning import plan, position_before, topics
+from spark.planning import plan, topics
 from spark.ranges import Range
 
 CORES = 2
@@ -49,4 +50,4 @@ def ranges(address: str) -> list[Range]:
     """All that the two partitions hold."""
     with blocking.Client(address) as client:
         names = topics(client, SELECTION)
-        return plan(client, {name: position_before(client.ends(name).last.incarnation, 0) for name in names})
+        return plan(client, {name: Position.before(client.ends(name).last.incarnation, 0) for name in names})

@@ -1,11 +1,18 @@
 """Message IDs and readers' positions."""
 
+import re
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from seqdedupe.errors import error
 from seqdedupe.v1 import batch_pb2
+
+_NUMBER = r"\d{1,19}"
+_ID = rf"{_NUMBER}:{_NUMBER}(:{_NUMBER})?"
+_MESSAGE_ID = re.compile(_ID, re.ASCII)
+_POSITION = re.compile(rf"({_NUMBER})/(start|(?P<last>{_ID}))@(-1|{_NUMBER})", re.ASCII)
+_MAX_INT64 = 2**63 - 1
 
 
 class MessageId(NamedTuple):
@@ -24,15 +31,18 @@ class MessageId(NamedTuple):
         return f"{self.ledger_id}:{self.entry_id}{tail}"
 
     @staticmethod
+    def of(incarnation: int, index: int) -> "MessageId":
+        """That of a message in the embedded log: its ledger is the topic's incarnation, its entry the index."""
+        return MessageId(incarnation, index)
+
+    @staticmethod
     def parse(text: str) -> "MessageId":
         """The message ID that `str()` printed. Raises INVALID_POSITION."""
-        try:
+        if _MESSAGE_ID.fullmatch(text):
             parts = [int(part) for part in text.split(":")]
-        except ValueError:
-            parts = []
-        if len(parts) not in (2, 3):
-            raise error("INVALID_POSITION", f"{text[:80]!r} is not a message ID: it should be ledger:entry")
-        return MessageId(*parts)
+            if max(parts) <= _MAX_INT64:
+                return MessageId(*parts)
+        raise error("INVALID_POSITION", f"{text[:80]!r} is not a message ID: it should be ledger:entry")
 
     def to_proto(self) -> batch_pb2.MessageId:
         return batch_pb2.MessageId(ledger_id=self.ledger_id, entry_id=self.entry_id, batch_index=self.batch_index)
@@ -67,6 +77,35 @@ class Position(NamedTuple):
     @staticmethod
     def start(incarnation: int) -> "Position":
         return Position(incarnation, None, -1)
+
+    @staticmethod
+    def before(incarnation: int, index: int) -> "Position":
+        """After which the message with this index is the next one, in the embedded log."""
+        if index == 0:
+            return Position.start(incarnation)
+        return Position(incarnation, MessageId.of(incarnation, index - 1), index - 1)
+
+    @staticmethod
+    def parse(text: str) -> "Position":
+        """The position that `str()` printed, or that of the message of the embedded log whose ID it printed.
+
+        Raises INVALID_POSITION.
+        """
+        if _MESSAGE_ID.fullmatch(text):
+            incarnation, index, batch_index = MessageId.parse(text)
+            if batch_index < 0:
+                return Position.before(incarnation, index + 1)
+        found = _POSITION.fullmatch(text)
+        if not found:
+            raise error(
+                "INVALID_POSITION",
+                f"{text[:80]!r} is neither a message ID, as 123:45, nor a position, as 123/123:45@45",
+            )
+        message_id = MessageId.parse(found["last"]) if found["last"] else None
+        parsed = Position(int(found[1]), message_id, int(found[found.lastindex or 0]))
+        if (parsed.index < 0) != (message_id is None) or max(parsed.incarnation, parsed.index) > _MAX_INT64:
+            raise error("INVALID_POSITION", f"{text[:80]!r} is not a position: its parts do not fit together")
+        return parsed
 
     def __str__(self) -> str:
         return f"{self.incarnation}/{self.message_id if self.message_id else 'start'}@{self.index}"

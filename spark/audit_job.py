@@ -187,7 +187,7 @@ def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement
     ends = target.ends
 
     def message_id(index: int) -> str:
-        return str(MessageId(ends.last.incarnation, index))
+        return str(MessageId.of(ends.last.incarnation, index))
 
     def late(kind: str) -> Finding:
         counts = [count for (one, topic, _), count in judgement.counts.items() if (one, topic) == (kind, number)]

@@ -1,10 +1,10 @@
 """What an operator does to a job's positions."""
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.errors import ConfigurationError, error
+from seqdedupe.errors import ConfigurationError, InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from spark import options, planning
+from spark import planning
 from spark.positions import FIRST_START
 from spark.stores.contract import OutputStore, Stored, StoreFactory
 
@@ -46,9 +46,9 @@ def _position(client: Client, topic: str, place: str) -> Position:
     if place in ("earliest", "latest"):
         return planning.earliest(ends) if place == "earliest" else ends.last
     try:
-        position = options.position(place)
-    except ValueError as e:
-        raise error("INVALID_OPTION", f"to: {e}") from e
+        position = Position.parse(place)
+    except InvalidRequestError as e:
+        raise error("INVALID_OPTION", f"to: {e.message}") from e
     if loss := planning.find_loss(topic, position, ends):
         raise loss.error()
     return position

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 
 NAMES = (
@@ -44,11 +44,6 @@ _ELSEWHERE = {
 """What says the same in other connectors."""
 
 _ADDRESS = re.compile(r"unix:.+|[^/\s]+:\d{1,5}")
-_NUMBER = r"\d{1,19}"
-_ID = rf"{_NUMBER}:{_NUMBER}(:{_NUMBER})?"
-_POSITION = re.compile(
-    rf"(?P<id>{_ID})|(?P<incarnation>{_NUMBER})/(start|(?P<last>{_ID}))@(?P<index>-1|{_NUMBER})", re.ASCII
-)
 _MAX_INT64 = 2**63 - 1
 
 T = TypeVar("T")
@@ -122,22 +117,6 @@ def address(text: str) -> str:
     return text
 
 
-def position(text: str) -> Position:
-    """The position that `str()` printed, or that of the message whose ID `str()` printed. Raises ValueError."""
-    found = _POSITION.fullmatch(text)
-    if not found:
-        raise ValueError(f"{text[:80]!r} is neither a message ID, as 123:45, nor a position, as 123/123:45@45")
-    id_text = found["id"] or found["last"]
-    message_id = MessageId.parse(id_text) if id_text else None
-    if found["id"] and message_id:
-        parsed = Position(message_id.ledger_id, message_id, message_id.entry_id)
-    else:
-        parsed = Position(int(found["incarnation"]), message_id, int(found["index"]))
-    if (parsed.index < 0) != (message_id is None) or max(*parsed[::2], *(message_id or [0])) > _MAX_INT64:
-        raise ValueError(f"{text[:80]!r} is not a position: its parts do not fit together")
-    return parsed
-
-
 class _Given:
     """What a user said, by name."""
 
@@ -204,7 +183,7 @@ def _places(text: str, words: tuple[End, ...]) -> dict[str, Position | End]:
             raise ValueError(f"{name} is in it twice")
         if not isinstance(value, str):
             raise ValueError(f"that of {name} is not a text")
-        places[name] = _word(value, words) or position(value)
+        places[name] = _word(value, words) or Position.parse(value)
     return places
 
 

@@ -10,7 +10,7 @@ from seqdedupe.client import blocking
 from seqdedupe.client.client import TopicEnds
 from seqdedupe.client.connection import Backoff
 from seqdedupe.errors import NotFoundError, SeqdedupeError, UnavailableError, error
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from spark.options import NO_LIMITS, Limits, Place, Selection, Time
 from spark.ranges import NOT_PARTITIONED, Range, partition_of
@@ -54,11 +54,6 @@ def patiently(call: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:
             time.sleep(delay)
 
 
-def position_before(incarnation: int, index: int) -> Position:
-    """The position after which `index` is the next message."""
-    return Position(incarnation, MessageId(incarnation, index - 1), index - 1) if index else Position.start(incarnation)
-
-
 def topics(client: blocking.Client, selection: Selection, known: Iterable[str] = ()) -> list[str]:
     """The full names of the topics there are; those of the partitions for a name that has no topic of its own.
 
@@ -97,7 +92,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 def earliest(topic_ends: TopicEnds) -> Position:
     """The position before the first message that is left."""
-    return position_before(topic_ends.last.incarnation, topic_ends.first_index)
+    return Position.before(topic_ends.last.incarnation, topic_ends.first_index)
 
 
 def resolve(client: blocking.Client, names: Iterable[str], place: Place, option: str) -> dict[str, Position]:
@@ -119,7 +114,7 @@ def _resolve(client: blocking.Client, name: str, place: Place) -> Position:
         return where
     if isinstance(where, Time):
         milliseconds = where.milliseconds
-        return position_before(*patiently(lambda: client.locate_time(name, milliseconds)))
+        return Position.before(*patiently(lambda: client.locate_time(name, milliseconds)))
     found = patiently(lambda: client.ends(name))
     return found.last if where == "latest" else earliest(found)
 
@@ -217,6 +212,6 @@ def split(ranges: list[Range], parts: int) -> list[Range]:
 
 def _cut(whole: Range, first: int, stop: int) -> Range:
     """Its messages from the `first`-th to before the `stop`-th."""
-    start = position_before(whole.incarnation, whole.first_index + first) if first else whole.start
-    end = position_before(whole.incarnation, whole.first_index + stop) if stop < len(whole) else whole.end
+    start = Position.before(whole.incarnation, whole.first_index + first) if first else whole.start
+    end = Position.before(whole.incarnation, whole.first_index + stop) if stop < len(whole) else whole.end
     return Range(whole.topic, start, end)

@@ -16,7 +16,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from seqdedupe.client import blocking
-from seqdedupe.errors import NotFoundError, PositionError, error
+from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, error
 from seqdedupe.message_id import Position
 from spark import options as user_options
 from spark import planning
@@ -245,6 +245,6 @@ def _offsets(positions: Mapping[str, Position]) -> dict[str, str]:
 
 def _positions(offsets: Mapping[str, str]) -> dict[str, Position]:
     try:
-        return {topic: user_options.position(text) for topic, text in offsets.items()}
-    except ValueError as e:
-        raise error("INVALID_POSITION", f"the checkpoint's offsets are not this source's: {e}") from e
+        return {topic: Position.parse(text) for topic, text in offsets.items()}
+    except InvalidRequestError as e:
+        raise error("INVALID_POSITION", f"the checkpoint's offsets are not this source's: {e.message}") from e

@@ -42,8 +42,7 @@ class StoredBatch:
 
     def position(self, row: int) -> Position:
         """The position of a row's message, from which to read on after it."""
-        index = self.base_index + row
-        return Position(self.incarnation, MessageId(self.incarnation, index), index)
+        return Position.before(self.incarnation, self.base_index + row + 1)
 
 
 class Message:
@@ -103,7 +102,7 @@ class Message:
 
     @property
     def message_id(self) -> MessageId:
-        return MessageId(self._stored.incarnation, self.index)
+        return MessageId.of(self._stored.incarnation, self.index)
 
     @property
     def position(self) -> Position:

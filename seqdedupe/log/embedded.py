@@ -177,7 +177,7 @@ class EmbeddedLog:
         return sum(segment.end for segment in self._segments)
 
     def message_id(self, index: int) -> MessageId:
-        return MessageId(self.incarnation, index)
+        return MessageId.of(self.incarnation, index)
 
     def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         return np.full(len(indexes), self.incarnation), indexes, np.full(len(indexes), -1, np.int32)

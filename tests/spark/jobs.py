@@ -17,7 +17,6 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from spark.columns import SCHEMA
 from spark.options import Options, parse
-from spark.planning import position_before
 from spark.range_task import Output, RangeTask, Step, Transform
 from spark.ranges import Range
 from spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
@@ -55,8 +54,8 @@ def whole(address: str, topic: str, start: int = 0, stop: int | None = None, epo
     """The step over these messages of a topic; to its end without `stop`."""
     with Client(address) as client:
         last = client.ends(topic).last
-    end = last if stop is None else position_before(last.incarnation, stop)
-    return Step(Range(topic_name(topic), position_before(last.incarnation, start), end), epoch)
+    end = last if stop is None else Position.before(last.incarnation, stop)
+    return Step(Range(topic_name(topic), Position.before(last.incarnation, start), end), epoch)
 
 
 def task(address: str, store: StoreFactory, transform: Transform | None = select, **more: bool) -> RangeTask:

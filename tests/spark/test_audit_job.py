@@ -95,7 +95,7 @@ def test_many_topics_at_once(
     targets = []
     for topic, batches in logs.items():
         end = firsts[topic] + sum(map(len, batches))
-        targets.append(Target(topic, TopicEnds(firsts[topic], planning.position_before(1, end)), rng.random() < 0.5))
+        targets.append(Target(topic, TopicEnds(firsts[topic], planning.Position.before(1, end)), rng.random() < 0.5))
     report = audit_targets(spark, targets, read)
     assert [one.topic for one in report.topics] == list(histories)
     for one in report.topics:
@@ -199,7 +199,7 @@ def test_an_error_in_a_task_is_the_same_error_here(spark: SparkSession) -> None:
     def read(span: Range) -> Iterator[StoredBatch]:
         raise error("POSITION_TRIMMED", f"{span} is gone")
 
-    target = Target("t", TopicEnds(0, planning.position_before(1, 5)), True)
+    target = Target("t", TopicEnds(0, planning.Position.before(1, 5)), True)
     with pytest.raises(PositionError, match=r"t \[0, 5\) is gone") as caught:
         audit_targets(spark, [target], read)
     assert isinstance(caught.value, SeqdedupeError)

@@ -4,9 +4,9 @@ import pickle
 
 import pytest
 
-from seqdedupe.errors import ConfigurationError
+from seqdedupe.errors import ConfigurationError, InvalidRequestError
 from seqdedupe.message_id import MessageId, Position
-from spark.options import Limits, Options, Selection, Time, parse, position
+from spark.options import Limits, Options, Selection, Time, parse
 
 T = "persistent://public/default/t"
 
@@ -60,7 +60,7 @@ def test_words(text: str) -> None:
     ],
 )
 def test_positions_come_back_from_their_text(given: Position) -> None:
-    assert position(str(given)) == given
+    assert Position.parse(str(given)) == given
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_positions_come_back_from_their_text(given: Position) -> None:
     ],
 )
 def test_what_is_no_position(text: str) -> None:
-    with pytest.raises(ValueError, match="position"):
-        position(text)
+    with pytest.raises(InvalidRequestError, match=r"position|message ID"):
+        Position.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from spark import planning
 from spark.options import Limits, Selection, Time
-from spark.planning import Loss, find_loss, plan, position_before, resolve, shares, split, topics
+from spark.planning import Loss, find_loss, plan, resolve, shares, split, topics
 from spark.ranges import Range
 
 T = "persistent://public/default/t"
@@ -89,8 +89,8 @@ def test_places(client: blocking.Client, topic: str) -> None:
     times = [one.publish_time_ms for one in stored]
     for milliseconds in (0, times[0], times[1], times[2], times[2] + 1):
         before = sum(len(one) for one in stored if one.publish_time_ms < milliseconds)
-        assert resolve(client, [name], Time(milliseconds), "o") == {name: position_before(empty.incarnation, before)}
-    given = {name: position_before(5, 7)}
+        assert resolve(client, [name], Time(milliseconds), "o") == {name: Position.before(empty.incarnation, before)}
+    given = {name: Position.before(5, 7)}
     assert resolve(client, [name], given, "o") == given
     assert resolve(client, [name], {name: "latest"}, "o") == {name: last}
     with pytest.raises(SeqdedupeError, match=r"startingOffsets lacks topic .*/other \[INVALID_OPTION\]"):
@@ -102,30 +102,30 @@ def test_places(client: blocking.Client, topic: str) -> None:
 class TestLosses:
     def test_what_is_none(self) -> None:
         for index in (4, 5, 9):
-            assert find_loss(T, position_before(1, index + 1), TopicEnds(5, position_before(1, 10))) is None
+            assert find_loss(T, Position.before(1, index + 1), TopicEnds(5, Position.before(1, 10))) is None
         assert find_loss(T, Position.start(1), TopicEnds(0, Position.start(1))) is None
 
     def test_retention(self) -> None:
-        loss = find_loss(T, position_before(1, 3), TopicEnds(5, position_before(1, 10)))
+        loss = find_loss(T, Position.before(1, 3), TopicEnds(5, Position.before(1, 10)))
         assert loss is not None
-        assert (loss.next, loss.reason) == (position_before(1, 5), "POSITION_TRIMMED")
+        assert (loss.next, loss.reason) == (Position.before(1, 5), "POSITION_TRIMMED")
         assert "2 messages" in loss.message
         assert "indexes 3 to 4" in loss.message
         with pytest.raises(PositionError, match="indexes 3 to 4"):
             raise loss.error()
 
     def test_a_lost_end(self) -> None:
-        loss = find_loss(T, position_before(1, 13), TopicEnds(0, position_before(1, 10)))
+        loss = find_loss(T, Position.before(1, 13), TopicEnds(0, Position.before(1, 10)))
         assert loss is not None
-        assert (loss.next, loss.reason) == (position_before(1, 10), "POSITION_UNKNOWN")
+        assert (loss.next, loss.reason) == (Position.before(1, 10), "POSITION_UNKNOWN")
         assert "indexes 10 to 12" in loss.message
 
     def test_another_incarnation_is_neither_earlier_nor_later(self) -> None:
         for incarnation in (1, 3):
             for index in (0, 5, 50):
-                loss = find_loss(T, position_before(incarnation, index), TopicEnds(5, position_before(2, 10)))
+                loss = find_loss(T, Position.before(incarnation, index), TopicEnds(5, Position.before(2, 10)))
                 assert loss is not None
-                assert (loss.next, loss.reason) == (position_before(2, 5), "POSITION_UNKNOWN")
+                assert (loss.next, loss.reason) == (Position.before(2, 5), "POSITION_UNKNOWN")
 
     def test_on_a_sidecar(self, client: blocking.Client, topic: str) -> None:
         name = topic_name(topic)
@@ -209,7 +209,7 @@ def test_splits_have_the_same_messages(seed: int) -> None:
     for i in range(chosen.randint(0, 5)):
         first = chosen.choice([0, 3, 1000])
         count = chosen.choice([1, 2, 7, 1000])
-        ranges.append(Range(f"t-partition-{i}", position_before(i, first), position_before(i, first + count)))
+        ranges.append(Range(f"t-partition-{i}", Position.before(i, first), Position.before(i, first + count)))
     parts = chosen.choice([1, 2, 5, 16, 100])
     pieces = split(ranges, parts)
     assert len(pieces) >= min(parts, sum(map(len, ranges)))

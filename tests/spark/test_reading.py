@@ -12,7 +12,6 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from spark import reading
 from spark.columns import SCHEMA
-from spark.planning import position_before
 from spark.ranges import Range
 from tests.conftest import StartSidecar
 from tests.sidecar import Sidecar
@@ -43,7 +42,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def part(whole: Range, first: int, stop: int) -> Range:
-    before = [position_before(whole.incarnation, index) for index in (first, stop)]
+    before = [Position.before(whole.incarnation, index) for index in (first, stop)]
     return Range(whole.topic, before[0], before[1])
 
 
@@ -88,7 +87,7 @@ def test_a_reader_that_stops_early_ends(shared_sidecar: Sidecar, whole: Range) -
 
 
 def test_what_is_not_there_is_a_typed_error(client: blocking.Client, topic: str) -> None:
-    missing = Range(topic_name(topic), Position.start(1), position_before(1, 5))
+    missing = Range(topic_name(topic), Position.start(1), Position.before(1, 5))
     with pytest.raises(NotFoundError):
         list(reading.read_range(client.address, missing))
     client.admin.create_topic(topic)

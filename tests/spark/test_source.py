@@ -28,7 +28,6 @@ from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, S
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from spark.columns import SCHEMA
-from spark.planning import position_before
 from spark.ranges import Range
 from spark.source import BatchReader, SeqdedupeDataSource, StreamReader
 from tests.sidecar import Sidecar
@@ -159,7 +158,7 @@ class TestBatch:
         incarnation = client.ends(topic).last.incarnation
         for option in ("startingOffsets", "endingOffsets"):
             # Nobody waits for messages that may never come.
-            beyond = f'{{"{topic}": "{position_before(incarnation, 5)}"}}'
+            beyond = f'{{"{topic}": "{Position.before(incarnation, 5)}"}}'
             with pytest.raises(PositionError, match="it lacks indexes 1 to 4"):
                 source.rows(topic=topic, **{option: beyond})
             with pytest.raises(PositionError, match="made anew"):
@@ -293,7 +292,7 @@ class TestLoss:
         send(client, topic, *numbers(0, 4))
         incarnation = client.ends(topic).last.incarnation
         client.admin.delete_topic(topic)
-        return {topic_name(topic): str(position_before(incarnation, 2))}
+        return {topic_name(topic): str(Position.before(incarnation, 2))}
 
     def test_it_fails(self, client: blocking.Client, source: Source, topic: str, offset: Offsets) -> None:
         with pytest.raises(NotFoundError, match="was deleted"):
@@ -326,9 +325,9 @@ class TestLoss:
     ) -> None:
         name = topic_name(topic)
         incarnation = int(offset[name].split("/")[0])
-        end = {name: str(position_before(incarnation, 4))}
+        end = {name: str(Position.before(incarnation, 4))}
         reader = source.stream(topic=topic, failOnDataLoss=fails).reader
-        planned = [InputPartition(Range(name, position_before(incarnation, 2), position_before(incarnation, 4)))]
+        planned = [InputPartition(Range(name, Position.before(incarnation, 2), Position.before(incarnation, 4)))]
         for make in (lambda: None, lambda: send(client, topic, b"new")):
             make()
             if fails:
@@ -347,7 +346,7 @@ class TestLoss:
         name = topic_name(topic)
         send(client, topic, *numbers(0, 4))
         incarnation = client.ends(topic).last.incarnation
-        beyond, end = position_before(incarnation, 10), position_before(incarnation, 20)
+        beyond, end = Position.before(incarnation, 10), Position.before(incarnation, 20)
         reader = source.stream(topic=topic, failOnDataLoss=fails).reader
         planned = [InputPartition(Range(name, beyond, end))]
         if fails:
@@ -402,7 +401,7 @@ class TestRetention:
     def test_it_fails(self, trimmed: tuple[Source, Position, int]) -> None:
         source, last, first = trimmed
         for index in (0, first - 1):
-            offset = {topic_name("t"): str(position_before(last.incarnation, index))}
+            offset = {topic_name("t"): str(Position.before(last.incarnation, index))}
             with pytest.raises(PositionError, match=f"{first - index} messages to retention: indexes {index} to"):
                 Stream(source.stream(topic="t").reader, offset).trigger()
         with pytest.raises(PositionError, match="retention"):
@@ -412,7 +411,7 @@ class TestRetention:
         self, trimmed: tuple[Source, Position, int], caplog: pytest.LogCaptureFixture
     ) -> None:
         source, last, first = trimmed
-        offset = {topic_name("t"): str(position_before(last.incarnation, 1))}
+        offset = {topic_name("t"): str(Position.before(last.incarnation, 1))}
         stream = Stream(source.stream(topic="t", failOnDataLoss=False).reader, offset)
         found = [value[:10].rstrip(b"\0") for one in stream.rest() for value in one]
         assert found == numbers(first, MESSAGES)
@@ -427,7 +426,7 @@ class TestRetention:
     @pytest.mark.parametrize("fails", [True, False])
     def test_what_is_trimmed_after_planning(self, trimmed: tuple[Source, Position, int], fails: bool) -> None:
         source, last, first = trimmed
-        start = position_before(last.incarnation, first - 2)
+        start = Position.before(last.incarnation, first - 2)
         planned = [InputPartition(Range(topic_name("t"), start, last))]
         reader = source.stream(topic="t", failOnDataLoss=fails).reader
         if fails:
