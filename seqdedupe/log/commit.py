@@ -29,10 +29,10 @@ GATHER_BYTES = 512 * 1024
 """Unless the group was as large as this: then writing takes longer than the wait would save."""
 
 GROUP_BATCHES = 256
-"""So many batches of a topic are in one group at most: what the event loop is told of at once, it settles at once."""
+"""So many batches of a topic are in one group at most: what the event loop is told of at once, it settles at once.
 
-IOV_MAX = 1024
-"""So many buffers one `writev` takes on Linux."""
+Twice as many buffers (each has a header) fit into one `writev` of Linux, which takes 1,024.
+"""
 
 
 class Opening:
@@ -138,15 +138,17 @@ class Writer:
         self._opening: Opening | None = None
         self._mend: Callable[[], None] | None = mend
         self._broken = False
+        self._closed = False
 
     def write(self, opening: Opening, queue: "SimpleQueue[Work]", now_ms: int) -> Written | None:
         """Writes what an opening has handed over, its marker first, and does not sync yet.
 
-        None if there is nothing to do: an older opening's appends, and those behind a failure, are dropped. A
-        failed write is undone before it is returned as refused. Raises FatalError if that fails.
+        None if there is nothing to do: an older opening's appends, those behind a failure, and what is left when the
+        file has been let go of are dropped. A failed write is undone before it is returned as refused. Raises
+        FatalError if that fails.
         """
         batches = opening.take(queue)
-        if self._broken:
+        if self._broken or self._closed:
             return None
         if not opening.marked:
             opening.marked = True
@@ -190,6 +192,11 @@ class Writer:
                 self._broken = True
                 raise FatalError(f"{self._path()} cannot be synced: {e}") from e
             self._synced = self._end
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        self._closed = True
+        os.close(self.file)
 
     def _written(
         self,
@@ -273,16 +280,13 @@ class Writer:
 
 def _write_all(file: int, buffers: list[bytes], offset: int) -> None:
     """Writes the buffers one behind the other. Raises OSError; then any part of them may have been written."""
-    for first in range(0, len(buffers), IOV_MAX):
-        group = buffers[first : first + IOV_MAX]
-        size = sum(map(len, group))
-        written = os.pwritev(file, group, offset)
-        if written < size:
-            # Short, as on a disk that is filling up: writing the rest tells why.
-            rest = memoryview(b"".join(group))
-            while written < size:
-                written += os.pwrite(file, rest[written:], offset + written)
-        offset += size
+    size = sum(map(len, buffers))
+    written = os.pwritev(file, buffers, offset)
+    if written < size:
+        # Short, as on a disk that is filling up: writing the rest tells why.
+        rest = memoryview(b"".join(buffers))
+        while written < size:
+            written += os.pwrite(file, rest[written:], offset + written)
 
 
 class Committer:
@@ -345,7 +349,7 @@ class Committer:
             self._tell(news)
         for item in work:
             if isinstance(item, Closing):
-                os.close(item.writer.file)
+                item.writer.close()
                 self._tell(item)
 
     def _tell(self, news: Written | Closing) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
+from seqdedupe.log.commit import GROUP_BATCHES
 from seqdedupe.log.contract import Failure
 from seqdedupe.log.embedded import EmbeddedLog, EmbeddedLogs
 from tests.log.conformance import LIMIT_SECONDS, Owner, parsed, replayed, what
@@ -100,23 +101,56 @@ async def test_what_arrives_during_a_sync_is_one_group(make_logs: MakeLogs, monk
     await log.close()
 
 
-async def test_a_group_of_more_buffers_than_one_write_takes(
-    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_backlog_is_written_in_groups(make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the event loop is told of at once is bounded, and fits into one write."""
     logs = make_logs()
     log = await new_log(logs)
     owner = await Owner(log, 1).open()
-    syncs = Gate(monkeypatch, "fdatasync")
+    syncs, writes = Gate(monkeypatch, "fdatasync"), Gate(monkeypatch, "pwritev")
     syncs.open.clear()
-    for i in range(3_000):
+    owner.append(0, 1)
+    await syncs.arrival()
+    for i in range(1, 3_000):
         owner.append(i, 1)
     syncs.open.set()
     await owner.until_stored(3_000)
+    groups = 1 + -(-2_999 // GROUP_BATCHES)
+    assert (syncs.calls, writes.calls, owner.calls) == (groups, groups, groups)
     assert await ids_in(log) == list(range(3_000))
     await log.close()
     log = await logs.open(INCARNATION, 3_000)
     assert log.cut_bytes == 0
     assert await ids_in(log) == list(range(3_000))
+    await log.close()
+
+
+async def test_a_backlog_that_is_left_when_its_log_is_closed(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, fatal: list[str]
+) -> None:
+    """It is dropped, but for a group, and never gets into the file that has the number of the closed one."""
+    logs = make_logs()
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    syncs = Gate(monkeypatch, "fdatasync")
+    syncs.open.clear()
+    owner.append(0, 1)
+    await syncs.arrival()
+    for i in range(1, 3_000):
+        owner.append(i, 1)
+    closing = asyncio.create_task(log.close())
+    await asyncio.sleep(0)
+    assert logs.committer.queue.qsize() == 2
+    syncs.open.set()
+    await closing
+    other = await new_log(logs, INCARNATION + 1)
+    owner = await Owner(other, 1).open()
+    owner.append(7, 1)
+    await owner.until_stored(1)
+    assert await ids_in(other) == [7]
+    await other.close()
+    log = await logs.open(INCARNATION, 0)
+    assert await ids_in(log) == list(range(1 + GROUP_BATCHES))
+    assert (log.cut_bytes, fatal) == (0, [])
     await log.close()
 
 
