@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import Message
 
 from seqdedupe.batch import Batch, Binary, properties
 
@@ -39,3 +40,13 @@ def batch(
         keys=Binary.of(keys) if keys is not None else Binary(),
         **columns,
     )
+
+
+def put_columns(message: Message, columns: dict[str, Any]) -> None:
+    """Puts columns in the place of others, in a batch as the schema has it."""
+    for name, value in columns.items():
+        message.ClearField(name)
+        if isinstance(value, bytes):
+            setattr(message, name, value)
+        else:
+            getattr(message, name).extend(value)

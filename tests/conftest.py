@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def start_sidecar(tmp_path: Path) -> Iterator[StartSidecar]:
     """Starts sidecars, each with a data directory of its own; they are gone when the test ends."""
     started: list[Sidecar] = []
 
-    def start(**keys: object) -> Sidecar:
+    def start(**keys: Any) -> Sidecar:
         sidecar = Sidecar(tmp_path / f"sidecar-{len(started)}", **keys)
         started.append(sidecar)
         sidecar.start()

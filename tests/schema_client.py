@@ -47,7 +47,8 @@ class SchemaClient:
         requests: queue.SimpleQueue[publish_pb2.PublishStreamRequest | None] = queue.SimpleQueue()
         requests.put(publish_pb2.PublishStreamRequest(topic=self.topic))
         answers = publish_pb2_grpc.PublishServiceStub(channel).PublishStream(iter(requests.get, None))
-        waiting, frames, again_ms = iter([*left.items()]), {}, -1
+        frames: dict[int, list[int]] = {}
+        waiting, again_ms = iter([*left.items()]), -1
         # What is sent rises, so the link is the ID before, or what Open answered if that is below the first one.
         link = self.persisted if self.persisted < next(iter(left)) else -1
         while again_ms < 0:

@@ -1,5 +1,7 @@
 """Cutting a frame to its new rows: the quick way and the general one must give the same bytes."""
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ def test_cut_keeps_the_new_rows_and_nothing_else(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         payloads = [p or b"" for p in payloads]
     keys = data.draw(st.none() | st.just([b"k"] * n))
-    times = {"event_times_ms": np.arange(1, n + 1)} if data.draw(st.booleans()) else {}
+    times: dict[str, Any] = {"event_times_ms": np.arange(1, n + 1)} if data.draw(st.booleans()) else {}
     encoded = batch(rows, payloads=payloads, keys=keys, **times).encode()
     producers = Producers()
     for name in "ab":

@@ -37,11 +37,11 @@ def test_the_commands_do_what_they_are_shown_for(sidecar: Sidecar, tmp_path: Pat
     assert [command[1] for command in commands] == ["serve", "publish", "read", "topics", "-m", "-m"]
     (tmp_path / "events.csv").write_text("id,what\n" + "".join(f"{i},event {i}\n" for i in range(5)))
     environment = os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address}
+    programs: dict[str, str | Path] = {"seqdedupe": COMMAND, "python": sys.executable}
     output = []
     for command in commands[1:]:
-        given = [{"seqdedupe": COMMAND, "python": sys.executable}[command[0]], *command[1:]]
         ran = subprocess.run(
-            given,
+            [programs[command[0]], *command[1:]],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -59,7 +59,7 @@ def test_the_commands_do_what_they_are_shown_for(sidecar: Sidecar, tmp_path: Pat
 
 def test_the_sidecar_starts_as_shown(tmp_path: Path) -> None:
     """`seqdedupe serve` with the flags of the README, but for the address."""
-    command = [COMMAND, "serve", "--data-directory", "./data", "--listen", "127.0.0.1:0"]
+    command: list[str | Path] = [COMMAND, "serve", "--data-directory", "./data", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:

@@ -85,13 +85,25 @@ def topic_bytes(topic: str) -> bytes:
     return publish_pb2.PublishStreamRequest(topic=topic).SerializeToString()
 
 
+def receipt_of(answer: Answer) -> publish_pb2.Receipt:
+    """The answer, which must be a receipt."""
+    assert isinstance(answer, publish_pb2.Receipt), answer
+    return answer
+
+
+def refusal_of(answer: Answer) -> publish_pb2.Refusal:
+    """The answer, which must be a refusal."""
+    assert isinstance(answer, publish_pb2.Refusal), answer
+    return answer
+
+
 class Stream:
     """A publish stream: frames go out at once, answers are looked up by frame number in whatever order they come."""
 
     def __init__(self, channel: grpc.Channel, topic: str) -> None:
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._requests.put(topic_bytes(topic))
-        call = channel.stream_stream(
+        call: grpc.StreamStreamMultiCallable[bytes, publish_pb2.PublishStreamResponse] = channel.stream_stream(
             "/seqdedupe.v1.PublishService/PublishStream",
             response_deserializer=publish_pb2.PublishStreamResponse.FromString,
         )
@@ -126,15 +138,11 @@ class Stream:
 
     def receipt(self, content: Message | bytes) -> publish_pb2.Receipt:
         """Sends a frame; returns its receipt."""
-        answer = self.answer(self.send(content))
-        assert isinstance(answer, publish_pb2.Receipt), answer
-        return answer
+        return receipt_of(self.answer(self.send(content)))
 
     def refusal(self, content: Message | bytes) -> publish_pb2.Refusal:
         """Sends a frame; returns its refusal."""
-        answer = self.answer(self.send(content))
-        assert isinstance(answer, publish_pb2.Refusal), answer
-        return answer
+        return refusal_of(self.answer(self.send(content)))
 
     def end(self) -> None:
         """Says that nothing more comes; returns when everything has been answered."""
@@ -170,7 +178,8 @@ class Client:
 
     def raw(self, method: str, data: bytes) -> bytes:
         """A unary call with any bytes."""
-        answer = self.channel.unary_unary(method)(data, timeout=TIMEOUT_SECONDS)
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(method)
+        answer = call(data, timeout=TIMEOUT_SECONDS)
         assert isinstance(answer, bytes)
         return answer
 

@@ -12,7 +12,18 @@ import pytest
 from seqdedupe.errors import REASONS
 from seqdedupe.names import LINK_LEFT_OUT, MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_PAYLOAD_BYTES
 from seqdedupe.v1 import batch_pb2, read_pb2
-from tests.broker_sidecar.calls import Client, Refused, Stream, batch, encoded, refused, verdicts
+from tests.batches import put_columns
+from tests.broker_sidecar.calls import (
+    Client,
+    Refused,
+    Stream,
+    batch,
+    encoded,
+    receipt_of,
+    refusal_of,
+    refused,
+    verdicts,
+)
 
 # Of both producers, "p" and "q", the IDs 0 to 4 are stored when the bad frame comes.
 STORED = 5
@@ -54,21 +65,14 @@ def scene(client: Client, topic: str) -> Iterator[Scene]:
 def good(scene: Scene, ids: tuple[int, ...] = (5, 6), **changes: Any) -> batch_pb2.Batch:
     """A frame of "p" that would be accepted, with some columns put in the place of others."""
     made = batch([("p", i) for i in ids], scene.epochs)
-    for name, value in changes.items():
-        made.ClearField(name)
-        if isinstance(value, bytes):
-            setattr(made, name, value)
-        else:
-            getattr(made, name).extend(value)
+    put_columns(made, changes)
     return made
 
 
 def two(scene: Scene, **changes: Any) -> batch_pb2.Batch:
     """A frame of "p" and "q" that would be accepted, changed likewise."""
     made = batch([("p", 5), ("q", 5), ("p", 6)], scene.epochs)
-    for name, value in changes.items():
-        made.ClearField(name)
-        getattr(made, name).extend(value)
+    put_columns(made, changes)
     return made
 
 
@@ -77,7 +81,7 @@ def large(scene: Scene, payload_bytes: int, rows: int) -> batch_pb2.Batch:
     return batch([("p", i) for i in ids], scene.epochs, payloads=[bytes(payload_bytes)] * rows)
 
 
-PROPERTIES = {
+PROPERTIES: dict[str, Any] = {
     "property_offsets": [0, 1, 1],
     "property_name_offsets": [0, 1],
     "property_names": b"a",
@@ -297,7 +301,7 @@ def test_what_builds_on_a_refused_frame_is_refused_and_the_resend_is_admitted(sc
         stream.send(good(scene, (6,))),
         stream.send(good(scene, (7,))),
     ]
-    reasons = [stream.answer(frame).reason for frame in frames]  # type: ignore[union-attr]
+    reasons = [refusal_of(stream.answer(frame)).reason for frame in frames]
     assert reasons == ["INVALID_EPOCH", "PREDECESSOR_MISSING", "PREDECESSOR_MISSING"]
     assert verdicts(stream.receipt(good(scene, (5, 6, 7))), 3) == [1, 1, 1]
     assert [i for name, i in scene.client.rows(scene.topic) if name == "p"] == [*range(8)]
@@ -382,9 +386,9 @@ def test_a_stream_is_for_one_topic(scene: Scene, client: Client) -> None:
     stream = client.stream(scene.topic)
     # Its own topic's name, short or full, may be repeated.
     again = stream.send(good(scene, (5,)), topic=scene.topic)
-    assert verdicts(stream.answer(again), 1) == [1]  # type: ignore[arg-type]
+    assert verdicts(receipt_of(stream.answer(again)), 1) == [1]
     full = stream.send(good(scene, (6,)), topic=f"persistent://public/default/{scene.topic}")
-    assert verdicts(stream.answer(full), 1) == [1]  # type: ignore[arg-type]
+    assert verdicts(receipt_of(stream.answer(full)), 1) == [1]
     frame = stream.send(good(scene, (7,)), topic="another-one")
     assert refused(lambda: stream.answer(frame)).reason == "INVALID_REQUEST"
     assert client.end_index("another-one") == 0

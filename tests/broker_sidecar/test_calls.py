@@ -2,23 +2,26 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from seqdedupe.names import MAX_BATCH_BYTES, MAX_BATCH_ROWS
-from seqdedupe.v1 import admin_pb2, read_pb2
+from seqdedupe.v1 import admin_pb2, batch_pb2, read_pb2
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch, refused, status, verdicts
+from tests.broker_sidecar.health import health_of
 
 OURS = ("seqdedupe.v1.PublishService", "seqdedupe.v1.ReadService", "seqdedupe.v1.AdminService")
 OTHERS = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
-SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+SERVING: int = health_pb2.HealthCheckResponse.SERVING
+SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Reflected:
@@ -26,12 +29,14 @@ class Reflected:
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
-        self._stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        self._stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         self.pool = descriptor_pool.DescriptorPool()
         self._files: set[str] = set()
 
-    def ask(self, **request: str) -> reflection_pb2.ServerReflectionResponse:
-        [answer] = self._stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(**request)]))
+    def ask(self, **request: Any) -> reflection_pb2.ServerReflectionResponse:
+        answers: Iterator[reflection_pb2.ServerReflectionResponse]
+        answers = self._stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(**request)]))
+        [answer] = answers
         return answer
 
     def services(self) -> list[str]:
@@ -56,6 +61,7 @@ class Reflected:
         """A unary call from JSON to JSON."""
         kinds = [message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type)]
         path = f"/{method.containing_service.full_name}/{method.name}"
+        call: grpc.UnaryUnaryMultiCallable[bytes, Message]
         call = self._channel.unary_unary(path, response_deserializer=kinds[1].FromString)
         answer = call(json_format.ParseDict(request, kinds[0]()).SerializeToString(), timeout=TIMEOUT_SECONDS)
         return json_format.MessageToDict(answer)
@@ -162,7 +168,7 @@ def test_random_bytes_to_health_and_reflection_do_not_harm(client: Client) -> No
     for _ in range(20):
         with pytest.raises(grpc.RpcError):
             client.raw("/grpc.health.v1.Health/Check", b"\xff" + rng.randbytes(30))
-    assert health_pb2_grpc.HealthStub(client.channel).Check(health_pb2.HealthCheckRequest()).status == SERVING
+    assert health_of(client.channel).Check(health_pb2.HealthCheckRequest()).status == SERVING
 
 
 def test_a_call_that_does_not_exist(client: Client) -> None:
@@ -175,7 +181,7 @@ def test_a_call_that_does_not_exist(client: Client) -> None:
 
 
 def test_health_of_the_whole_and_of_every_topic(client: Client, topic: str) -> None:
-    stub = health_pb2_grpc.HealthStub(client.channel)
+    stub = health_of(client.channel)
     full = f"persistent://public/default/{topic}"
     assert stub.Check(health_pb2.HealthCheckRequest(service="")).status == SERVING
     with pytest.raises(grpc.RpcError) as e:
@@ -184,7 +190,7 @@ def test_health_of_the_whole_and_of_every_topic(client: Client, topic: str) -> N
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=full), timeout=TIMEOUT_SECONDS)
     assert next(watch).status == SERVICE_UNKNOWN
     client.open(topic, "p")
-    seen = []
+    seen: list[int] = []
     while not seen or seen[-1] != SERVING:
         seen.append(next(watch).status)
     assert stub.Check(health_pb2.HealthCheckRequest(service=full)).status == SERVING
@@ -251,13 +257,11 @@ def test_where_reading_can_start(client: Client, topic: str) -> None:
     client.publish_unary(topic, batch(rows[:4], epochs))
     client.publish_unary(topic, batch(rows[4:], epochs))
     last = client.topic(topic).last
-    third = read_pb2.ReadStart(
-        after={
-            "incarnation": last.incarnation,
-            "message_id": {"ledger_id": last.incarnation, "entry_id": 2, "batch_index": -1},
-            "index": 2,
-        }
-    ).after
+    third = batch_pb2.Position(
+        incarnation=last.incarnation,
+        message_id=batch_pb2.MessageId(ledger_id=last.incarnation, entry_id=2, batch_index=-1),
+        index=2,
+    )
     for start, expected in (
         ({}, rows),
         ({"earliest": True}, rows),
@@ -317,16 +321,16 @@ def test_bad_ends_budgets_and_times(client: Client, topic: str) -> None:
     reading = client.reading
     for stop in (-1, -(2**63)):
         request = read_pb2.ReadRequest(topic=topic, stop_index=stop)
-        assert refused(lambda request=request: reading.Read(request)).reason == "INVALID_POSITION"
+        assert refused(partial(reading.Read, request)).reason == "INVALID_POSITION"
     assert refused(lambda: reading.Locate(read_pb2.LocateRequest(topic=topic))).reason == "INVALID_REQUEST"
     for budget, reason in (
-        ({"bytes": 0}, "INVALID_REQUEST"),
-        ({"bytes": -(2**63)}, "INVALID_REQUEST"),
-        ({"bytes": 1, "from_index": -1}, "INVALID_POSITION"),
-        ({"bytes": 1, "from_index": 7}, "POSITION_UNKNOWN"),
+        (read_pb2.ByteBudget(bytes=0), "INVALID_REQUEST"),
+        (read_pb2.ByteBudget(bytes=-(2**63)), "INVALID_REQUEST"),
+        (read_pb2.ByteBudget(bytes=1, from_index=-1), "INVALID_POSITION"),
+        (read_pb2.ByteBudget(bytes=1, from_index=7), "POSITION_UNKNOWN"),
     ):
-        request = read_pb2.LocateRequest(topic=topic, byte_budget=budget)
-        assert refused(lambda request=request: reading.Locate(request)).reason == reason
+        locate = read_pb2.LocateRequest(topic=topic, byte_budget=budget)
+        assert refused(partial(reading.Locate, locate)).reason == reason
     for by, index in (
         ({"publish_time_ms": -(2**63)}, 0),
         ({"publish_time_ms": 2**63 - 1}, 6),

@@ -9,11 +9,12 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from seqdedupe.v1 import admin_pb2, read_pb2
-from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch, refused, verdicts
+from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Answer, Client, batch, receipt_of, refused, verdicts
 from tests.broker_sidecar.gate import Gate
+from tests.broker_sidecar.health import health_of
 from tests.broker_sidecar.load import Publisher, compare, stored_ids
 from tests.sidecar import Sidecar
 
@@ -28,9 +29,9 @@ def watch_health(client: Client, service: str) -> list[int]:
     first = threading.Event()
 
     def watch() -> None:
-        stub = health_pb2_grpc.HealthStub(client.channel)
+        request = health_pb2.HealthCheckRequest(service=service)
         try:
-            for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_SECONDS):
+            for answer in health_of(client.channel).Watch(request, timeout=TIMEOUT_SECONDS):
                 seen.append(answer.status)
                 first.set()
         except grpc.RpcError:
@@ -94,7 +95,7 @@ def held(tmp_path: Path) -> Iterator[tuple[Sidecar, Gate]]:
     sidecar.kill()
 
 
-def in_flight(client: Client, gate: Gate) -> tuple[dict[str, int], Callable[[], object]]:
+def in_flight(client: Client, gate: Gate) -> tuple[dict[str, int], Callable[[], Answer]]:
     """A frame that waits for its sync. Returns the epochs and what waits for its answer."""
     epochs = client.epochs("t", "p")
     stream = client.stream("t")
@@ -121,6 +122,7 @@ def test_calls_while_draining(held: tuple[Sidecar, Gate]) -> None:
     while client.topic("t").state != admin_pb2.TOPIC_STATE_DRAINING:
         time.sleep(0.002)
     again = batch([("p", 2)], epochs)
+    call: Callable[[], object]
     for call in (
         lambda: client.publish_unary("t", again),
         lambda: client.open("t", "p", epochs=list(epochs.values())),
@@ -135,7 +137,7 @@ def test_calls_while_draining(held: tuple[Sidecar, Gate]) -> None:
     assert client.rows("t") == [("p", 0)]
     gate.open()
     # What was in flight is acknowledged, to a client that is still there.
-    assert verdicts(answer(), 1) == [1]  # type: ignore[arg-type]
+    assert verdicts(receipt_of(answer()), 1) == [1]
     codes = set()
     # The stores are closed by and by; whoever asks now may be refused, but not by a defect.
     while psutil.pid_exists(sidecar.pid) and psutil.Process(sidecar.pid).status() != psutil.STATUS_ZOMBIE:

@@ -3,12 +3,13 @@
 import random
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from seqdedupe import wire
 from seqdedupe.v1 import batch_pb2
-from tests.broker_sidecar.calls import NOT_DUP, Client, batch, encoded, verdicts
+from tests.broker_sidecar.calls import NOT_DUP, Client, batch, encoded, receipt_of, refusal_of, verdicts
 
 ROWS = [("p", 0), ("q", 0), ("p", 3), ("q", 9)]
 
@@ -138,7 +139,7 @@ def test_accepted_and_stored_canonically(
     client: Client, topic: str, unusual: Callable[[Fields], bytes], columns: str, call: str
 ) -> None:
     epochs = client.epochs(topic, "p", "q")
-    extra = {} if columns == "plain" else ALL_COLUMNS
+    extra: dict[str, Any] = {} if columns == "plain" else ALL_COLUMNS
     message = batch(ROWS, epochs, {"p": -1, "q": -1}, **extra)
     data = unusual(fields_of(message))
     assert data != encoded(message)
@@ -150,7 +151,7 @@ def test_accepted_and_stored_canonically(
     assert encoded(record).endswith(encoded(message))
 
 
-ALL_COLUMNS = {
+ALL_COLUMNS: dict[str, Any] = {
     "event_times_ms": [1, 0, 3, 4],
     "key_offsets": [0, 1, 1, 1, 3],
     "key_validity": b"\x0b",
@@ -185,10 +186,10 @@ def test_a_request_whose_batch_comes_in_two_pieces(client: Client, topic: str) -
     pieces = [b"".join(f for _, f in part) for part in (fields[:4], fields[4:])]
     stream = client.stream(topic)
     frame = stream.send(b"", frame=77)
-    assert stream.answer(frame).reason == "INVALID_BATCH"  # type: ignore[union-attr]
+    assert refusal_of(stream.answer(frame)).reason == "INVALID_BATCH"
     request = b"".join(bytes(p) for piece in pieces for p in wire.length_delimited(15, piece))
-    frame = b"\x09" + (78).to_bytes(8, "little") + request
-    stream.send_raw(b"".join(wire.length_delimited(2, frame)))
-    assert verdicts(stream.answer(78), 4) == [NOT_DUP] * 4  # type: ignore[arg-type]
+    raw_frame = b"\x09" + (78).to_bytes(8, "little") + request
+    stream.send_raw(b"".join(wire.length_delimited(2, raw_frame)))
+    assert verdicts(receipt_of(stream.answer(78)), 4) == [NOT_DUP] * 4
     [record] = client.records(topic)
     assert record.batch == message

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from seqdedupe.v1 import admin_pb2, publish_pb2
+from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2
 from tests.broker_sidecar.calls import Client, batch, payload_of, refused, verdicts
+from tests.broker_sidecar.health import health_of
 from tests.sidecar import Sidecar
 
 DISK_BYTES = 48 * 1024 * 1024
@@ -82,9 +83,8 @@ class Producer:
         stream.end()
         return refusal
 
-    def _batch(self, sequence_id: int) -> object:
-        filling = {"keys": bytes(PAYLOAD_BYTES), "key_offsets": [0, PAYLOAD_BYTES]}
-        return batch([("p", sequence_id)], self._epochs, **filling)
+    def _batch(self, sequence_id: int) -> batch_pb2.Batch:
+        return batch([("p", sequence_id)], self._epochs, keys=bytes(PAYLOAD_BYTES), key_offsets=[0, PAYLOAD_BYTES])
 
 
 def wait_until_serving(client: Client, topic: str) -> None:
@@ -96,8 +96,7 @@ def wait_until_serving(client: Client, topic: str) -> None:
 
 def health(client: Client, topic: str) -> int:
     request = health_pb2.HealthCheckRequest(service=f"persistent://public/default/{topic}")
-    status: int = health_pb2_grpc.HealthStub(client.channel).Check(request).status
-    return status
+    return health_of(client.channel).Check(request).status
 
 
 def until_it_stays_read_only(client: Client, producer: Producer) -> None:

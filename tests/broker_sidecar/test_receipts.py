@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -17,6 +17,7 @@ from tests.broker_sidecar.calls import (
     Client,
     batch,
     frame_bytes,
+    receipt_of,
     refused,
     verdicts,
 )
@@ -50,7 +51,7 @@ def client(held: tuple[Sidecar, Gate]) -> Iterator[Client]:
     client.close()
 
 
-def wait_until(condition, what: str) -> None:  # type: ignore[no-untyped-def]
+def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Returns when the condition holds; fails after a time that is long for anything here."""
     until = time.monotonic() + WAIT_SECONDS
     while not condition():
@@ -134,9 +135,9 @@ def test_in_flight_is_unknown_until_the_log_has_spoken(client: Client, gate: Gat
         mixed = other.send(batch([("p", 2), ("p", 3)], epochs))
         pushed(client, topic, "p", 3)
         assert first not in stream.arrived
-    assert verdicts(stream.answer(first), 2) == [NOT_DUP] * 2  # type: ignore[arg-type]
-    answer = other.answer(mixed)
-    assert list(answer.verdicts) == [UNKNOWN, NOT_DUP]  # type: ignore[union-attr]
+    assert verdicts(receipt_of(stream.answer(first)), 2) == [NOT_DUP] * 2
+    answer = receipt_of(other.answer(mixed))
+    assert list(answer.verdicts) == [UNKNOWN, NOT_DUP]
     # Unknown has ended by itself.
     assert list(other.receipt(batch([("p", 1), ("p", 2), ("p", 3)], epochs)).verdicts) == [DUP] * 3
     assert client.rows(topic) == [("p", i) for i in range(4)]
@@ -199,7 +200,7 @@ def test_open_waits_for_what_is_in_flight_and_fences_at_once(client: Client, gat
     thread.join()
     # What was in flight has settled first: it counts.
     assert list(opened[0].persisted) == [1]
-    assert verdicts(stream.answer(frame), 1) == [NOT_DUP]  # type: ignore[arg-type]
+    assert verdicts(receipt_of(stream.answer(frame)), 1) == [NOT_DUP]
     assert client.rows(topic) == [("p", 0), ("p", 1)]
 
 
@@ -230,7 +231,7 @@ def test_unary_call_is_refused_when_the_queue_is_full_and_streams_wait(client: C
         assert client.end_index(topic + "-other") == 0
     for name, stream in streams.items():
         for frame in frames[name]:
-            assert verdicts(stream.answer(frame), 1) == [NOT_DUP]  # type: ignore[arg-type]
+            assert verdicts(receipt_of(stream.answer(frame)), 1) == [NOT_DUP]
         stream.end()
     assert verdicts(client.publish_unary(topic, small), 1) == [NOT_DUP]
     assert client.end_index(topic) == 51
@@ -249,7 +250,7 @@ def test_receipts_of_one_commit_come_together_and_answers_in_any_order(client: C
         new = stream.send(batch([("p", 1)], epochs))
         pushed(client, topic, "p", 1)
         old = stream.send(batch([("p", 0)], epochs))
-        assert list(stream.answer(old).verdicts) == [DUP]  # type: ignore[union-attr]
+        assert list(receipt_of(stream.answer(old)).verdicts) == [DUP]
         assert stream.arrived[-1] == old
     stream.answer(new)
 
@@ -259,14 +260,16 @@ def test_frame_numbers_are_repeated_whatever_they_are(client: Client, topic: str
     stream = client.stream(topic)
     for i, number in enumerate((1, 0, 2**64 - 1, 1)):
         stream.send(batch([("p", i)], epochs), frame=number)
-        assert verdicts(stream.answer(number), 1) == [NOT_DUP]  # type: ignore[arg-type]
+        assert verdicts(receipt_of(stream.answer(number)), 1) == [NOT_DUP]
 
 
 def test_the_first_message_of_a_stream_may_be_a_frame(client: Client, topic: str) -> None:
     epochs = client.epochs(topic, "p")
     requests = [
-        publish_pb2.PublishStreamRequest(topic=topic, frames=[{"number": 1, "batch": batch([("p", 0)], epochs)}]),
-        publish_pb2.PublishStreamRequest(frames=[{"number": 2, "batch": batch([("p", 1)], epochs)}]),
+        publish_pb2.PublishStreamRequest(
+            topic=topic, frames=[publish_pb2.Frame(number=1, batch=batch([("p", 0)], epochs))]
+        ),
+        publish_pb2.PublishStreamRequest(frames=[publish_pb2.Frame(number=2, batch=batch([("p", 1)], epochs))]),
     ]
     answers = list(client.publish.PublishStream(iter(requests), timeout=WAIT_SECONDS))
     assert [receipt.frame for answer in answers for receipt in answer.receipts] == [1, 2]
@@ -320,5 +323,5 @@ def test_a_policy_must_be_said(client: Client, topic: str) -> None:
 def test_raw_frame_helper_sends_what_the_schema_would() -> None:
     """The control of the helper of all these tests: its bytes are an ordinary message."""
     content = batch([("p", 0)], {"p": 1})
-    expected = publish_pb2.PublishStreamRequest(topic="t", frames=[{"number": 3, "batch": content}])
+    expected = publish_pb2.PublishStreamRequest(topic="t", frames=[publish_pb2.Frame(number=3, batch=content)])
     assert publish_pb2.PublishStreamRequest.FromString(frame_bytes(3, content, "t")) == expected

@@ -1,6 +1,7 @@
 """Clients that do not read, read slowly, or go away: bounded memory, and nobody else notices."""
 
 import time
+from collections.abc import Callable
 
 import grpc
 import psutil
@@ -8,7 +9,7 @@ import pytest
 
 from seqdedupe.names import MAX_BATCH_ROWS
 from seqdedupe.v1 import read_pb2
-from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, encoded, names_of, verdicts
+from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, encoded, names_of, receipt_of, verdicts
 from tests.sidecar import Sidecar
 
 MIB = 1024 * 1024
@@ -20,7 +21,7 @@ def resident_bytes(sidecar: Sidecar) -> int:
     return size
 
 
-def until_it_stands(value, seconds: float = 1.0) -> int:  # type: ignore[no-untyped-def]
+def until_it_stands(value: Callable[[], int], seconds: float = 1.0) -> int:
     """What a count is when it has not changed for a while."""
     before, since = value(), time.monotonic()
     until = since + 60
@@ -30,7 +31,7 @@ def until_it_stands(value, seconds: float = 1.0) -> int:  # type: ignore[no-unty
         now = value()
         if now != before:
             before, since = now, time.monotonic()
-    return int(before)
+    return before
 
 
 def test_a_client_that_never_reads_its_receipts(client: Client, shared: Sidecar, topic: str) -> None:
@@ -53,9 +54,9 @@ def test_a_client_that_never_reads_its_receipts(client: Client, shared: Sidecar,
         assert verdicts(bystander.receipt(batch([("q", i)], epochs)), 1) == [NOT_DUP]
     # When it reads at last, it finds all of them, in messages that are not too large for a client's defaults.
     for frame in frames:
-        answer = stream.answer(frame)
-        assert set(answer.verdicts) == {DUP}  # type: ignore[union-attr]
-        assert len(answer.known_indexes) >= MAX_BATCH_ROWS - 50  # type: ignore[union-attr]
+        answer = receipt_of(stream.answer(frame))
+        assert set(answer.verdicts) == {DUP}
+        assert len(answer.known_indexes) >= MAX_BATCH_ROWS - 50
     assert client.topic(topic).dup == 100 * MAX_BATCH_ROWS
     stream.end()
     bystander.end()
@@ -73,7 +74,7 @@ def test_a_client_that_never_reads_the_receipts_of_new_messages(client: Client, 
     assert resident_bytes(shared) - before < 200 * MIB
     assert verdicts(client.publish_unary(topic, batch([("q", 0)], epochs)), 1) == [NOT_DUP]
     for frame in frames:
-        assert verdicts(stream.answer(frame), 1) == [NOT_DUP]  # type: ignore[arg-type]
+        assert verdicts(receipt_of(stream.answer(frame)), 1) == [NOT_DUP]
     greedy.close()
 
 
@@ -133,6 +134,7 @@ def test_a_client_that_goes_away_leaves_its_frames_and_no_debt(client: Client, s
 
 def test_a_stream_without_a_word_and_one_that_only_names_its_topic(client: Client, topic: str) -> None:
     client.open(topic, "p")
+    silent: grpc.StreamStreamMultiCallable[bytes, bytes]
     silent = client.channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")
     assert list(silent(iter([]), timeout=30)) == []
     polite = client.stream(topic)

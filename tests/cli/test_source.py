@@ -4,6 +4,7 @@ import gzip
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,8 @@ CSV = b'id,name,note\r\n1,a,"two\r\nlines, ""quoted"""\r\n\r\n3,b,x\n7,\xff\xfe,
 CSV_PAYLOADS = [b'1,a,"two\r\nlines, ""quoted"""', b"3,b,x", b"7,\xff\xfe,end"]
 
 
-def _records(path: Path, **options: object) -> list[Record]:
-    with Source(path, **options) as source:  # type: ignore[arg-type]
+def _records(path: Path, **options: Any) -> list[Record]:
+    with Source(path, **options) as source:
         return list(source)
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -10,8 +11,9 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from seqdedupe.v1 import publish_pb2, read_pb2
+from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 
+T = TypeVar("T")
 Frames = Callable[[publish_pb2.Frame], Iterable[publish_pb2.PublishStreamResponse | bytes]]
 
 INCARNATION = 5
@@ -67,7 +69,11 @@ class FakeSidecar:
     def opened(self, epoch: int = 100, persisted: int = -1, **columns: Any) -> publish_pb2.OpenResponse:
         columns = {"incarnation": INCARNATION, "term": self.term} | columns
         return publish_pb2.OpenResponse(
-            epochs=[epoch], persisted=[persisted], persisted_indexes=[-1], persisted_message_ids=[{}], **columns
+            epochs=[epoch],
+            persisted=[persisted],
+            persisted_indexes=[-1],
+            persisted_message_ids=[batch_pb2.MessageId()],
+            **columns,
         )
 
     def stored(self, frame: publish_pb2.Frame) -> publish_pb2.PublishStreamResponse:
@@ -86,6 +92,9 @@ class FakeSidecar:
         self.opens.append(request)
         return await _or_abort(context, lambda: self.on_open(request).SerializeToString())
 
+    def _answers(self, frame: publish_pb2.Frame) -> list[publish_pb2.PublishStreamResponse | bytes]:
+        return list(self.on_frame(frame))
+
     async def _publish(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for data in requests:
             self.messages.append(publish_pb2.PublishStreamRequest.FromString(data))
@@ -94,7 +103,7 @@ class FakeSidecar:
                 if self.ends_streams:
                     self.ends_streams -= 1
                     return
-                for answer in await _or_abort(context, lambda frame=frame: list(self.on_frame(frame))):
+                for answer in await _or_abort(context, partial(self._answers, frame)):
                     yield answer if isinstance(answer, bytes) else answer.SerializeToString()
 
     async def _read(self, data: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -116,7 +125,7 @@ class FakeSidecar:
         return grpc.unary_unary_rpc_method_handler(unary)
 
 
-async def _or_abort(context: Any, act: Callable[[], Any]) -> Any:
+async def _or_abort(context: "grpc.aio.ServicerContext[Any, Any]", act: Callable[[], T]) -> T:
     try:
         return act()
     except Refused as e:
@@ -128,7 +137,7 @@ async def fake_sidecar() -> AsyncIterator[FakeSidecar]:
     fake = FakeSidecar()
     server = grpc.aio.server()
 
-    class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
+    class Handler(grpc.GenericRpcHandler):
         def service(self, handler_call_details: Any) -> Any:
             return fake.service(handler_call_details)
 

@@ -85,7 +85,7 @@ def test_a_batch_that_lingers_goes_by_itself(shared_sidecar: Sidecar, topic: str
 def test_kill_9_in_mid_flow(sidecar: Sidecar) -> None:
     config = ProducerConfig(max_batch_rows=20, max_in_flight_batches=5)
     with blocking.Client(sidecar.address) as client, client.producer("t", "p", config) as producer:
-        receipts = []
+        receipts: list[blocking.Receipt] = []
         for kill in range(3):
             restarting = threading.Thread(target=sidecar.restart)
             for i in range(1500):

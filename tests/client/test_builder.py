@@ -156,11 +156,16 @@ def test_what_is_changed_after_it_was_sent_is_sent_as_it_was() -> None:
     assert built.rows() == [(0, b"before", None, 0, {"a": "before"})]
 
 
-def one(payload: Any = b"", sequence_id: Any = None, key: Any = None, event_time: Any = None, properties: Any = None):  # type: ignore[no-untyped-def]
+Act = Callable[[Builder], object]
+
+
+def one(
+    payload: Any = b"", sequence_id: Any = None, key: Any = None, event_time: Any = None, properties: Any = None
+) -> Act:
     return lambda builder: builder.append(payload, sequence_id, key, event_time, properties)
 
 
-def columns(payloads: Any, ids: Any = None, keys: Any = None, times: Any = None, properties: Any = None):  # type: ignore[no-untyped-def]
+def columns(payloads: Any, ids: Any = None, keys: Any = None, times: Any = None, properties: Any = None) -> Act:
     return lambda builder: builder.add_columns(payloads, ids, keys, times, properties)
 
 
@@ -210,12 +215,12 @@ def binary(offsets: list[int], data: bytes, validity: bytes = b"") -> Binary:
         (columns(binary([0, 1], b"ab")), "INVALID_BATCH"),
         (columns(binary([0, 2, 1, 2], b"ab")), "INVALID_BATCH"),
         (columns(binary([0, 2], b"ab", b"\1\1")), "INVALID_BATCH"),
-        (columns(Binary(np.array([0, 2], np.int64), b"ab")), "INVALID_BATCH"),  # type: ignore[arg-type]
+        (columns(Binary(np.array([0, 2], np.int64), b"ab")), "INVALID_BATCH"),
         (columns([b"x" * (MAX_PAYLOAD_BYTES + 1)]), "MESSAGE_TOO_LARGE"),
         (columns([b"x" * MAX_PAYLOAD_BYTES] * 2), "BATCH_TOO_LARGE"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_and_changes_nothing(act: Callable[[Builder], Any], reason: str) -> None:
+def test_what_cannot_be_sent_is_refused_and_changes_nothing(act: Act, reason: str) -> None:
     built = Built()
     built.builder.append(b"before", 7, b"key", 5, {"a": "b"})
     with pytest.raises(InvalidRequestError) as caught:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -425,11 +426,11 @@ def test_a_waiter_is_called_for_a_receipt_and_for_a_failure() -> None:
         outbox = opened()
         pending = pending_batch(0)
         calls: list[int] = []
-        pending.when_settled(lambda calls=calls: calls.append(1))
+        pending.when_settled(partial(calls.append, 1))
         outbox.add(pending)
         frame, _ = send(outbox)
         assert not calls
         end(outbox, frame)
         assert calls == [1]
-        pending.when_settled(lambda calls=calls: calls.append(2))
+        pending.when_settled(partial(calls.append, 2))
         assert calls[1] == 2

@@ -156,7 +156,8 @@ async def test_ends_and_places_of_a_topic(shared_sidecar: Sidecar, topic: str) -
 async def test_messages_and_batches_of_one_reader_go_together(shared_sidecar: Sidecar, topic: str) -> None:
     await publish(shared_sidecar, topic, 21)  # in batches of 10, 10 and 1
     async with Client(shared_sidecar.address) as client, client.reader(topic) as reader:
-        assert reader.position is None
+        before = reader.position
+        assert before is None
         assert indexes(await take(reader, 4)) == [0, 1, 2, 3]
         assert reader.position is not None
         assert reader.position.index == 3
@@ -268,7 +269,7 @@ async def test_a_cancelled_wait_loses_nothing(shared_sidecar: Sidecar, topic: st
     async with Client(shared_sidecar.address) as client, client.reader(topic, follow=True) as reader:
         seen = indexes(await take(reader, 1))
         for _ in range(5):
-            waiting = asyncio.create_task(anext(reader))  # type: ignore[arg-type]
+            waiting = asyncio.create_task(anext(reader))
             await asyncio.sleep(0.01)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):

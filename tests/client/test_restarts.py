@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import tempfile
+from functools import partial
 
 import pytest
 
@@ -37,10 +38,12 @@ async def test_kill_9_in_mid_flow_loses_and_doubles_nothing(sidecar: Sidecar) ->
                 receipts.append(await producer.send(b"%d" % len(receipts)))
                 await asyncio.sleep(0)
 
+        def is_done(row: int) -> bool:
+            return len(receipts) > row and receipts[row].done()
+
         sending = asyncio.create_task(send_all())
         for kill in range(kills):
-            seen = len(receipts)
-            await until(lambda seen=seen: len(receipts) > seen + 50 and receipts[seen + 50].done())
+            await until(partial(is_done, len(receipts) + 50))
             await asyncio.to_thread(sidecar.restart)
             assert producer.counters.connections >= kill + 1
         is_over = True

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 import grpc
 import pytest
 
+from broker_sidecar.server import MAX_REQUEST_BYTES
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import (
     Client,
@@ -25,6 +26,7 @@ from seqdedupe.client import (
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _id_column
 from seqdedupe.client.session import FULL_MESSAGE_BYTES
 from seqdedupe.errors import NEVER
+from seqdedupe.names import MAX_BATCH_BYTES
 from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 from tests.client.fake_sidecar import INCARNATION, FakeSidecar, Refused, fake_sidecar
 from tests.client.helpers import until
@@ -80,6 +82,10 @@ async def test_what_is_ready_goes_out_together_up_to_a_size(fake: FakeSidecar) -
     assert sent_ids(fake)[-batches:] == list(range(batches))
     whole = FULL_MESSAGE_BYTES // (len(payload) + BATCH_OVERHEAD_BYTES + ROW_OVERHEAD_BYTES) + 1
     assert [len(message.frames) for message in fake.messages[-4:]] == [whole, whole, whole, batches - 3 * whole]
+
+
+def test_the_largest_message_is_below_the_default_limit_of_grpc() -> None:
+    assert FULL_MESSAGE_BYTES + MAX_BATCH_BYTES < 4 * 1024 * 1024 < MAX_REQUEST_BYTES
 
 
 async def test_a_resume_names_its_epoch_and_uses_the_new_one(fake: FakeSidecar) -> None:
@@ -191,10 +197,10 @@ async def test_answers_of_a_lower_term_are_ignored(fake: FakeSidecar) -> None:
 
     def on_frame(frame: Frame) -> list[Response]:
         if frame.batch.sequence_ids[0] == 0:
-            stale = {"frame": frame.number, "first_index": 666}
-            return [fake.answer(receipts=[stale], term=6), fake.stored(frame)]
-        stale = {"frame": frame.number, "reason": "FENCED", "message": "", "retry_delay_ms": NEVER}
-        return [fake.answer(refusals=[stale], term=6), fake.stored(frame)]
+            receipt = publish_pb2.Receipt(frame=frame.number, first_index=666)
+            return [fake.answer(receipts=[receipt], term=6), fake.stored(frame)]
+        refusal = publish_pb2.Refusal(frame=frame.number, reason="FENCED", message="", retry_delay_ms=NEVER)
+        return [fake.answer(refusals=[refusal], term=6), fake.stored(frame)]
 
     fake.on_frame = on_frame
     async with Client(fake.address) as client, client.producer("t", "p", ONE_BY_ONE) as producer:

@@ -1,10 +1,13 @@
 """The rule, against Pulsar's own tables, against a model of one line, and compiled against plain."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seqdedupe.batch import Batch
 from seqdedupe.core import decide, layout, recent
 from seqdedupe.core.columns import BASE_INDEX, PLACES
 from seqdedupe.core.decide import (
@@ -19,9 +22,9 @@ from seqdedupe.core.decide import (
     PUSHED,
     UNKNOWN,
 )
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import Int64s, Producers, Uint8s
 from seqdedupe.core.recent import RECENT_MESSAGES
-from tests.batches import batch
+from tests.batches import Row, batch
 from tests.plain import PLAIN
 
 N, D, U = NOT_DUP, DUP, UNKNOWN
@@ -31,13 +34,13 @@ class OneTopic:
     """Producers, compiled and plain side by side, fed with batches; both must always agree."""
 
     def __init__(self, *names: str) -> None:
-        self.both = [Producers(), PLAIN["producers"].Producers()]
+        self.both: list[Producers] = [Producers(), PLAIN["producers"].Producers()]
         self.stored = 0
         for producers in self.both:
             for name in names:
                 producers.set_epoch(producers.add(name.encode()), 1)
 
-    def _each(self, encoded: bytes):  # type: ignore[no-untyped-def]
+    def _each(self, encoded: bytes) -> Iterator[tuple[Producers, Uint8s, Int64s, Int64s]]:
         view = np.frombuffer(encoded, np.uint8)
         for producers in self.both:
             places = np.zeros(PLACES, np.int64)
@@ -46,12 +49,12 @@ class OneTopic:
             assert slots is not None
             yield producers, view, places, slots
 
-    def refusal(self, b, lone: bool = False) -> int:  # type: ignore[no-untyped-def]
+    def refusal(self, b: Batch, lone: bool = False) -> int:
         answers = {p.refusal(view, places, slots, lone) for p, view, places, slots in self._each(b.encode())}
         assert len(answers) == 1
         return answers.pop()
 
-    def decide(self, b, deduplicate: bool = True) -> list[int]:  # type: ignore[no-untyped-def]
+    def decide(self, b: Batch, deduplicate: bool = True) -> list[int]:
         answers = []
         for producers, view, places, slots in self._each(b.encode()):
             new, verdicts = producers.decide(view, places, slots, deduplicate)
@@ -60,7 +63,7 @@ class OneTopic:
         assert answers[0] == answers[1]
         return answers[0]
 
-    def persist(self, b) -> None:  # type: ignore[no-untyped-def]
+    def persist(self, b: Batch) -> None:
         for producers, view, places, slots in self._each(b.encode()):
             places[BASE_INDEX] = self.stored
             producers.persist(view, places, slots)
@@ -70,7 +73,7 @@ class OneTopic:
         for producers in self.both:
             producers.fail_in_flight()
 
-    def originals(self, b) -> dict[int, int]:  # type: ignore[no-untyped-def]
+    def originals(self, b: Batch) -> dict[int, int]:
         answers = []
         for producers, view, places, slots in self._each(b.encode()):
             rows, indexes = producers.originals(view, places, slots, np.full(len(b), DUP, np.uint8))
@@ -194,7 +197,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS, st.booleans())
-def test_the_rule_is_its_one_line_definition(operations: list, deduplicate: bool) -> None:  # type: ignore[type-arg]
+def test_the_rule_is_its_one_line_definition(operations: list[tuple[str, list[Row]]], deduplicate: bool) -> None:
     topic = OneTopic("a", "b")
     pushed, persisted = {"a": -1, "b": -1}, {"a": -1, "b": -1}
     in_flight = []
@@ -224,7 +227,7 @@ def test_the_rule_is_its_one_line_definition(operations: list, deduplicate: bool
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), min_size=1, max_size=5), max_size=12))
-def test_originals_are_found_exactly(batches_drawn: list) -> None:  # type: ignore[type-arg]
+def test_originals_are_found_exactly(batches_drawn: list[list[Row]]) -> None:
     """Whatever was stored is found at the index of its newest copy that a falling walk meets, or not at all."""
     topic = OneTopic("a", "b", "c")
     where: dict[tuple[str, int], set[int]] = {}

@@ -1,6 +1,7 @@
 """The check of everything that is sent: canonical batches pass, whatever else is refused, nothing crashes."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from seqdedupe.core import layout
 from seqdedupe.core.columns import PLACES, PRODUCERS, ROWS
 from seqdedupe.names import MAX_PAYLOAD_BYTES
 from seqdedupe.v1 import batch_pb2
-from tests.batches import batch
+from tests.batches import batch, put_columns
 from tests.plain import PLAIN
 
 NAMES = st.sampled_from(["a", "b", "producer-2", "ü"])
@@ -32,13 +33,13 @@ def any_batch(draw: st.DrawFn) -> Batch:
     keys = draw(st.none() | st.lists(st.none() | st.binary(max_size=5), min_size=len(rows), max_size=len(rows)))
     texts = st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=2)
     row_properties = draw(st.none() | st.lists(texts, min_size=len(rows), max_size=len(rows)))
-    event_times = draw(st.booleans())
+    times: dict[str, Any] = {"event_times_ms": np.arange(1, len(rows) + 1)} if draw(st.booleans()) else {}
     return batch(
         rows,
         payloads=payloads,
         keys=keys,
         row_properties=row_properties,
-        **({"event_times_ms": np.arange(1, len(rows) + 1)} if event_times else {}),
+        **times,
     )
 
 
@@ -211,12 +212,7 @@ def test_each_wrong_column_is_named(change: dict[str, object], wrong: int) -> No
         payloads=b"xyz",
     )
     assert check(message.SerializeToString())[0] == layout.CANONICAL
-    for name, value in change.items():
-        message.ClearField(name)  # type: ignore[arg-type]
-        if isinstance(value, list):
-            getattr(message, name).extend(value)
-        else:
-            setattr(message, name, value)
+    put_columns(message, change)
     assert check(message.SerializeToString())[0] == wrong
 
 

@@ -98,9 +98,9 @@ class Owner:
         return self.failure
 
 
-def parsed(records: bytes) -> list[batch_pb2.Record]:
+def parsed(records: bytes | memoryview) -> list[batch_pb2.Record]:
     """The records in a chunk, by the published schema."""
-    return list(read_pb2.ReadStreamResponse.FromString(records).records)
+    return list(read_pb2.ReadStreamResponse.FromString(bytes(records)).records)
 
 
 def what(record: batch_pb2.Record) -> tuple[str, int, int]:
@@ -156,7 +156,8 @@ class LogConformance:
         await log.close()
 
     async def test_everything_survives_closing_and_opening(self, harness: LogHarness) -> None:
-        expected, index = [], 0
+        expected: list[tuple[str, int, int]] = []
+        index = 0
         for term in range(1, 5):
             log = await harness.open()
             assert [what(r) for r in await replayed(log, log.first_index)] == expected
@@ -196,7 +197,8 @@ class LogConformance:
 
     async def test_reading_on_covers_everything_once(self, harness: LogHarness) -> None:
         log = await harness.open()
-        ids, end = [], 0
+        ids: list[int] = []
+        end = 0
         for term in (1, 2):
             owner = await Owner(log, term).open()
             for i in range(40):

@@ -76,7 +76,8 @@ class Storage:
             records.payload_is_intact(record, table[0])
         ):
             raise error("LOG_DAMAGED", "a stored record is damaged")
-        return table[0]
+        place: np.ndarray = table[0]
+        return place
 
 
 class FaultyLog:

@@ -133,16 +133,16 @@ async def test_a_power_cut_leaves_a_prefix(
         raw[start:end] = bytes(max(0, end - start))
     path.write_bytes(raw)
     log = await logs.open(INCARNATION, synced_index)
-    rows = [r.rows for r in await replayed(log) if r.rows]
-    assert rows == everything[: len(rows)]
-    assert sum(rows) >= synced_index
+    left = [r.rows for r in await replayed(log) if r.rows]
+    assert left == everything[: len(left)]
+    assert sum(left) >= synced_index
     assert log.size_bytes + log.cut_bytes == len(raw)
     # What is left can be written on to, and opens again.
     owner = await Owner(log, 2).open()
     owner.append(5, 2)
     await owner.until_stored(1)
     await log.close()
-    log = await logs.open(INCARNATION, sum(rows) + 2)
-    assert [what(r)[2] for r in await replayed(log) if r.rows] == [*rows, 2]
+    log = await logs.open(INCARNATION, sum(left) + 2)
+    assert [what(r)[2] for r in await replayed(log) if r.rows] == [*left, 2]
     assert log.cut_bytes == 0
     await log.close()

@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextvars import Context
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from seqdedupe.errors import SeqdedupeError
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class StepLoop(asyncio.AbstractEventLoop):
@@ -74,7 +77,9 @@ class StepLoop(asyncio.AbstractEventLoop):
 
     # What asyncio asks of a loop.
 
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         if not self._ended:
             self._ready.append(handle)
@@ -83,11 +88,13 @@ class StepLoop(asyncio.AbstractEventLoop):
     call_soon_threadsafe = call_soon
 
     def call_later(
-        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, timer)
         return timer
@@ -113,9 +120,9 @@ class StepLoop(asyncio.AbstractEventLoop):
         if error is not None:
             self.failures.append(error)
 
-    def run_in_executor(self, executor: Executor | None, func: Any, *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         assert executor is not None
-        future = self.create_future()
+        future: asyncio.Future[T] = self.create_future()
         self.jobs.append((executor, lambda: func(*args), future))
         return future
 

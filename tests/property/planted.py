@@ -11,10 +11,11 @@ import pytest
 from seqdedupe import batch as batches
 from seqdedupe import recovery
 from seqdedupe.admission import NumbersCache
-from seqdedupe.core import producers
+from seqdedupe.core import decide, producers, replay
 from seqdedupe.core.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS
 from seqdedupe.core.decide import EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.core.producers import Producers
+from seqdedupe.core.records import TOKEN_BYTES
 from seqdedupe.log.contract import Failure
 from seqdedupe.message_id import Position
 from seqdedupe.sessions import Sessions
@@ -24,7 +25,7 @@ from tests.property.client import Session
 
 
 def link_check_left_out(patch: pytest.MonkeyPatch) -> None:
-    original = producers.refusal
+    original = decide.refusal
 
     def refusal(*arguments: Any) -> int:
         why = int(original(*arguments))
@@ -124,14 +125,14 @@ def no_marker_before_reading(patch: pytest.MonkeyPatch) -> None:
         replay = recovery._Replay(log, max(confirmed_index - 1, 0), merge, skip_below=confirmed_index)
         await replay.run()
         term = max([term, *(earlier + 1 for earlier in replay.tokens.values())])
-        await log.open_for_writing(term, others["random_bytes"](recovery.TOKEN_BYTES), others["settle"])
+        await log.open_for_writing(term, others["random_bytes"](TOKEN_BYTES), others["settle"])
         return recovery.Ownership(term, replay.next_index)
 
     patch.setattr(recovery, "take_over", take_over)
 
 
 def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
-    original = producers.persist_all
+    original = replay.persist_all
 
     def persist_all(raw: Any, table: Any, count: int, slots: Any, first_name: Any, numbers: Any, *others: Any) -> int:
         entered = int(original(raw, table, count, slots, first_name, numbers, *others))
@@ -151,7 +152,7 @@ def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
-    original = producers.refusal
+    original = decide.refusal
 
     def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool) -> int:
         believed = numbers.copy()

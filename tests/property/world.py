@@ -58,7 +58,7 @@ class World:
     # -- the process ------------------------------------------------------------------------------------------------
 
     def start_process(self) -> None:
-        self.loop = StepLoop(with_threads=self.with_threads)
+        self.loop = StepLoop(with_threads=self.with_threads)  # type: ignore[abstract]  # abstract in its types only
         asyncio._set_running_loop(self.loop)
         snapshots = Snapshots(self.store, self.log.incarnation)
         self.topic = Topic(

@@ -17,9 +17,9 @@ from seqdedupe.client.reader import StoredBatch
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, error
 from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded import EmbeddedLogs
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
-from spark import audit_job, planning
+from spark import audit_job
 from spark.audit_job import Target, audit, audit_targets, find_targets, selection_of
 from spark.audit_ranges import EXAMPLES
 from spark.audit_report import TopicReport
@@ -95,7 +95,7 @@ def test_many_topics_at_once(
     targets = []
     for topic, batches in logs.items():
         end = firsts[topic] + sum(map(len, batches))
-        targets.append(Target(topic, TopicEnds(firsts[topic], planning.Position.before(1, end)), rng.random() < 0.5))
+        targets.append(Target(topic, TopicEnds(firsts[topic], Position.before(1, end)), rng.random() < 0.5))
     report = audit_targets(spark, targets, read)
     assert [one.topic for one in report.topics] == list(histories)
     for one in report.topics:
@@ -199,7 +199,7 @@ def test_an_error_in_a_task_is_the_same_error_here(spark: SparkSession) -> None:
     def read(span: Range) -> Iterator[StoredBatch]:
         raise error("POSITION_TRIMMED", f"{span} is gone")
 
-    target = Target("t", TopicEnds(0, planning.Position.before(1, 5)), True)
+    target = Target("t", TopicEnds(0, Position.before(1, 5)), True)
     with pytest.raises(PositionError, match=r"t \[0, 5\) is gone") as caught:
         audit_targets(spark, [target], read)
     assert isinstance(caught.value, SeqdedupeError)

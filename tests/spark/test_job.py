@@ -27,7 +27,7 @@ from seqdedupe.names import topic_name
 from spark import job as job_module
 from spark.job import JobConfig, ReaderJob, Round
 from spark.operations import positions_of, reset_position
-from spark.positions import FIRST_START
+from spark.positions import FIRST_START, Positions
 from spark.range_task import Report, Step
 from spark.stores.contract import Stored
 from tests.sidecar import Sidecar
@@ -153,16 +153,16 @@ def test_two_that_start_at_once_agree_on_where(
 ) -> None:
     full = publish(address, topic, 10)
     slow = job(address, database, topic, startingOffsets="latest")
-    resolve = job_module.Positions._start
+    resolve = Positions._start
 
     def start_late(self: Any, *given: Any) -> Any:
         # The other one resolves "latest" and runs first; then there is more, and then this one inserts its own.
-        monkeypatch.setattr(job_module.Positions, "_start", resolve)
+        monkeypatch.setattr(Positions, "_start", resolve)
         assert job(address, database, topic, startingOffsets="latest").run().read == 0
         publish(address, topic, 5, first=10)
         return resolve(self, *given)
 
-    monkeypatch.setattr(job_module.Positions, "_start", start_late)
+    monkeypatch.setattr(Positions, "_start", start_late)
     assert slow.run().read == 5
     each_once(database.indexes(full), 5, 10)
 

@@ -48,8 +48,9 @@ def daemon(name: str, ready: str, *arguments: str) -> Iterator[str]:
         with subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL):
             process.stderr.close()
             yield found[0]
-            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+            for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()
+            process.kill()
             process.wait()
     finally:
         process.kill()

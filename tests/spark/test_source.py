@@ -4,7 +4,7 @@ import logging
 import pickle
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -67,7 +67,7 @@ def read(reader: BatchReader | StreamReader, partitions: list[Any]) -> list[byte
     """What tasks would read: all of it is pickled on the way."""
     found = []
     for partition in partitions:
-        there = pickle.loads(cloudpickle.dumps(reader))
+        there = pickle.loads(cloudpickle.dumps(reader))  # type: ignore[no-untyped-call]
         for batch in there.read(pickle.loads(pickle.dumps(partition))):
             assert batch.schema.equals(reader.schema, check_metadata=True)
             found += batch.column("value").to_pylist()
@@ -328,7 +328,8 @@ class TestLoss:
         end = {name: str(Position.before(incarnation, 4))}
         reader = source.stream(topic=topic, failOnDataLoss=fails).reader
         planned = [InputPartition(Range(name, Position.before(incarnation, 2), Position.before(incarnation, 4)))]
-        for make in (lambda: None, lambda: send(client, topic, b"new")):
+        makes: list[Callable[[], None]] = [lambda: None, lambda: send(client, topic, b"new")]
+        for make in makes:
             make()
             if fails:
                 with pytest.raises((NotFoundError, PositionError)):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset
 
@@ -39,9 +40,10 @@ def counted():
 """
 
 
-def rows(folder: Path, table: str) -> list[dict[str, object]]:
+def rows(folder: Path, table: str) -> list[dict[str, Any]]:
     files = [str(path) for path in folder.rglob(f"{table}/*.parquet")]
-    return pyarrow.dataset.dataset(files).to_table().to_pylist()
+    found: list[dict[str, Any]] = pyarrow.dataset.dataset(files).to_table().to_pylist()
+    return found
 
 
 def test_a_pipeline_follows_a_topic(client: blocking.Client, topic: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rocksdict import WriteBatch
@@ -188,13 +189,13 @@ async def test_it_stops_when_the_store_was_opened_again_between_its_pages(
     merged_page = compaction._merged_page
     pages = 0
 
-    def breaks(*args: object) -> WriteBatch:
+    def breaks(*args: Any) -> WriteBatch:
         nonlocal pages
         pages += 1
         if pages == 4:
             with store._failures(store._current()):
                 raise OSError(28, "No space left on device")
-        return merged_page(*args)  # type: ignore[arg-type]
+        return merged_page(*args)
 
     monkeypatch.setattr(compaction, "_merged_page", breaks)
     with pytest.raises(UnavailableError):

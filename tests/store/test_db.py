@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rocksdict import WriteBatch
@@ -174,10 +175,10 @@ async def test_callers_share_flushes(store: Store, monkeypatch: pytest.MonkeyPat
     syncs = 0
     sync = Store._sync
 
-    def counted(self: Store, opening: object) -> None:
+    def counted(self: Store, opening: Any) -> None:
         nonlocal syncs
         syncs += 1
-        sync(self, opening)  # type: ignore[arg-type]
+        sync(self, opening)
 
     monkeypatch.setattr(Store, "_sync", counted)
     await asyncio.gather(*(store.put_topic(topic(number)) for number in range(1, 101)))

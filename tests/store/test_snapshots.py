@@ -100,7 +100,7 @@ async def test_names_are_said_again_without_a_flush_between(store: Store) -> Non
         pytest.param(delta(5, {1: (1, 1)}, first_name=1, term=2), id="unknown producer"),
         pytest.param(delta(5, {-1: (1, 1)}, first_name=1, term=2), id="negative producer"),
         pytest.param(
-            Delta(2, 5, None, 1, [], np.array([0]), np.zeros(2, np.int64), np.zeros(1, np.int64)),  # type: ignore[arg-type]
+            Delta(2, 5, None, 1, [], np.array([0]), np.zeros(2, np.int64), np.zeros(1, np.int64)),
             id="columns of different lengths",
         ),
         pytest.param(

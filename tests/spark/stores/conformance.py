@@ -15,6 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -250,21 +251,22 @@ class StoreConformance:
     # Others.
 
     def test_of_two_that_write_a_range_one_does(self, harness: StoreHarness, store: OutputStore) -> None:
+        def write(n: int, store: OutputStore) -> int:
+            return store.write(JOB, harness.table, iter([numbers(n)]), [over(n - 1, n)])
+
         for n in range(6):
-            outcomes = at_once(
-                harness, 3, lambda store, n=n: store.write(JOB, harness.table, iter([numbers(n)]), [over(n - 1, n)])
-            )
+            outcomes = at_once(harness, 3, partial(write, n))
             assert sorted(map(str, outcomes)) == ["1", "POSITION_CHANGED", "POSITION_CHANGED"]
         assert ns(harness) == list(range(6))
 
     def test_of_those_who_store_a_first_position_one_does(self, harness: StoreHarness, store: OutputStore) -> None:
+        def replace(job: str, turns: Iterator[Stored], store: OutputStore) -> bool:
+            return store.replace(job, TOPIC, None, next(turns))
+
         for n in range(4):
             job = f"job {n}"
             new = [Stored(at(k), 0) for k in range(3)]
-            turns = iter(new)
-            outcomes = at_once(
-                harness, 3, lambda store, job=job, turns=turns: store.replace(job, TOPIC, None, next(turns))
-            )
+            outcomes = at_once(harness, 3, partial(replace, job, iter(new)))
             assert outcomes.count(True) == 1
             assert set(outcomes) <= {True, False, "OUTPUT_UNAVAILABLE"}
             assert store.positions(job)[TOPIC] in new
@@ -280,7 +282,7 @@ class StoreConformance:
 
         def zombie() -> Any:
             with harness.factory() as other:
-                return other.write(JOB, harness.table, slow(), [over(-1, 1, **watermarks)])
+                return other.write(JOB, harness.table, slow(), [over(-1, 1, TOPIC, **watermarks)])
 
         watermarks = {"a": 1} if store.keeps_watermarks else {}
         with ThreadPoolExecutor() as pool:
@@ -299,7 +301,7 @@ class StoreConformance:
     def _succeed(self, harness: StoreHarness, watermarks: dict[str, int]) -> int:
         with harness.factory() as store:
             store.prepare(harness.table, SCHEMA)
-            return store.write(JOB, harness.table, iter([numbers(0, 1)]), [over(-1, 1, **watermarks)])
+            return store.write(JOB, harness.table, iter([numbers(0, 1)]), [over(-1, 1, TOPIC, **watermarks)])
 
     def test_a_reset_in_the_middle_of_a_write_refuses_it(self, harness: StoreHarness, store: OutputStore) -> None:
         def rows() -> Iterator[pa.RecordBatch]:

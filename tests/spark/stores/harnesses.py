@@ -72,5 +72,6 @@ class DeltaHarness(StoreHarness):
         return partial(DeltaStore, self.uri)
 
     def rows(self) -> list[dict[str, Any]]:
-        found = pa.table(DeltaTable(self.uri).to_pyarrow_table())
-        return found.to_pylist(maps_as_pydicts="strict")
+        table = pa.table(DeltaTable(self.uri).to_pyarrow_table())
+        found: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
+        return found

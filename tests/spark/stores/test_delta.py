@@ -48,12 +48,11 @@ def test_two_that_have_checked_the_same_version(
     harness: DeltaHarness, store: OutputStore, monkeypatch: pytest.MonkeyPatch, kind: type[DeltaStore], rows: list[int]
 ) -> None:
     checked, committed = threading.Barrier(2, timeout=LIMIT_SECONDS), threading.Event()
-    writing = delta.write_deltalake
 
     def one_after_the_other(*arguments: Any, **options: Any) -> None:
         if kind is DeltaStore and checked.wait():
             assert committed.wait(LIMIT_SECONDS)
-        writing(*arguments, **options)
+        write_deltalake(*arguments, **options)
         committed.set()
 
     def wait(self: Reloads) -> None:

@@ -209,6 +209,7 @@ def test_the_suite_notices(
         right: StoreHarness = PostgresHarness(url)
         planted = Planted(right, partial(store, url))
     else:
+        assert issubclass(store, SqliteStore)
         right = SqliteHarness(tmp_path)
         planted = Planted(right, partial(store, right.path, busy_timeout_seconds=0.5))
     with pytest.raises((AssertionError, SeqdedupeError, psycopg.Error, pytest.fail.Exception)):

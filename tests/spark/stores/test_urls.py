@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.errors import ConfigurationError
+from spark.stores.contract import OutputStore
 from spark.stores.delta import DeltaStore
 from spark.stores.postgres import PostgresStore
 from spark.stores.sqlite import SqliteStore
@@ -37,7 +38,7 @@ def test_an_absolute_path(tmp_path: Path) -> None:
         ("delta:///lake/flights", DeltaStore),
     ],
 )
-def test_nothing_is_reached_before_it_is_used(url: str, kind: type) -> None:
+def test_nothing_is_reached_before_it_is_used(url: str, kind: type[OutputStore]) -> None:
     with pickle.loads(pickle.dumps(from_url(url)))() as store:
         assert isinstance(store, kind)
         assert not store.is_local

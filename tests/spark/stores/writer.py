@@ -12,7 +12,7 @@ from importlib import import_module
 
 import pyarrow as pa
 
-from spark.stores.contract import Advance, OutputStore
+from spark.stores.contract import Advance, OutputStore, StoreFactory
 from spark.stores.sqlite import SqliteStore
 from spark.stores.urls import from_url
 from tests.spark.stores.conformance import JOB, TOPIC, numbers, over
@@ -51,11 +51,12 @@ def main(place: str, store: OutputStore, table: str = "flights") -> None:
 
 def opened(name: str) -> OutputStore:
     wrong, _, url = name.rpartition("@@")
-    store = from_url(url)
-    assert isinstance(store, partial)
+    right = from_url(url)
+    assert isinstance(right, partial)
+    factory: StoreFactory = right
     if wrong:
-        store = partial(getattr(import_module("tests.spark.stores.test_planted"), wrong), *store.args)
-    return store()
+        factory = partial(getattr(import_module("tests.spark.stores.test_planted"), wrong), *right.args)
+    return factory()
 
 
 if __name__ == "__main__":
