@@ -1,6 +1,7 @@
 """The messages of PublishService as bytes: frames in, answers out."""
 
 import struct
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,6 @@ MAX_FRAMES = 256
 _ALL_NEW = struct.Struct("<BBBQBqBBBqBqBB")
 _ALL_NEW_ID_BYTES = 20
 
-_NUMBERS = struct.Struct("<BQBq")
 _NO_BATCH_INDEX = b"\xff" * 4
 
 _FRAMES_TAG = bytes((2 << 3 | 2,))
@@ -49,8 +49,8 @@ def parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
 def _parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
     frames: list[tuple[int, bytes]] = []
     at = 0
-    # What all but the first message look like: frames, each its number and then its batch. A third of the cost of
-    # parsing them.
+    # What all but the first message look like: frames, each its number and then its batch. Half the cost of parsing
+    # one, and a large batch is copied once instead of twice.
     while len(frames) <= MAX_FRAMES and data[at : at + 1] == _FRAMES_TAG:
         frame_bytes, number_at = wire.read_varint(data, at + 1)
         batch_at = number_at + _NUMBER_BYTES
@@ -89,27 +89,27 @@ def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
             4 << 3 | 2, _ALL_NEW_ID_BYTES,
             1 << 3 | 1, first.ledger_id, 2 << 3 | 1, first.entry_id, 3 << 3, 1,
         )  # fmt: skip
-    parts = receipt_parts(topic, receipt)
-    return b"".join([wire.varint(1 << 3 | 2), wire.varint(sum(map(len, parts))), *parts])
+    encoded = _receipt_message(topic, receipt).SerializeToString()
+    return b"".join([wire.varint(1 << 3 | 2), wire.varint(len(encoded)), encoded])
 
 
-def receipt_parts(topic: Topic, receipt: Receipt) -> list[bytes | memoryview]:
-    """The parts of an encoded `Receipt`, to be joined: by hand, because protobuf copies each column twice."""
-    parts: list[bytes | memoryview] = [_NUMBERS.pack(1 << 3 | 1, receipt.frame, 3 << 3 | 1, receipt.first_index)]
+def _receipt_message(topic: Topic, receipt: Receipt) -> Any:
+    """The receipt as a message of the alias schema."""
+    message = wire.Receipt(frame=receipt.frame, first_index=receipt.first_index)
     if receipt.verdicts is not None:
-        parts += wire.length_delimited(2, receipt.verdicts.tobytes())
+        message.verdicts = receipt.verdicts.tobytes()
     if receipt.first_index >= 0:
-        first = topic.log.message_id(receipt.first_index).to_proto()
-        parts += wire.length_delimited(4, first.SerializeToString())
+        first = message.first_message_id
+        first.ledger_id, first.entry_id, first.batch_index = topic.log.message_id(receipt.first_index)
     if len(receipt.known_rows):
         ledgers, entries, batch_indexes = topic.log.message_ids(receipt.known_indexes)
-        parts += wire.length_delimited(5, receipt.known_rows.astype(np.uint32).tobytes())
-        parts += wire.length_delimited(6, receipt.known_indexes.tobytes())
-        parts += wire.length_delimited(7, ledgers.tobytes())
-        parts += wire.length_delimited(8, entries.tobytes())
+        message.known_rows = receipt.known_rows.astype(np.uint32).tobytes()
+        message.known_indexes = receipt.known_indexes.tobytes()
+        message.known_ledger_ids = ledgers.tobytes()
+        message.known_entry_ids = entries.tobytes()
         if (known_batch_indexes := batch_indexes.tobytes()) != _NO_BATCH_INDEX * len(batch_indexes):
-            parts += wire.length_delimited(9, known_batch_indexes)
-    return parts
+            message.known_batch_indexes = known_batch_indexes
+    return message
 
 
 def encode_refusal(refusal: Refusal) -> bytes:
