@@ -150,12 +150,15 @@ class Producer(ProducerBase):
         properties: Properties | None = None,
     ) -> Receipt:
         """Queues a message, see `seqdedupe.client.Producer.send`; waits only for room in the queue."""
-        with self._lock:
+        self._lock.acquire()  # `with` costs twice as much, and this is called for every message
+        try:
             if self._must_pause:
                 self._pause()
             pending, row = self._builder.append(payload, sequence_id, key, event_time, properties)
             if row == 0:
                 self._begin_batch()
+        finally:
+            self._lock.release()
         return Receipt(pending, row)
 
     def send_batch(

@@ -31,7 +31,7 @@ ANSWER_TIMEOUT_SECONDS = 30.0
 CLOSE_TIMEOUT_SECONDS = 30.0
 """What has no receipt so long after closing began has an unknown outcome."""
 
-FULL_MESSAGE_BYTES = 128 * 1024
+FULL_MESSAGE_BYTES = 160 * 1024
 """Frames that are ready together go out in one message until it is as large as this. More gains nothing, and keeps
 the sidecar waiting. With the largest batch behind it, it stays below 4 MiB."""
 
