@@ -26,8 +26,9 @@ logger = logging.getLogger("seqdedupe.server")
 
 EXIT_ERROR = 1
 
-MAX_REQUEST_BYTES = 4 * 1024 * 1024 + 64 * 1024
-"""A batch of the largest size, with room around it."""
+MAX_REQUEST_BYTES = 16 * 1024 * 1024
+"""Four times what a batch may have: one that is too large gets an answer that says so. What is larger still is broken
+off by gRPC, which does not say that sending it again cannot help."""
 
 STOP_GRACE_SECONDS = 2.0
 """After draining: for clients to read their last answers."""

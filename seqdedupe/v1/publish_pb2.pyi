@@ -204,7 +204,7 @@ Global___PublishResponse: _TypeAlias = PublishResponse  # noqa: Y015
 class PublishStreamRequest(_message.Message):
     """Frames, in the order in which they are to be judged: often one, or those that are ready at the same time. A message
     of the stream costs both sides as much as some hundred rows do, so small frames gain from company; above 128 KiB or
-    so there is nothing more to gain. At most 4 MiB and 256 frames.
+    so there is nothing more to gain. At most 16 MiB and 256 frames.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -111,6 +111,7 @@ BAD: dict[str, tuple[str, Make]] = {
     ),
     "too many rows": ("BATCH_TOO_LARGE", lambda s: large(s, 0, MAX_BATCH_ROWS + 1)),
     "batch too large": ("BATCH_TOO_LARGE", lambda s: large(s, MAX_BATCH_BYTES // 4, 4)),
+    "batch far too large": ("BATCH_TOO_LARGE", lambda s: large(s, MAX_BATCH_BYTES, 4)),
     "payload too large": ("MESSAGE_TOO_LARGE", lambda s: large(s, MAX_PAYLOAD_BYTES + 1, 1)),
     "empty name": ("INVALID_NAME", lambda s: good(s, producer_name_offsets=[0, 0], producer_names=b"")),
     "name too long": (
@@ -328,7 +329,7 @@ def test_a_batch_of_the_largest_size_is_accepted_and_read_back(scene: Scene) -> 
 def test_a_message_above_grpcs_limit_breaks_only_its_own_stream(scene: Scene) -> None:
     stream = scene.client.stream(scene.topic)
     before = scene.client.state(scene.topic)
-    frame = stream.send(bytes(5_000_000))
+    frame = stream.send(bytes(17_000_000))
     with pytest.raises(grpc.RpcError) as e:
         stream.answer(frame)
     assert e.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
