@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from broker_sidecar.config import Config
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.log.embedded import EmbeddedLogs
 from seqdedupe.names import topic_name
@@ -86,11 +86,17 @@ class Topics:
         for record in records:
             # A creation that failed, and could not be undone then, may have been followed by one that did not.
             failed = record.state is TopicState.CREATING and of_name[record.name] > 1
-            if failed or record.state is TopicState.DELETING:
-                of_name[record.name] -= 1
-                await self._finish_delete(record)
-            else:
-                await self._open_topic(record)
+            try:
+                if failed or record.state is TopicState.DELETING:
+                    of_name[record.name] -= 1
+                    await self._finish_delete(record)
+                else:
+                    await self._open_topic(record)
+            except UnavailableError as e:
+                if record.state is TopicState.ACTIVE:
+                    raise
+                # On a full disk. The others can be read meanwhile; the next start finishes it.
+                logger.warning("making or deleting topic %s cannot be finished now: %s", record.name, e)
 
     async def recover_all(self) -> None:
         """Recovers every topic. Raises `DamagedError`.

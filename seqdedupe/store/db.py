@@ -7,6 +7,9 @@ the opening it went to, and `flush` succeeds only for writes of the opening that
 """
 
 import asyncio
+import errno
+import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,14 +35,24 @@ from seqdedupe.store.records import (
 from seqdedupe.store.rocksdb import close_rocksdb, create_rocksdb, open_rocksdb, rocksdb_errors, write
 from seqdedupe.store.topics import TopicRecord
 
+logger = logging.getLogger("seqdedupe.store")
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_NO_ROOM = os.strerror(errno.ENOSPC)
 
 
 @dataclass(frozen=True)
 class _Opening:
     number: int
     db: Rdict
+    is_read_only: bool = False
+
+    def check_writable(self) -> None:
+        if self.is_read_only:
+            raise error("STORE_UNAVAILABLE", "the store was opened when its disk was full; it will be opened again")
 
 
 class Store:
@@ -49,11 +62,11 @@ class Store:
     time, so trying again later helps. Reads and opening raise STORE_DAMAGED and NEWER_FORMAT.
     """
 
-    def __init__(self, folder: Path, mark: Mark, db: Rdict) -> None:
+    def __init__(self, folder: Path, mark: Mark, opening: _Opening) -> None:
         self._folder = folder
         self._mark = mark
-        self._opening: _Opening | None = _Opening(1, db)
-        self._openings = 1
+        self._opening: _Opening | None = opening
+        self._openings = opening.number
         self._broken: Rdict | None = None
         self._why: SeqdedupeError | None = None
         self._lock = threading.Lock()
@@ -68,14 +81,15 @@ class Store:
     def open(folder: Path) -> "Store":
         """Opens the store in this folder, or creates it if the folder is not there or is empty. Blocks.
 
-        Raises DIRECTORY_IN_USE, STORE_DAMAGED (some files missing included), NEWER_FORMAT, STORE_UNAVAILABLE.
+        Where its disk is full it can only be read, until something is written and there is room. Raises
+        DIRECTORY_IN_USE, STORE_DAMAGED (some files missing included), NEWER_FORMAT, STORE_UNAVAILABLE.
         """
         with rocksdb_errors(folder):
             if not folder.exists() or not any(folder.iterdir()):
                 create_rocksdb(folder)
             mark = Mark.open(folder)
         try:
-            store = Store(folder, mark, open_rocksdb(folder, mark))
+            store = Store(folder, mark, _first_opening(folder, mark))
         except BaseException:
             mark.close()
             raise
@@ -164,6 +178,7 @@ class Store:
         """
         opening = self._current()
         with self._failures(opening):
+            opening.check_writable()
             write(opening.db, batch)
         return opening.number
 
@@ -189,6 +204,7 @@ class Store:
 
     def _sync(self, opening: _Opening) -> None:
         with self._failures(opening):
+            opening.check_writable()
             sequence = opening.db.latest_sequence_number()
             opening.db.flush_wal(True)
             self._mark.move(sequence)
@@ -240,6 +256,16 @@ class Store:
             return
         self._openings += 1
         self._opening = _Opening(self._openings, db)
+
+
+def _first_opening(folder: Path, mark: Mark) -> _Opening:
+    try:
+        return _Opening(1, open_rocksdb(folder, mark))
+    except UnavailableError as e:
+        if _NO_ROOM not in e.message:
+            raise
+        logger.warning("%s. Until there is room it is only read", e.message)
+        return _Opening(1, open_rocksdb(folder, mark, read_only=True), is_read_only=True)
 
 
 def _retrieve(flush: asyncio.Task[int]) -> None:

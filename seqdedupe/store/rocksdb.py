@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rocksdict import (
+    AccessType,
     BlockBasedOptions,
     Cache,
     DbClosedError,
@@ -99,11 +100,13 @@ def create_rocksdb(folder: Path) -> None:
         os.fsync(parent)
 
 
-def open_rocksdb(folder: Path, mark: Mark) -> Rdict:
-    """Opens an existing store. Raises STORE_DAMAGED, STORE_UNAVAILABLE."""
+def open_rocksdb(folder: Path, mark: Mark, *, read_only: bool = False) -> Rdict:
+    """Opens an existing store; for reading only, that needs no room on the disk. Raises STORE_DAMAGED,
+    STORE_UNAVAILABLE."""
+    access = AccessType.read_only() if read_only else AccessType.read_write()
     with rocksdb_errors(folder):
         check_logs(folder)
-        db = Rdict(str(folder), _options(create=False))
+        db = Rdict(str(folder), _options(create=False), access_type=access)
         sequence = db.latest_sequence_number()
     if sequence < mark.sequence:
         db.close()

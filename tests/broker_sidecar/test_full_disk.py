@@ -57,10 +57,10 @@ def fill(disk: Path) -> Path:
 class Producer:
     """One producer that resends from its first message without a receipt."""
 
-    def __init__(self, client: Client, topic: str) -> None:
+    def __init__(self, client: Client, topic: str, stored: int = 0) -> None:
         self._client, self._topic = client, topic
         self._epochs = client.epochs(topic, "p")
-        self.stored = 0
+        self.stored = stored
         """So many messages have a receipt: IDs 0 up."""
 
     def payload(self, sequence_id: int) -> bytes:
@@ -169,7 +169,7 @@ def check_full(client: Client, producer: Producer) -> None:
 def test_the_whole_disk_is_full(
     start_sidecar: Callable[..., Sidecar], small_disk: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    """Store and logs: serving goes on as above; a start is refused with a clear line, and comes right with room."""
+    """Store and logs: all goes on as above, also over kill -9 and start."""
     disk = tmp_path / "disk"
     small_disk(disk)
     sidecar = start_sidecar(data_directory=disk / "data", deduplication_entries_interval=2)
@@ -190,19 +190,26 @@ def test_the_whole_disk_is_full(
     producer.send(5)
     sidecar.kill()
     fill(disk)
-    sidecar.spawn()
-    assert sidecar.wait() == 1
-    assert "No space left on device" in sidecar.errors[-1]
+    sidecar.start()
+    until_it_stays_read_only(client, producer)
+    check_full(client, producer)
+    assert refused(lambda: client.open("newer", "p")).code.name == "UNAVAILABLE"
+    assert any("only read" in str(line) for line in sidecar.log)
     assert not any("Traceback" in line for line in sidecar.errors)
     ballast.unlink()
-    sidecar.start()
+    wait_until_serving(client, "t")
     assert client.rows("t") == [("p", i) for i in range(producer.stored)]
+    until_made(client, "newer")
+    assert list(client.open("t", "p").persisted) == [producer.stored - 1]
+    producer = Producer(client, "t", producer.stored)
+    assert producer.send(5) is None
+    sidecar.restart()
     assert producer.send(5) is None
     assert client.rows("t") == [("p", i) for i in range(producer.stored)]
     # What was begun and could not be undone while the disk was full has left nothing behind.
     topics = client.admin.ListTopics(admin_pb2.ListTopicsRequest()).topics
     assert {int(folder.name) for folder in (disk / "data" / "logs").iterdir()} == {one.incarnation for one in topics}
-    assert [one.name.rpartition("/")[2] for one in topics] == ["new", "t"]
+    assert sorted(one.name.rpartition("/")[2] for one in topics) == ["new", "newer", "t"]
     client.close()
 
 

@@ -7,9 +7,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from rocksdict import Rdict
 
-from seqdedupe.errors import DamagedError, UnavailableError
+from seqdedupe.errors import DamagedError, UnavailableError, error
 from seqdedupe.store.db import Store
+from seqdedupe.store.mark import Mark
+from seqdedupe.store.rocksdb import open_rocksdb
 from seqdedupe.store.snapshots import Snapshots
 from tests.store.model import INCARNATION, State, delta, load, save, state_of, topic
 
@@ -239,3 +242,36 @@ async def test_a_store_that_turns_out_damaged_when_opened_again_says_so(
                 break
     assert found == "STORE_DAMAGED"
     store.close()
+
+
+async def test_a_store_on_a_full_disk_is_read_and_opens_itself_when_there_is_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(folder)
+    before = delta(1, {0: (1, 1)}, names=[b"a"])
+    await save(store, Snapshots(store, INCARNATION), before)
+    store.close()
+    why = "No space left on device"
+
+    def without_room(folder: Path, mark: Mark, *, read_only: bool = False) -> Rdict:
+        if not read_only:
+            raise error("STORE_UNAVAILABLE", f"IO error: {why}: While appending to file")
+        return open_rocksdb(folder, mark, read_only=True)
+
+    with monkeypatch.context() as full:
+        full.setattr("seqdedupe.store.db.open_rocksdb", without_room)
+        store = Store.open(folder)
+        snapshots = Snapshots(store, INCARNATION)
+        assert state_of(snapshots.load()) == State().after(before)
+        for _ in range(3):
+            with pytest.raises(UnavailableError):
+                await save(store, snapshots, delta(2, {0: (2, 1)}, first_name=1))
+    await until_open(store)
+    await save(store, snapshots, delta(3, {0: (3, 1)}, first_name=1))
+    assert state_of(snapshots.load()).persisted == {b"a": 3}
+    store.close()
+    assert load(folder).persisted == {b"a": 3}
+    why = "Permission denied"
+    monkeypatch.setattr("seqdedupe.store.db.open_rocksdb", without_room)
+    with pytest.raises(UnavailableError, match=why):
+        Store.open(folder)
