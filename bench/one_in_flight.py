@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,17 +17,24 @@ MESSAGES = 1_500
 _names = itertools.count()
 
 
+def _p50_ms(seconds: list[float]) -> float:
+    return statistics.median(seconds) * 1000
+
+
+def _over_both(arm: str) -> Callable[[dict[str, float]], float]:
+    return lambda measured: measured[arm] / (measured["ping-pong"] + measured["append + fdatasync"])
+
+
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
     one = frame_bytes(1)
 
     def published(address: str) -> float:
         name = f"p{next(_names)}"
-        _, seconds = setup.run(setup.publish(address, [name], rising(name, 1), MESSAGES, 1))
-        return statistics.median(seconds) * 1000
+        return _p50_ms(setup.run(setup.publish(address, [name], rising(name, 1), MESSAGES, 1))[1])
 
     def echoed(address: str, method: str) -> float:
-        return statistics.median(setup.run(setup.echo(address, one, MESSAGES, 1, method))[1]) * 1000
+        return _p50_ms(setup.run(setup.echo(address, one, MESSAGES, 1, method))[1])
 
     with Sidecar(folder / "sidecar") as sidecar, setup.echo_server(folder) as echo:
         yield Figure(
@@ -35,18 +42,18 @@ def figure(folder: Path) -> Iterator[Figure]:
                 "published": lambda: published(sidecar.address),
                 "ping-pong": lambda: echoed(echo, ECHO),
                 "ping-pong that is synced in between": lambda: echoed(echo, SYNCED_ECHO),
-                "append + fdatasync": lambda: statistics.median(setup.serial_append(folder, len(one), MESSAGES)) * 1000,
+                "append + fdatasync": lambda: _p50_ms(setup.serial_append(folder, len(one), MESSAGES)),
             },
             ratios=[
                 Ratio(
                     "published ÷ (ping-pong + fdatasync)",
-                    lambda m: m["published"] / (m["ping-pong"] + m["append + fdatasync"]),
+                    _over_both("published"),
                     at_most=1.6,
                     aim=1.4,
                 ),
                 Ratio(
                     "ping-pong that is synced in between ÷ the same",
-                    lambda m: m["ping-pong that is synced in between"] / (m["ping-pong"] + m["append + fdatasync"]),
+                    _over_both("ping-pong that is synced in between"),
                 ),
             ],
             notes=["arms in milliseconds, p50"],

@@ -20,11 +20,8 @@ _ALL_NEW_ID_BYTES = 20
 
 _NO_BATCH_INDEX = b"\xff" * 4
 
-_FRAMES_TAG = bytes((2 << 3 | 2,))
-_NUMBER_TAG = 1 << 3 | 1
 _NUMBER_BYTES = 9
 """`Frame.number` with its tag."""
-_BATCH_TAG = 15 << 3 | 2
 
 
 def parse_publish(data: bytes) -> tuple[str, bytes]:
@@ -51,14 +48,14 @@ def _parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
     at = 0
     # What all but the first message look like: frames, each its number and then its batch. Half the cost of parsing
     # one, and a large batch is copied once instead of twice.
-    while len(frames) <= MAX_FRAMES and data[at : at + 1] == _FRAMES_TAG:
+    while len(frames) <= MAX_FRAMES and data[at : at + 1] == wire.FRAMES_TAG:
         frame_bytes, number_at = wire.read_varint(data, at + 1)
         batch_at = number_at + _NUMBER_BYTES
         batch_bytes, start = wire.read_varint(data, batch_at + 1)
         at = start + batch_bytes
         if batch_bytes < 0 or at > len(data) or at != number_at + frame_bytes:
             break
-        if data[number_at] != _NUMBER_TAG or data[batch_at] != _BATCH_TAG:
+        if data[number_at : number_at + 1] != wire.NUMBER_TAG or data[batch_at : batch_at + 1] != wire.BATCH_TAG:
             break
         frames.append((int.from_bytes(data[number_at + 1 : batch_at], "little"), data[start:at]))
         if at == len(data):
@@ -89,8 +86,7 @@ def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
             4 << 3 | 2, _ALL_NEW_ID_BYTES,
             1 << 3 | 1, first.ledger_id, 2 << 3 | 1, first.entry_id, 3 << 3, 1,
         )  # fmt: skip
-    encoded = _receipt_message(topic, receipt).SerializeToString()
-    return b"".join([wire.varint(1 << 3 | 2), wire.varint(len(encoded)), encoded])
+    return b"".join(wire.length_delimited(1, _receipt_message(topic, receipt).SerializeToString()))
 
 
 def _receipt_message(topic: Topic, receipt: Receipt) -> Any:
@@ -133,5 +129,4 @@ def encode_refusal(refusal: Refusal) -> bytes:
             for p in refusal.producers
         ],
     )
-    encoded = message.SerializeToString()
-    return b"".join([wire.varint(2 << 3 | 2), wire.varint(len(encoded)), encoded])
+    return b"".join(wire.length_delimited(2, message.SerializeToString()))

@@ -11,7 +11,7 @@ from seqdedupe.v1 import batch_pb2
 _NUMBER = r"\d{1,19}"
 _ID = rf"{_NUMBER}:{_NUMBER}(:{_NUMBER})?"
 _MESSAGE_ID = re.compile(_ID, re.ASCII)
-_POSITION = re.compile(rf"({_NUMBER})/(start|(?P<last>{_ID}))@(-1|{_NUMBER})", re.ASCII)
+_POSITION = re.compile(rf"(?P<incarnation>{_NUMBER})/(start|(?P<last>{_ID}))@(?P<index>-1|{_NUMBER})", re.ASCII)
 _MAX_INT64 = 2**63 - 1
 
 
@@ -102,7 +102,7 @@ class Position(NamedTuple):
                 f"{text[:80]!r} is neither a message ID, as 123:45, nor a position, as 123/123:45@45",
             )
         message_id = MessageId.parse(found["last"]) if found["last"] else None
-        parsed = Position(int(found[1]), message_id, int(found[found.lastindex or 0]))
+        parsed = Position(int(found["incarnation"]), message_id, int(found["index"]))
         if (parsed.index < 0) != (message_id is None) or max(parsed.incarnation, parsed.index) > _MAX_INT64:
             raise error("INVALID_POSITION", f"{text[:80]!r} is not a position: its parts do not fit together")
         return parsed

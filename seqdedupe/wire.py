@@ -61,6 +61,12 @@ Receipt = _alias("Receipt")
 ReadStreamResponse = _alias("ReadStreamResponse")
 
 
+# `PublishStreamRequest.frames`, and in it `Frame.number` and `Frame.batch`.
+FRAMES_TAG = bytes((2 << 3 | 2,))
+NUMBER_TAG = bytes((1 << 3 | 1,))
+BATCH_TAG = bytes((15 << 3 | 2,))
+
+
 def varint(value: int) -> bytes:
     """A protobuf varint of a number from 0 up, in the fewest bytes."""
     if value < 0x80:
@@ -76,8 +82,8 @@ def varint(value: int) -> bytes:
 def frame_parts(number: int, batch: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """The parts of an element of `PublishStreamRequest.frames`, to be joined, for the parts of an encoded batch."""
     batch_bytes = sum(map(len, batch))
-    head = b"\x09" + number.to_bytes(8, "little") + b"\x7a" + varint(batch_bytes)
-    return [b"\x12" + varint(len(head) + batch_bytes), head, *batch]
+    head = NUMBER_TAG + number.to_bytes(8, "little") + BATCH_TAG + varint(batch_bytes)
+    return [FRAMES_TAG + varint(len(head) + batch_bytes), head, *batch]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:

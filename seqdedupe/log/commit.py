@@ -36,9 +36,11 @@ Twice as many buffers (each has a header) fit into one `writev` of Linux, which 
 
 
 class Opening:
-    """One opening for writing. Made on the event loop; `marked` and `failed` belong to the thread."""
+    """One opening for writing. Made on the event loop, and handed over; `marked` and `failed` belong to the thread."""
 
-    def __init__(self, writer: "Writer", term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self, writer: "Writer", queue: "SimpleQueue[Work]", term: int, token: bytes, settle: Callable[[Outcome], None]
+    ) -> None:
         self.writer = writer
         self.term = term
         self.token = token
@@ -49,22 +51,27 @@ class Opening:
         self.marked = False
         self.failed = False
         self._batches: deque[tuple[bytes, int, int]] = deque()
-        self._queued = True
+        self._queue = queue
+        self._queued = False
+        self._wake()
 
-    def append(self, batch: bytes, rows: int, column_bytes: int, queue: "SimpleQueue[Work]") -> None:
-        """Hands a batch to the thread, and wakes it if it does not know yet that there is something."""
-        self._batches.append((batch, rows, column_bytes))
+    def _wake(self) -> None:
+        """Wakes the thread if it does not know yet that there is something."""
         if not self._queued:
             self._queued = True
-            queue.put(self)
+            self._queue.put(self)
 
-    def take(self, queue: "SimpleQueue[Work]") -> list[tuple[bytes, int, int]]:
+    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+        """Hands a batch to the thread."""
+        self._batches.append((batch, rows, column_bytes))
+        self._wake()
+
+    def take(self) -> list[tuple[bytes, int, int]]:
         """What has been appended, up to a group. The rest, and what is appended from now on, wakes the thread again."""
         self._queued = False
         taken = [self._batches.popleft() for _ in range(min(len(self._batches), GROUP_BATCHES))]
-        if self._batches and not self._queued:
-            self._queued = True
-            queue.put(self)
+        if self._batches:
+            self._wake()
         return taken
 
 
@@ -140,14 +147,14 @@ class Writer:
         self._broken = False
         self._closed = False
 
-    def write(self, opening: Opening, queue: "SimpleQueue[Work]", now_ms: int) -> Written | None:
+    def write(self, opening: Opening, now_ms: int) -> Written | None:
         """Writes what an opening has handed over, its marker first, and does not sync yet.
 
         None if there is nothing to do: an older opening's appends, those behind a failure, and what is left when the
         file has been let go of are dropped. A failed write is undone before it is returned as refused. Raises
         FatalError if that fails.
         """
-        batches = opening.take(queue)
+        batches = opening.take()
         if self._broken or self._closed:
             return None
         if not opening.marked:
@@ -333,7 +340,7 @@ class Committer:
             if isinstance(item, Closing):
                 continue
             try:
-                news = item.writer.write(item, self.queue, now_ms)
+                news = item.writer.write(item, now_ms)
             except FatalError as e:
                 self._fatal(str(e))
                 continue

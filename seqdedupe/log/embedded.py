@@ -185,15 +185,13 @@ class EmbeddedLog:
     # Writing.
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
-        opening = Opening(self._writer, term, token, settle)
-        self._opening = opening
-        self._logs.committer.queue.put(opening)
+        self._opening = opening = Opening(self._writer, self._logs.committer.queue, term, token, settle)
         await opening.ready
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         if self._opening is None or not self._opening.opened:
             raise error("INTERNAL", "an append to a log that is not open for writing")
-        self._opening.append(batch, rows, column_bytes, self._logs.committer.queue)
+        self._opening.append(batch, rows, column_bytes)
 
     def _on_news(self, news: Written) -> None:
         """What was written is readable from now on; then whoever waits for it hears."""

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pyspark.sql import SparkSession
 
-from spark.job import JobConfig
+from spark.job import JobConfig, ReaderJob
 from tests.sidecar import Sidecar
-from tests.spark.jobs import JOB, TABLE, Database, Gate, GatedStore, each_once, publish, source
-from tests.spark.run_job import Driver
+from tests.spark.jobs import JOB, TABLE, Database, Gate, GatedStore, each_once, publish, select, source
+from tests.spark.run_job import Driver, run_with_checkpoint
 
 BOTH = {"persistent://public/default/a": 600, "persistent://public/default/b": 400}
 
@@ -68,6 +69,18 @@ def kill_drivers(
         zombies.append((gate, gate.wait()))
         driver.kill()
     return zombies
+
+
+def a_successor_finishes(
+    spark: SparkSession, address: str, database: Database, checkpoint: Path, zombies: Sequence[tuple[Gate, int]]
+) -> None:
+    """It reads what those before it left, and nothing changes when their workers wake."""
+    successor = ReaderJob(spark, config(address, database, 110), select)
+    run_with_checkpoint(spark, successor, checkpoint)
+    assert 0 < successor.total.read < sum(BOTH.values())
+    all_are_there(database)
+    wake(zombies)
+    all_are_there(database)
 
 
 def wake(zombies: Sequence[tuple[Gate, int]]) -> None:

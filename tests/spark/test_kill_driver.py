@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from spark.job import ReaderJob
-from tests.spark.jobs import Gate, select, sqlite_database
-from tests.spark.killing import BOTH, all_are_there, config, kill_drivers, wake
+from tests.spark.jobs import Gate, sqlite_database
+from tests.spark.killing import a_successor_finishes, kill_drivers
 from tests.spark.killing import address as address
 from tests.spark.killing import gates as gates
-from tests.spark.run_job import run_with_checkpoint
 
 pytestmark = pytest.mark.timeout(240)  # several drivers start one after the other
 
@@ -24,9 +22,4 @@ def test_killed_with_a_checkpoint_and_started_again_with_it(
     moments = [("before", 170), ("in", 90), ("after", 250)]
     zombies = kill_drivers(address, database, tmp_path, gates, moments, checkpoint)
     assert checkpoint.exists()
-    successor = ReaderJob(spark, config(address, database, 110), select)
-    run_with_checkpoint(spark, successor, checkpoint)
-    assert 0 < successor.total.read < sum(BOTH.values())
-    all_are_there(database)
-    wake(zombies)
-    all_are_there(database)
+    a_successor_finishes(spark, address, database, checkpoint, zombies)

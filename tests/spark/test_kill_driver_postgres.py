@@ -12,11 +12,11 @@ from pyspark.sql import SparkSession
 
 from spark.job import ReaderJob
 from tests.spark.jobs import Gate, postgres_database, select
-from tests.spark.killing import BOTH, all_are_there, config, gated, kill_drivers, wake
+from tests.spark.killing import a_successor_finishes, all_are_there, config, gated, kill_drivers
 from tests.spark.killing import address as address
 from tests.spark.killing import gates as gates
 from tests.spark.postgres import postgres_url as postgres_url
-from tests.spark.run_job import Driver, run_with_checkpoint
+from tests.spark.run_job import Driver
 
 pytestmark = pytest.mark.timeout(240)  # several drivers start one after the other
 
@@ -29,12 +29,7 @@ def test_killed_without_a_checkpoint_and_with_one_that_is_deleted(
     zombies = kill_drivers(address, database, tmp_path, gates, [("in", 250), ("before", 90)])
     zombies += kill_drivers(address, database, tmp_path, gates, [("after", 170)], checkpoint)
     shutil.rmtree(checkpoint)
-    successor = ReaderJob(spark, config(address, database, 110), select)
-    run_with_checkpoint(spark, successor, checkpoint)
-    assert 0 < successor.total.read < sum(BOTH.values())
-    all_are_there(database)
-    wake(zombies)
-    all_are_there(database)
+    a_successor_finishes(spark, address, database, checkpoint, zombies)
 
 
 def test_a_zombie_driver_wakes_beside_its_successor(
