@@ -12,9 +12,9 @@ from bench import setup
 from bench.figure import Figure, Ratio
 from seqdedupe.core.producers import Producers
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.snapshotter import Snapshotter
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic.snapshotter import Snapshotter
 
 PRODUCERS = 1_000_000
 CHANGED = 10_000

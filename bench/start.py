@@ -12,9 +12,9 @@ from bench import setup
 from bench.figure import Figure, Ratio
 from broker_sidecar.config import Config
 from broker_sidecar.topics import Topics
-from seqdedupe.admission import NumbersCache
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.topic import Receipt, Refusal
+from seqdedupe.topic.admission import NumbersCache
+from seqdedupe.topic.publishing import Receipt, Refusal
 from tests.sidecar import Sidecar
 
 PRODUCERS = 1_000_000

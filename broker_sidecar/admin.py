@@ -9,11 +9,12 @@ import grpc
 
 from broker_sidecar.rpc import unary
 from broker_sidecar.topics import Topics
-from seqdedupe.core.decide import EPOCH, PERSISTED, PUSHED
-from seqdedupe.core.records import FORMAT_VERSION
+from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import error
-from seqdedupe.names import MAX_BATCH_BYTES, MAX_BATCH_ROWS, producer_name, topic_name
-from seqdedupe.topic import Topic
+from seqdedupe.format.records import FORMAT_VERSION
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
+from seqdedupe.names import producer_name, topic_name
+from seqdedupe.topic.publishing import Topic
 from seqdedupe.v1 import admin_pb2
 
 SERVICE = "seqdedupe.v1.AdminService"

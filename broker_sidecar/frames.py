@@ -8,7 +8,7 @@ import numpy as np
 from broker_sidecar.rpc import parse
 from seqdedupe import wire
 from seqdedupe.errors import error
-from seqdedupe.topic import Receipt, Refusal, Topic
+from seqdedupe.topic.publishing import Receipt, Refusal, Topic
 from seqdedupe.v1 import publish_pb2
 
 MAX_FRAMES = 256

@@ -9,8 +9,8 @@ from broker_sidecar.rpc import Context, Limiter, abort, parse, unary
 from broker_sidecar.topics import Topics
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
-from seqdedupe.reading import PAGE_BYTES, Page, check_index, index_after, read_on, read_page
-from seqdedupe.topic import Topic
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.reading import PAGE_BYTES, Page, check_index, index_after, read_on, read_page
 from seqdedupe.v1 import read_pb2
 
 SERVICE = "seqdedupe.v1.ReadService"

@@ -20,7 +20,7 @@ from broker_sidecar.memory import keep_freed_memory
 from broker_sidecar.rpc import Limiter
 from broker_sidecar.topics import Topics
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.topic import State
+from seqdedupe.topic.publishing import State
 
 logger = logging.getLogger("seqdedupe.server")
 

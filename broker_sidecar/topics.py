@@ -13,12 +13,12 @@ from pathlib import Path
 from broker_sidecar.config import Config
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.files import sync_folder
-from seqdedupe.log.embedded import EmbeddedLogs
+from seqdedupe.log.embedded.log import EmbeddedLogs
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
-from seqdedupe.topic import State, Topic
+from seqdedupe.topic.publishing import State, Topic
 
 logger = logging.getLogger("seqdedupe.topics")
 

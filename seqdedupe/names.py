@@ -1,26 +1,9 @@
-"""Names of topics and producers, and the limits that everybody keeps to."""
+"""Names of topics and producers."""
 
 import re
 
 from seqdedupe.errors import error
-
-MAX_NAME_BYTES = 255
-"""A topic's or producer's name, in UTF-8."""
-
-MAX_SEQUENCE_ID = 2**63 - 1
-NO_SEQUENCE_ID = -1
-"""Stands for *none*: no message yet, no predecessor."""
-
-LINK_LEFT_OUT = -2
-"""In `Batch.previous_sequence_ids`: the producer does not say what it sent before."""
-
-MAX_BATCH_BYTES = 4_000_000
-"""An encoded batch. With its record and answer around it, it stays below gRPC's default limit of 4 MiB a message."""
-
-MAX_BATCH_ROWS = 65_536
-MAX_PAYLOAD_BYTES = 2 * 1024 * 1024
-MAX_OPEN_NAMES = 65_536
-"""Names in one `Open`."""
+from seqdedupe.limits import MAX_NAME_BYTES
 
 _SHORT_NAME = re.compile(r"[\w.:=\-]+")
 _FULL_NAME = re.compile(r"persistent://([\w.=\-]+)/([\w.=\-]+)/([\w.:=\-]+)")

@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
-from seqdedupe.names import MAX_NAME_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
 
 MAGIC = b"seqdedupe-marks\n"
 FORMAT_VERSION = 1

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from seqdedupe.batch import Int64s
 from seqdedupe.client.reader import StoredBatch
-from seqdedupe.names import MAX_SEQUENCE_ID, NO_SEQUENCE_ID
+from seqdedupe.limits import MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 from spark.audit_ranges import EXAMPLES, Suspects, indexes_of
 from spark.dedupe import split
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from seqdedupe.batch import Batch, Int32s, Int64s
 from seqdedupe.client.reader import StoredBatch
-from seqdedupe.names import LINK_LEFT_OUT, MAX_SEQUENCE_ID, NO_SEQUENCE_ID
+from seqdedupe.limits import LINK_LEFT_OUT, MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 from spark.dedupe import ProducerNumbers, grown
 
 EXAMPLES = 5

@@ -22,7 +22,7 @@ from pyspark.sql.types import BinaryType, DataType, DecimalType, IntegralType, S
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import address_option
 from seqdedupe.errors import error
-from seqdedupe.names import MAX_NAME_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.watermarks import Watermark, write
 from spark import planning
 from spark.command import run_command

@@ -11,7 +11,7 @@ import numpy as np
 
 from seqdedupe.batch import Batch, Binary, Int64s
 from seqdedupe.client.reader import StoredBatch
-from seqdedupe.names import NO_SEQUENCE_ID
+from seqdedupe.limits import NO_SEQUENCE_ID
 
 _FIRST_CAPACITY = 64
 

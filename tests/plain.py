@@ -1,23 +1,28 @@
-"""The core imported a second time, without numba: the kernels' plain Python functions, as an oracle."""
+"""The core and its formats imported a second time, without numba: the kernels' plain Python functions, as an oracle."""
 
 import importlib
 import sys
 from types import ModuleType
 
-MODULES = ("columns", "layout", "decide", "recent", "crc", "records", "replay", "producers")
+MODULES = {
+    "seqdedupe.format": ("columns", "layout", "crc", "records"),
+    "seqdedupe.core": ("rule", "recent", "replay", "producers"),
+}
 
 
 def _import_plain() -> dict[str, ModuleType]:
-    ours = {name: module for name, module in sys.modules.items() if name.startswith("seqdedupe.core")}
+    ours = {name: module for name, module in sys.modules.items() if name.startswith(tuple(MODULES))}
     hidden = {name: sys.modules.get(name) for name in ("numba", "llvmlite")}
     for name in ours:
         del sys.modules[name]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]
     try:
-        return {name: importlib.import_module(f"seqdedupe.core.{name}") for name in MODULES}
+        return {
+            name: importlib.import_module(f"{package}.{name}") for package, names in MODULES.items() for name in names
+        }
     finally:
-        for name in [name for name in sys.modules if name.startswith("seqdedupe.core")]:
+        for name in [name for name in sys.modules if name.startswith(tuple(MODULES))]:
             del sys.modules[name]
         sys.modules.update(ours)
         for name, module in hidden.items():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.errors import ConfigurationError, DamagedError, InvalidRequestError, SeqdedupeError
-from seqdedupe.names import MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.watermarks import Watermark, read, write
 
 NAMES = st.text(min_size=1, max_size=60).map(lambda s: s.encode("utf-8", "replace"))

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, NamedTuple, Self
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 
 _GZIP = b"\x1f\x8b"
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")

@@ -12,13 +12,7 @@ from seqdedupe.batch import properties as property_columns
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.errors import error
-from seqdedupe.names import (
-    MAX_BATCH_BYTES,
-    MAX_BATCH_ROWS,
-    MAX_PAYLOAD_BYTES,
-    MAX_SEQUENCE_ID,
-    NO_SEQUENCE_ID,
-)
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 
 BATCH_OVERHEAD_BYTES = 512
 """What an encoded batch takes at most beside its rows: the producer, and the columns' tags and lengths."""

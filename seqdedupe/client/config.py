@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from seqdedupe.errors import error
-from seqdedupe.names import MAX_BATCH_BYTES, MAX_BATCH_ROWS
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from seqdedupe.client.receipts import PendingBatch, ReceiptColumns, Verdict
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import NO_SEQUENCE_ID
+from seqdedupe.limits import NO_SEQUENCE_ID
 
 _FRAMES = itertools.count(1)
 """Frame numbers, unique in the process."""

@@ -5,10 +5,10 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.core.columns import EPOCHS, LINKS, NAME_OFFSETS, NAMES, PRODUCERS, ROWS
-from seqdedupe.core.decide import EPOCH, NUMBERS, PERSISTED, PUSHED, decide, first_ids, refusal
 from seqdedupe.core.recent import NEW_NUMBERS, RECENT_MESSAGES, find, find_duplicates, persist
 from seqdedupe.core.replay import list_names, persist_all
+from seqdedupe.core.rule import EPOCH, NUMBERS, PERSISTED, PUSHED, decide, first_ids, refusal
+from seqdedupe.format.columns import EPOCHS, LINKS, NAME_OFFSETS, NAMES, PRODUCERS, ROWS
 
 _FIRST_CAPACITY = 64
 _GROWTH = 1.25
@@ -87,11 +87,11 @@ class Producers:
         return np.array(found, np.int64)
 
     def refusal(self, view: Uint8s, places: Int64s, slots: Int64s, link_may_be_left_out: bool) -> int:
-        """See `decide.refusal`."""
+        """See `rule.refusal`."""
         return int(refusal(view, places, slots, self.numbers, link_may_be_left_out))
 
     def decide(self, view: Uint8s, places: Int64s, slots: Int64s, deduplicate: bool) -> tuple[int, Uint8s]:
-        """How many rows are new, and the verdicts. See `decide.decide`."""
+        """How many rows are new, and the verdicts. See `rule.decide`."""
         verdicts = np.empty(places[ROWS], np.uint8)
         return int(decide(view, places, slots, self.numbers, deduplicate, verdicts)), verdicts
 

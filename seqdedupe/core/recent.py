@@ -5,7 +5,8 @@ enter; `numbers[slot, NEWEST]` is the count of a producer's newest one, and each
 finding a frame's duplicates walks over that producer's messages only. -1 is none.
 """
 
-from seqdedupe.core.columns import (
+from seqdedupe.core.rule import DUP, EPOCH, NEWEST, PERSISTED, PUSHED
+from seqdedupe.format.columns import (
     BASE_INDEX,
     EPOCHS,
     PRODUCER_INDEXES,
@@ -15,8 +16,7 @@ from seqdedupe.core.columns import (
     load32,
     load64,
 )
-from seqdedupe.core.decide import DUP, EPOCH, NEWEST, PERSISTED, PUSHED
-from seqdedupe.core.jit import kernel
+from seqdedupe.format.jit import kernel
 
 RECENT_MESSAGES = 65_536
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from seqdedupe.core.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS
-from seqdedupe.core.jit import kernel, load32
 from seqdedupe.core.recent import persist
+from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS
+from seqdedupe.format.jit import kernel, load32
 
 
 @kernel("bool", "bytes", "int", "int", "int")

@@ -12,7 +12,7 @@ import numpy as np
 from rocksdict import WriteBatch
 
 from seqdedupe.errors import error
-from seqdedupe.names import NO_SEQUENCE_ID
+from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import (
     PAGE_PRODUCERS,

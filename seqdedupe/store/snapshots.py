@@ -12,8 +12,8 @@ import numpy as np
 from rocksdict import WriteBatch
 
 from seqdedupe.errors import error
+from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
-from seqdedupe.names import NO_SEQUENCE_ID
 from seqdedupe.store.compaction import compact
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import (

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from seqdedupe.errors import REASONS
-from seqdedupe.names import LINK_LEFT_OUT, MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_PAYLOAD_BYTES
+from seqdedupe.limits import LINK_LEFT_OUT, MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_PAYLOAD_BYTES
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.batches import put_columns
 from tests.broker_sidecar.calls import (

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from seqdedupe.names import MAX_BATCH_BYTES, MAX_BATCH_ROWS
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.v1 import admin_pb2, batch_pb2, read_pb2
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch, refused, status, verdicts
 from tests.broker_sidecar.health import health_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from seqdedupe.names import LINK_LEFT_OUT, MAX_BATCH_ROWS
+from seqdedupe.limits import LINK_LEFT_OUT, MAX_BATCH_ROWS
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.broker_sidecar.calls import (
     DUP,

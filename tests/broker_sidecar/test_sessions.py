@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from seqdedupe.names import MAX_OPEN_NAMES
+from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused, verdicts
 from tests.sidecar import Sidecar

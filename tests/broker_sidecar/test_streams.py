@@ -7,7 +7,7 @@ import grpc
 import psutil
 import pytest
 
-from seqdedupe.names import MAX_BATCH_ROWS
+from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.v1 import read_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, encoded, names_of, receipt_of, verdicts
 from tests.sidecar import Sidecar

@@ -10,7 +10,7 @@ import pytest
 
 from seqdedupe.cli.source import Record, Source
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.names import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 
 CSV = b'id,name,note\r\n1,a,"two\r\nlines, ""quoted"""\r\n\r\n3,b,x\n7,\xff\xfe,end'
 CSV_PAYLOADS = [b'1,a,"two\r\nlines, ""quoted"""', b"3,b,x", b"7,\xff\xfe,end"]

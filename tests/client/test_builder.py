@@ -14,7 +14,7 @@ from seqdedupe.client.builder import Builder
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.errors import InvalidRequestError
-from seqdedupe.names import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 
 Row = tuple[int, bytes | None, bytes | None, int, dict[str, str]]
 

@@ -26,7 +26,7 @@ from seqdedupe.client import (
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _id_column
 from seqdedupe.client.session import FULL_MESSAGE_BYTES
 from seqdedupe.errors import NEVER
-from seqdedupe.names import MAX_BATCH_BYTES
+from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 from tests.client.fake_sidecar import INCARNATION, FakeSidecar, Refused, fake_sidecar
 from tests.client.helpers import until

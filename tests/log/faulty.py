@@ -20,9 +20,9 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.core import records
-from seqdedupe.core.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.errors import error
+from seqdedupe.format import records
+from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.log.contract import Failure, Outcome
 from seqdedupe.message_id import MessageId
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.log.contract import Log
-from seqdedupe.log.embedded import EmbeddedLogs
+from seqdedupe.log.embedded.log import EmbeddedLogs
 from tests.log.conformance import LogConformance, LogHarness
 from tests.log.faulty import FaultyLog, Storage
 

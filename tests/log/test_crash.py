@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from seqdedupe.log.embedded import EmbeddedLogs
+from seqdedupe.log.embedded.log import EmbeddedLogs
 from tests.log.conformance import Owner, replayed, what
 
 INCARNATION = 1_700_000_000_000_000

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from seqdedupe.core import records
 from seqdedupe.errors import DamagedError, UnavailableError
-from seqdedupe.log.embedded import EmbeddedLog, EmbeddedLogs
+from seqdedupe.format import records
+from seqdedupe.log.embedded.log import EmbeddedLog, EmbeddedLogs
 from tests.log.batches import encoded_batch
 from tests.log.conformance import Owner, parsed, replayed, what
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
-from seqdedupe.log.commit import GROUP_BATCHES
 from seqdedupe.log.contract import Failure
-from seqdedupe.log.embedded import EmbeddedLog, EmbeddedLogs
+from seqdedupe.log.embedded.commit import GROUP_BATCHES
+from seqdedupe.log.embedded.log import EmbeddedLog, EmbeddedLogs
 from tests.log.conformance import LIMIT_SECONDS, Owner, parsed, replayed, what
 
 INCARNATION = 1_700_000_000_000_000
@@ -535,7 +535,7 @@ async def test_only_what_is_in_memory_is_read_on_the_event_loop(
         return really(file, size, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr("seqdedupe.log.segment.Segment.read.__defaults__", (pread,))
+    monkeypatch.setattr("seqdedupe.log.embedded.segment.Segment.read.__defaults__", (pread,))
     at = 0
     while at < 15:
         for record in parsed(await log.read(at, 15, 1)):

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from seqdedupe.core import records
+from seqdedupe.format import records
 from tests.log.batches import encoded_batch
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "formats.md"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.log import tail
 from seqdedupe.log.contract import Outcome
+from seqdedupe.log.embedded import tail
 from tests.log import test_damage
 from tests.log.conformance import LogConformance, LogHarness
 from tests.log.faulty import FaultyLog, Storage

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
-from seqdedupe.core.decide import NOT_DUP, UNKNOWN
-from seqdedupe.names import LINK_LEFT_OUT, NO_SEQUENCE_ID
-from seqdedupe.topic import Receipt, Refusal
+from seqdedupe.core.rule import NOT_DUP, UNKNOWN
+from seqdedupe.limits import LINK_LEFT_OUT, NO_SEQUENCE_ID
+from seqdedupe.topic.publishing import Receipt, Refusal
 from tests.batches import batch
 from tests.property.disk import Violation
 

@@ -9,7 +9,7 @@ from rocksdict import WriteBatch
 
 from seqdedupe import batch as batches
 from seqdedupe.errors import error
-from seqdedupe.names import MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.store.db import Store, _Opening
 from seqdedupe.store.records import snapshot_range
 from tests.log.faulty import Storage

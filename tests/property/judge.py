@@ -1,8 +1,8 @@
 """What must hold, all the time and at each answer."""
 
-from seqdedupe.core.decide import DUP, EPOCH, NOT_DUP, PERSISTED, PUSHED
+from seqdedupe.core.rule import DUP, EPOCH, NOT_DUP, PERSISTED, PUSHED
 from seqdedupe.errors import UnavailableError
-from seqdedupe.topic import Opened, Receipt, Refusal, Topic
+from seqdedupe.topic.publishing import Opened, Receipt, Refusal, Topic
 from tests.property.client import Frame, Session
 from tests.property.disk import CheckedStorage, Row, Violation
 from tests.property.wires import OpenRequest

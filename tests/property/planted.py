@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 from seqdedupe import batch as batches
-from seqdedupe import recovery
-from seqdedupe.admission import NumbersCache
-from seqdedupe.core import decide, producers, replay
-from seqdedupe.core.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS
-from seqdedupe.core.decide import EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
+from seqdedupe.core import producers, replay, rule
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.records import TOKEN_BYTES
+from seqdedupe.core.rule import EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
+from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS
+from seqdedupe.format.records import TOKEN_BYTES
 from seqdedupe.log.contract import Failure
 from seqdedupe.message_id import Position
-from seqdedupe.sessions import Sessions
-from seqdedupe.topic import Opened, Refusal, Topic
+from seqdedupe.topic import recovery
+from seqdedupe.topic.admission import NumbersCache
+from seqdedupe.topic.publishing import Opened, Refusal, Topic
+from seqdedupe.topic.sessions import Sessions
 from tests.log.faulty import FaultyLog
 from tests.property.client import Session
 
 
 def link_check_left_out(patch: pytest.MonkeyPatch) -> None:
-    original = decide.refusal
+    original = rule.refusal
 
     def refusal(*arguments: Any) -> int:
         why = int(original(*arguments))
@@ -152,7 +152,7 @@ def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
-    original = decide.refusal
+    original = rule.refusal
 
     def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool) -> int:
         believed = numbers.copy()

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from seqdedupe import recovery
 from seqdedupe.store import compaction, parts, snapshots
+from seqdedupe.topic import recovery
 from tests.property.actions import Case
 from tests.property.cases import Step, steps_of
 from tests.property.disk import CrashableStore

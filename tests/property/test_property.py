@@ -9,8 +9,8 @@ import secrets
 
 import pytest
 
-from seqdedupe.core.decide import DUP, NOT_DUP, UNKNOWN
-from seqdedupe.topic import Receipt
+from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
+from seqdedupe.topic.publishing import Receipt
 from tests.property.cases import steps_of
 from tests.property.client import Frame
 from tests.property.disk import CrashableStore

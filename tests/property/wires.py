@@ -3,8 +3,8 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from seqdedupe.admission import NumbersCache
-from seqdedupe.topic import Receipt, Refusal
+from seqdedupe.topic.admission import NumbersCache
+from seqdedupe.topic.publishing import Receipt, Refusal
 from tests.property.client import Frame, Session
 
 Answer = Receipt | Refusal

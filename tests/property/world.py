@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable
 from random import Random
 
-from seqdedupe.admission import NumbersCache
-from seqdedupe.core.decide import PUSHED
+from seqdedupe.core.rule import PUSHED
 from seqdedupe.errors import FencedError, SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import Opened, Receipt, Refusal, Topic
-from seqdedupe.topic import State as TopicState
+from seqdedupe.topic.admission import NumbersCache
+from seqdedupe.topic.publishing import Opened, Receipt, Refusal, Topic
+from seqdedupe.topic.publishing import State as TopicState
 from tests.log.faulty import FaultyLog
 from tests.property.client import MAX_UNACKED, Frame, Session, State, compose
 from tests.property.disk import CrashableStore, Violation

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from seqdedupe.batch import decode
 from seqdedupe.client.reader import StoredBatch
-from seqdedupe.names import LINK_LEFT_OUT, MAX_SEQUENCE_ID
+from seqdedupe.limits import LINK_LEFT_OUT, MAX_SEQUENCE_ID
 from tests.batches import Row, batch
 
 NAMES = ["a", "b", "ü", "d" * 255]

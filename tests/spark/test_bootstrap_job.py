@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, NotFoundError
-from seqdedupe.names import MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.watermarks import read
 from spark import bootstrap_job
 from spark.bootstrap_job import bootstrap_from_parquet, bootstrap_from_topic

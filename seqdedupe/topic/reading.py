@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqdedupe import batch as batches
-from seqdedupe.core.columns import (
+from seqdedupe.errors import error
+from seqdedupe.format.columns import (
     BASE_INDEX,
     COLUMNS_END,
     PLACES,
@@ -14,11 +15,10 @@ from seqdedupe.core.columns import (
     RECORD_END,
     ROWS,
 )
-from seqdedupe.core.layout import layout_columns
-from seqdedupe.core.records import END, batch_header, body_of, scan_record, span
-from seqdedupe.errors import error
+from seqdedupe.format.layout import layout_columns
+from seqdedupe.format.records import END, batch_header, body_of, scan_record, span
 from seqdedupe.message_id import Position
-from seqdedupe.topic import Topic
+from seqdedupe.topic.publishing import Topic
 
 PAGE_BYTES = 1024 * 1024
 """What an answer holds, about: large enough that gRPC's cost a message does not count."""

@@ -6,7 +6,7 @@ newest message of it that the ring of recent messages knows (see `recent`).
 
 import numpy as np
 
-from seqdedupe.core.columns import (
+from seqdedupe.format.columns import (
     EPOCHS,
     LINKS,
     PRODUCER_INDEXES,
@@ -16,8 +16,8 @@ from seqdedupe.core.columns import (
     load32,
     load64,
 )
-from seqdedupe.core.jit import kernel
-from seqdedupe.names import LINK_LEFT_OUT
+from seqdedupe.format.jit import kernel
+from seqdedupe.limits import LINK_LEFT_OUT
 
 # Columns of `numbers`.
 PUSHED = 0

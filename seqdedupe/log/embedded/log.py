@@ -19,10 +19,10 @@ import numpy as np
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
-from seqdedupe.log.commit import Closing, Committer, Opening, Writer, Written
 from seqdedupe.log.contract import Outcome
-from seqdedupe.log.reading import WINDOW_BYTES, ReadAhead, Window
-from seqdedupe.log.segment import (
+from seqdedupe.log.embedded.commit import Closing, Committer, Opening, Writer, Written
+from seqdedupe.log.embedded.reader import WINDOW_BYTES, ReadAhead, Window
+from seqdedupe.log.embedded.segment import (
     BASE,
     CHUNK_BYTES,
     COUNT,
@@ -37,7 +37,7 @@ from seqdedupe.log.segment import (
     damaged,
     read_from_memory,
 )
-from seqdedupe.log.tail import Tail, base_indexes, mend, open_segments
+from seqdedupe.log.embedded.tail import Tail, base_indexes, mend, open_segments
 from seqdedupe.message_id import MessageId
 
 _log = logging.getLogger("seqdedupe.log")

@@ -14,10 +14,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from seqdedupe.core import records
 from seqdedupe.files import sync_folder
+from seqdedupe.format import records
 from seqdedupe.log.contract import Failure, Outcome
-from seqdedupe.log.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
+from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
 
 GATHER_SECONDS = 0.0001
 """After a group of several batches the next one waits so long for more of them.

@@ -8,8 +8,12 @@ import numpy.typing as npt
 
 from seqdedupe import batch as batches
 from seqdedupe import wire
-from seqdedupe.core import decide, layout
-from seqdedupe.core.columns import (
+from seqdedupe.core import rule
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import NOT_DUP
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format import layout
+from seqdedupe.format.columns import (
     BAD,
     COLUMNS_END,
     EPOCHS,
@@ -31,11 +35,8 @@ from seqdedupe.core.columns import (
     ROWS,
     SEQUENCE_IDS,
 )
-from seqdedupe.core.decide import NOT_DUP
-from seqdedupe.core.producers import Producers
-from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
-from seqdedupe.sessions import can_have_been_given
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.topic.sessions import can_have_been_given
 
 MAX_PRODUCERS_IN_REFUSAL = 16
 
@@ -164,12 +165,12 @@ def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeErro
     for number, (name, epoch, first, link) in zip(
         frame.slots, producers.numbers_in_frame(frame.view, frame.places), strict=True
     ):
-        pushed, persisted, current = (int(n) for n in producers.numbers[number, : decide.EPOCH + 1])
+        pushed, persisted, current = (int(n) for n in producers.numbers[number, : rule.EPOCH + 1])
         is_cause = {
-            decide.INVALID_PREDECESSOR: link < -2 or link >= first,
-            decide.FENCED: epoch != current,
-            decide.LINK_REQUIRED: link == -2,
-            decide.PREDECESSOR_MISSING: first > pushed and link > pushed,
+            rule.INVALID_PREDECESSOR: link < -2 or link >= first,
+            rule.FENCED: epoch != current,
+            rule.LINK_REQUIRED: link == -2,
+            rule.PREDECESSOR_MISSING: first > pushed and link > pushed,
         }[why]
         if is_cause:
             listed.append(ProducerNumbers(name.decode(), epoch, current, first, link, pushed, persisted))
@@ -181,14 +182,14 @@ def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeErro
         "pushed": one.pushed,
         "persisted": one.persisted,
     }
-    if why == decide.INVALID_PREDECESSOR:
+    if why == rule.INVALID_PREDECESSOR:
         e = error(
             "INVALID_PREDECESSOR",
             f"producer {one.name!r} links sequence ID {one.sequence_id} to {one.previous_sequence_id}, which is not "
             "below it",
             **numbers,
         )
-    elif why == decide.FENCED and all(_is_stale(p) for p in listed):
+    elif why == rule.FENCED and all(_is_stale(p) for p in listed):
         e = error(
             "FENCED",
             f"producer {one.name!r} has been opened by another session: its epoch is {one.current_epoch}, not "
@@ -197,7 +198,7 @@ def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeErro
             epoch=one.epoch,
             current_epoch=one.current_epoch,
         )
-    elif why == decide.FENCED:
+    elif why == rule.FENCED:
         one = next(p for p in listed if not _is_stale(p))
         e = error(
             "INVALID_EPOCH",
@@ -206,7 +207,7 @@ def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeErro
             epoch=one.epoch,
             current_epoch=one.current_epoch,
         )
-    elif why == decide.LINK_REQUIRED:
+    elif why == rule.LINK_REQUIRED:
         e = error(
             "LINK_REQUIRED",
             f"producer {one.name!r} leaves its previous sequence ID out: that is for a lone unary call",

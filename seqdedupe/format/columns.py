@@ -3,7 +3,7 @@
 A *place row* describes one batch in a buffer: an array of int64 with PLACES elements, filled by `layout` and `scan`.
 """
 
-from seqdedupe.core.jit import load32, load64
+from seqdedupe.format.jit import load32, load64
 
 __all__ = ["load32", "load64"]
 

@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from seqdedupe import admission, recovery
-from seqdedupe.admission import Frame, Int64s, NumbersCache, ProducerNumbers, Uint8s
-from seqdedupe.core.columns import BASE_INDEX, ROWS
-from seqdedupe.core.decide import DUP, NOT_DUP, PERSISTED
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.records import body_of
+from seqdedupe.core.rule import DUP, NOT_DUP, PERSISTED
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.format.columns import BASE_INDEX, ROWS
+from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Failure, Log, Outcome
 from seqdedupe.message_id import Position
-from seqdedupe.sessions import Sessions
-from seqdedupe.snapshotter import Snapshotter
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
+from seqdedupe.topic import admission, recovery
+from seqdedupe.topic.admission import Frame, Int64s, NumbersCache, ProducerNumbers, Uint8s
+from seqdedupe.topic.sessions import Sessions
+from seqdedupe.topic.snapshotter import Snapshotter
 
 logger = logging.getLogger("seqdedupe.topic")
 

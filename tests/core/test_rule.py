@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import Batch
-from seqdedupe.core import decide, layout, recent
-from seqdedupe.core.columns import BASE_INDEX, PLACES
-from seqdedupe.core.decide import (
+from seqdedupe.core import recent, rule
+from seqdedupe.core.producers import Int64s, Producers, Uint8s
+from seqdedupe.core.recent import RECENT_MESSAGES
+from seqdedupe.core.rule import (
     DUP,
     EPOCH,
     FENCED,
@@ -22,8 +23,8 @@ from seqdedupe.core.decide import (
     PUSHED,
     UNKNOWN,
 )
-from seqdedupe.core.producers import Int64s, Producers, Uint8s
-from seqdedupe.core.recent import RECENT_MESSAGES
+from seqdedupe.format import layout
+from seqdedupe.format.columns import BASE_INDEX, PLACES
 from tests.batches import Row, batch
 from tests.plain import PLAIN
 
@@ -274,5 +275,5 @@ def test_epochs_come_back_from_the_log_by_maximum() -> None:
 
 
 def test_constants_of_the_two_modules_agree() -> None:
-    assert (decide.NOT_DUP, decide.DUP, decide.UNKNOWN) == (1, 2, 3)
+    assert (rule.NOT_DUP, rule.DUP, rule.UNKNOWN) == (1, 2, 3)
     assert recent.RECENT_MESSAGES == 65_536

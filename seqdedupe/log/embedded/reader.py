@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from seqdedupe.log.segment import BASE, COUNT, END, START, Piece, Segment
+from seqdedupe.log.embedded.segment import BASE, COUNT, END, START, Piece, Segment
 
 WINDOW_BYTES = 1024 * 1024
 """What is read at once for a reader that goes on where it was."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from seqdedupe.core.jit import crc_step, kernel, load32, load64
+from seqdedupe.format.jit import crc_step, kernel, load32, load64
 
 _POLYNOMIAL = 0x82F63B78
 

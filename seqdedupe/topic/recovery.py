@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.core.columns import BASE_INDEX, ROWS, TERM
-from seqdedupe.core.records import END, FULL, TOKEN_BYTES, marker_token, new_table, scan
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
+from seqdedupe.format.records import END, FULL, TOKEN_BYTES, marker_token, new_table, scan
 from seqdedupe.log.contract import Log, Outcome
 
-logger = logging.getLogger("seqdedupe.recovery")
+logger = logging.getLogger("seqdedupe.topic.recovery")
 
 RECORDS_A_STEP = 8192
 """So many scanned records are merged at once, in one step of the event loop."""

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from seqdedupe.core import records
 from seqdedupe.errors import error
-from seqdedupe.log.segment import (
+from seqdedupe.format import records
+from seqdedupe.log.embedded.segment import (
     CHUNK_BYTES,
     SUFFIX,
     SYNCED,

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqdedupe.core import records
-from seqdedupe.core.columns import (
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format import records
+from seqdedupe.format.columns import (
     BASE_INDEX,
     PUBLISH_TIME_MS,
     RECORD_END,
@@ -19,8 +20,7 @@ from seqdedupe.core.columns import (
     ROWS,
     SYNCED_OFFSET,
 )
-from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import MAX_BATCH_BYTES
+from seqdedupe.limits import MAX_BATCH_BYTES
 
 SUFFIX = ".log"
 MAX_RECORD_BYTES = records.HEADER_BYTES + MAX_BATCH_BYTES

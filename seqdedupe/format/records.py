@@ -9,7 +9,7 @@ import struct
 import google_crc32c
 import numpy as np
 
-from seqdedupe.core.columns import (
+from seqdedupe.format.columns import (
     BASE_INDEX,
     COLUMNS_END,
     PLACES,
@@ -20,9 +20,9 @@ from seqdedupe.core.columns import (
     SYNCED_OFFSET,
     TERM,
 )
-from seqdedupe.core.crc import crc32c
-from seqdedupe.core.jit import kernel, load32, load64
-from seqdedupe.core.layout import CANONICAL, layout_columns
+from seqdedupe.format.crc import crc32c
+from seqdedupe.format.jit import kernel, load32, load64
+from seqdedupe.format.layout import CANONICAL, layout_columns
 
 FORMAT_VERSION = 1
 TOKEN_BYTES = 16

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqdedupe import admission
-from seqdedupe.admission import NumbersCache
 from seqdedupe.batch import decode
-from seqdedupe.core.decide import DUP, NOT_DUP
 from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import DUP, NOT_DUP
+from seqdedupe.topic import admission
+from seqdedupe.topic.admission import NumbersCache
 from tests.batches import batch
 
 

@@ -4,10 +4,11 @@ An epoch is `term << 32 | n`, where n counts the topic's opens in that term. The
 rest on epochs (watermark and link give it); they keep two processes with one name from fighting for ever.
 """
 
-from seqdedupe.core.decide import EPOCH
 from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import EPOCH
 from seqdedupe.errors import error
-from seqdedupe.names import MAX_OPEN_NAMES, producer_name
+from seqdedupe.limits import MAX_OPEN_NAMES
+from seqdedupe.names import producer_name
 
 _TERM_SHIFT = 32
 OPENS_PER_TERM = 2**_TERM_SHIFT - 1

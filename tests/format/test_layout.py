@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Batch, canonical, decode
-from seqdedupe.core import layout
-from seqdedupe.core.columns import PLACES, PRODUCERS, ROWS
-from seqdedupe.names import MAX_PAYLOAD_BYTES
+from seqdedupe.format import layout
+from seqdedupe.format.columns import PLACES, PRODUCERS, ROWS
+from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.v1 import batch_pb2
 from tests.batches import batch, put_columns
 from tests.plain import PLAIN

@@ -5,7 +5,7 @@ module is imported, from an explicit signature. Without numba the plain function
 this package a second time without it, as their oracle.
 
 Compiling all of them takes seconds, so what was compiled is kept in the user's cache folder (`$XDG_CACHE_HOME` or
-`~/.cache`), under a name made of a hash of this package's sources: numba alone would not notice that a kernel which
+`~/.cache`), under a name made of a hash of their sources: numba alone would not notice that a kernel which
 another file's kernel calls has changed. Where nothing can be written there, each start compiles anew.
 """
 
@@ -55,7 +55,11 @@ else:
         """Where compiled kernels of exactly these sources are kept; None if nothing can be written there."""
         here = Path(__file__).parent
         sources = hashlib.sha256(numba.__version__.encode())
-        for file in [*sorted(here.glob("*.py")), here.parent / "names.py"]:
+        for file in [
+            *sorted(here.glob("*.py")),
+            *sorted((here.parent / "core").glob("*.py")),
+            here.parent / "limits.py",
+        ]:
             sources.update(file.read_bytes())
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = home / "seqdedupe" / f"kernels-{sources.hexdigest()[:16]}"

@@ -6,7 +6,7 @@ look at: the names' UTF-8 and that none comes twice (their look-up does), and th
 
 import numpy as np
 
-from seqdedupe.core.columns import (
+from seqdedupe.format.columns import (
     BAD,
     COLUMNS_END,
     EPOCHS,
@@ -33,8 +33,8 @@ from seqdedupe.core.columns import (
     load32,
     load64,
 )
-from seqdedupe.core.jit import kernel
-from seqdedupe.names import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.format.jit import kernel
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
 
 # What is wrong with a batch.
 CANONICAL = 0

@@ -1,0 +1,1 @@
+"""The embedded log: one folder of append-only segment files a topic."""
