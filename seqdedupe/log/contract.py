@@ -16,7 +16,7 @@ form (`core.records`).
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.message_id import MessageId
@@ -54,6 +54,10 @@ class Log(Protocol):
     @property
     def first_index(self) -> int:
         """The index of the first message left; that of the next one if none is."""
+
+    @property
+    def certain_index(self) -> int:
+        """Everything below this index is durable as far as the log can tell without writing."""
 
     @property
     def size_bytes(self) -> int:
@@ -109,3 +113,36 @@ class Log(Protocol):
 
     async def close(self) -> None:
         """Lets go of files and threads. What is in flight must have settled."""
+
+
+class LogName(NamedTuple):
+    """A log that is there."""
+
+    incarnation: int
+
+    topic: str | None
+    """The full name of the topic whose log it is; None if the log does not say it (its creation was interrupted)."""
+
+
+class Logs(Protocol):
+    """All topics' logs of one kind."""
+
+    async def create(self, incarnation: int, topic: str) -> None:
+        """Makes an empty log, durable on return. One that is there stays as it is, made whole where creating it was
+        interrupted. Raises `UnavailableError` (LOG_REFUSED).
+        """
+
+    async def open(self, incarnation: int, covered_index: int) -> Log:
+        """Opens a log that is there, for reading. Everything below `covered_index` is known to have been stored."""
+
+    async def list(self) -> list[LogName]:
+        """The logs that are there, whole or not, by incarnation: creating or deleting one may have been interrupted.
+
+        Complete or an error.
+        """
+
+    async def delete(self, incarnation: int) -> None:
+        """Removes a log that is not open, if it is there, durably. Raises `UnavailableError` (LOG_REFUSED)."""
+
+    async def close(self) -> None:
+        """Lets go of threads and connections. The logs must have been closed."""

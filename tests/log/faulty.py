@@ -215,6 +215,10 @@ class FaultyLog:
         return self.storage.first_index
 
     @property
+    def certain_index(self) -> int:
+        return self.first_index
+
+    @property
     def size_bytes(self) -> int:
         return sum(map(len, self.storage.records))
 

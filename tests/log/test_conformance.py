@@ -30,7 +30,7 @@ class EmbeddedHarness(LogHarness):
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     async def open(self) -> Log:
-        await self._logs.create(INCARNATION)
+        await self._logs.create(INCARNATION, "t")
         return await self._logs.open(INCARNATION, 0)
 
     def refuse_writes(self, log: Log) -> None:

@@ -72,7 +72,7 @@ async def make_logs(tmp_path: Path, fatal: list[str]) -> AsyncIterator[MakeLogs]
 
 
 async def new_log(logs: EmbeddedLogs, incarnation: int = INCARNATION) -> EmbeddedLog:
-    await logs.create(incarnation)
+    await logs.create(incarnation, "t")
     return await logs.open(incarnation, 0)
 
 
@@ -479,28 +479,28 @@ async def test_what_a_reader_had_before_retention_took_it(make_logs: MakeLogs) -
 
 async def test_creating_and_deleting_can_be_done_again(make_logs: MakeLogs, tmp_path: Path) -> None:
     logs = make_logs()
-    assert logs.incarnations() == []
-    await logs.create(5)
-    await logs.create(5)
-    await logs.create(3)
+    assert await logs.list() == []
+    await logs.create(5, "t")
+    await logs.create(5, "t")
+    await logs.create(3, "t")
     (tmp_path / "logs" / "9").mkdir()
-    assert logs.incarnations() == [3, 5, 9]
+    assert await logs.list() == [(3, "t"), (5, "t"), (9, None)]
     with pytest.raises(DamagedError):
         await logs.open(9, 0)
-    await logs.create(9)
+    await logs.create(9, "t")
     log = await logs.open(9, 0)
     owner = await Owner(log, 1).open()
     owner.append(0, 1)
     await owner.until_stored(1)
     await log.close()
-    await logs.create(9)
+    await logs.create(9, "t")
     log = await logs.open(9, 1)
     assert await ids_in(log) == [0]
     await log.close()
     for _ in range(2):
         await logs.delete(9)
         await logs.delete(3)
-        assert logs.incarnations() == [5]
+        assert await logs.list() == [(5, "t")]
 
 
 @pytest.mark.parametrize(
@@ -510,7 +510,7 @@ async def test_only_what_is_in_memory_is_read_on_the_event_loop(
     make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, in_memory: str, on_the_loop: bool
 ) -> None:
     logs = make_logs()
-    await logs.create(INCARNATION)
+    await logs.create(INCARNATION, "t")
     log = await logs.open(INCARNATION, 0)
     owner = await Owner(log, 1).open()
     for i in range(5):

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
-from seqdedupe.log.contract import Outcome
+from seqdedupe.log.contract import LogName, Outcome
 from seqdedupe.log.embedded.commit import Closing, Committer, Opening, Writer, Written
 from seqdedupe.log.embedded.reader import WINDOW_BYTES, ReadAhead, Window
 from seqdedupe.log.embedded.segment import (
@@ -44,6 +44,8 @@ _log = logging.getLogger("seqdedupe.log")
 
 DEFAULT_SEGMENT_BYTES = 128 * 1024 * 1024
 READ_THREADS = 4
+TOPIC_FILE = "topic"
+"""In a log's folder: the topic's full name."""
 
 INLINE_BYTES = 1024 * 1024
 """What the event loop itself reads and checks at once, if the system has it in memory: a quarter of a millisecond."""
@@ -85,27 +87,46 @@ class EmbeddedLogs:
             self._committer = Committer(self.clock_ms, self._fatal)
         return self._committer
 
-    def incarnations(self) -> list[int]:
-        """The logs that are there, whole or not: creating or deleting one may have been interrupted."""
+    async def list(self) -> list[LogName]:
+        return list(await asyncio.get_running_loop().run_in_executor(self.threads, self._names))
+
+    def _names(self) -> Sequence[LogName]:
         if not self._folder.exists():
             return []
-        return sorted(int(entry.name) for entry in os.scandir(self._folder) if entry.name.isdecimal())
+        incarnations = sorted(int(entry.name) for entry in os.scandir(self._folder) if entry.name.isdecimal())
+        return [LogName(incarnation, self._topic_of(incarnation)) for incarnation in incarnations]
 
-    async def create(self, incarnation: int) -> None:
-        """Makes an empty log, durable on return. One that is there stays as it is. Raises OSError."""
-        await asyncio.get_running_loop().run_in_executor(self.threads, self._create, incarnation)
+    def _topic_of(self, incarnation: int) -> str | None:
+        try:
+            return (self._folder / str(incarnation) / TOPIC_FILE).read_text() or None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as e:
+            raise error("LOG_DAMAGED", f"{self._folder / str(incarnation)} does not say its topic: {e}") from e
 
-    def _create(self, incarnation: int) -> None:
+    async def create(self, incarnation: int, topic: str) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self.threads, self._create, incarnation, topic)
+        except OSError as e:
+            raise error("LOG_REFUSED", f"the log of topic {topic} cannot be made: {e}") from e
+
+    def _create(self, incarnation: int, topic: str) -> None:
         folder = self._folder / str(incarnation)
         folder.mkdir(parents=True, exist_ok=True)
         if not base_indexes(folder):
             os.close(os.open(folder / f"{0:020d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        with (folder / TOPIC_FILE).open("w") as file:
+            file.write(topic)
+            file.flush()
+            os.fsync(file.fileno())
         for made in (folder, self._folder, self._folder.parent):
             sync_folder(made)
 
     async def delete(self, incarnation: int) -> None:
-        """Removes a log that is not open, if it is there, durably. Raises OSError."""
-        await asyncio.get_running_loop().run_in_executor(self.threads, self._delete, incarnation)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self.threads, self._delete, incarnation)
+        except OSError as e:
+            raise error("LOG_REFUSED", f"the log {incarnation} cannot be removed: {e}") from e
 
     def _delete(self, incarnation: int) -> None:
         folder = self._folder / str(incarnation)
@@ -149,6 +170,7 @@ class EmbeddedLog:
         self._folder = folder
         self._segments = segments
         self._next_index = tail.next_index
+        self._certain_index = tail.certain_index
         self._opening: Opening | None = None
         self._closed = False
         self._trim_below = 0
@@ -171,6 +193,10 @@ class EmbeddedLog:
     @property
     def first_index(self) -> int:
         return self._segments[0].base_index
+
+    @property
+    def certain_index(self) -> int:
+        return self._certain_index
 
     @property
     def size_bytes(self) -> int:
@@ -199,6 +225,8 @@ class EmbeddedLog:
             self._segments.append(Segment(self._folder, self.incarnation, news.base_index, 0))
         self._segments[-1].grow(news.end, news.points)
         self._next_index = news.next_index
+        if news.failure is None:
+            self._certain_index = news.next_index
         opening = news.opening
         if opening.opened:
             if opening is self._opening:

@@ -46,6 +46,8 @@ class Tail:
 
     cut_bytes: int = 0
     cut_records: int = 0
+    certain_index: int = 0
+    """Everything below it was synced, as far as records say."""
 
 
 def base_indexes(folder: Path) -> list[int]:
@@ -145,6 +147,7 @@ def recover(folder: Path, incarnation: int, base_index: int, file: int) -> Tail:
     if kept < end:
         tail = survey(folder, incarnation, base_index, file, kept)
     tail.synced_offset = synced
+    tail.certain_index = survey(folder, incarnation, base_index, file, synced).next_index
     tail.cut_bytes = size - kept
     tail.cut_records = _headers(incarnation, file, kept, size)
     return tail
