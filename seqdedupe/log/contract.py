@@ -22,7 +22,7 @@ form (`format.records`). A log whose files or connection fail for now raises `Un
 (LOG_UNREADABLE), which can be tried again; `DamagedError` says that what stands there is wrong, and always will be.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -157,7 +157,7 @@ class Log(Protocol):
     def append_control(self, body: bytes) -> None:
         """Hands over a control record (an encoded `Control`), in one order with the batches. Otherwise as `append`."""
 
-    def replay(self, from_index: int) -> AsyncIterator[Entries]:
+    def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         """All entries from the one that holds this index on, up to the end there is now.
 
         At `first_index` that is everything, the markers before the first message as well. The first entry may begin
@@ -255,4 +255,3 @@ class Logs(Protocol):
 
     async def close(self) -> None:
         """Lets go of threads and connections. The logs must have been closed."""
-
