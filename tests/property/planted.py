@@ -12,7 +12,7 @@ from seqdedupe import batch as batches
 from seqdedupe.core import producers, replay, rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
-from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS
+from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, start
 from seqdedupe.format.records import TOKEN_BYTES
 from seqdedupe.log.contract import Failure
 from seqdedupe.message_id import MessageId, Position
@@ -142,10 +142,10 @@ def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
                 continue
             for p in range(places[PRODUCERS]):
                 slot = slots[first_name[k] + p]
-                numbers[slot, EPOCH] = _number(raw, places[2 * EPOCHS] + 8 * p, 8)
+                numbers[slot, EPOCH] = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             for row in range(places[ROWS]):
-                p = _number(raw, places[2 * PRODUCER_INDEXES] + 4 * row, 4) if places[PRODUCERS] > 1 else 0
-                numbers[slots[first_name[k] + p], PERSISTED] = _number(raw, places[2 * SEQUENCE_IDS] + 8 * row, 8)
+                p = _number(raw, start(places, PRODUCER_INDEXES) + 4 * row, 4) if places[PRODUCERS] > 1 else 0
+                numbers[slots[first_name[k] + p], PERSISTED] = _number(raw, start(places, SEQUENCE_IDS) + 8 * row, 8)
         return entered
 
     patch.setattr(producers, "persist_all", persist_all)
@@ -157,7 +157,7 @@ def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
     def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool) -> int:
         believed = numbers.copy()
         for p, slot in enumerate(slots):
-            epoch = _number(raw, places[2 * EPOCHS] + 8 * p, 8)
+            epoch = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             believed[slot, EPOCH] = min(believed[slot, EPOCH], epoch)
         return int(original(raw, places, slots, believed, lone))
 
