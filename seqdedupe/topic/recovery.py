@@ -6,7 +6,6 @@ message. Both are this procedure.
 
 import logging
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,9 +51,8 @@ class _Replay:
 
     async def run(self) -> None:
         """Reads up to the end there is."""
-        async with aclosing(self._log.replay(self.next_index)) as replay:
-            async for entries in replay:
-                self._entries(entries)
+        async for entries in self._log.replay(self.next_index):
+            self._entries(entries)
 
     def _entries(self, entries: Entries) -> None:
         chunk, table = entries.raw, entries.table
