@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from broker_sidecar.config import Config
-from seqdedupe.log.embedded.log import EmbeddedLogs
+from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.snapshotter import Intervals

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.log.contract import Logs
+from seqdedupe.format.records import SECRET_BYTES
+from seqdedupe.log.contract import LogName, Logs
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
@@ -87,20 +88,20 @@ class Topics:
         known = {record.incarnation for record in self._store.topics()}
         for log in await self._logs.list():
             if log.incarnation not in known:
-                await self._orphan(log.incarnation, log.topic)
+                await self._orphan(log)
         await asyncio.gather(*(self._open_at_start(record) for record in self._store.topics()))
 
-    async def _orphan(self, incarnation: int, topic: str | None) -> None:
-        name = topic or f"rebuilt-{incarnation}"
+    async def _orphan(self, log: LogName) -> None:
+        name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
         if not self._rebuild_store:
             raise error(
                 "STORE_MISSING",
                 f"there is a log of the topic {name}, of which the store knows nothing",
                 topic=name,
-                incarnation=incarnation,
+                incarnation=log.incarnation,
             )
         logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
-        await self._store.put_topic(TopicRecord(topic_name(name), incarnation, TopicState.ACTIVE))
+        await self._store.put_topic(TopicRecord(name, log.incarnation, TopicState.ACTIVE))
 
     async def _open_at_start(self, record: TopicRecord) -> None:
         """Finishes what was begun with a topic, or opens it."""
@@ -109,7 +110,7 @@ class Topics:
             return
         if record.state is TopicState.CREATING:
             try:
-                await self._logs.create(record.incarnation, record.name)
+                await self._logs.create(record.incarnation, record.name, secrets.token_bytes(SECRET_BYTES))
                 record = replace(record, state=TopicState.ACTIVE)
                 await self._store.put_topic(record)
             except SeqdedupeError as e:
@@ -278,7 +279,7 @@ class Topics:
         topic: Topic | None = None
         try:
             await self._store.put_topic(record)
-            await self._logs.create(incarnation, full)
+            await self._logs.create(incarnation, full, secrets.token_bytes(SECRET_BYTES))
             topic = await self._open(record)
             await topic.recover()
             topic.check_serving()

@@ -5,6 +5,7 @@ confirmation order are one order and nothing needs a lock. Confirming makes mess
 step, before their receipt is given and before anything is called Dup because of them.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -79,6 +80,7 @@ class Topic(TopicBase):
         self._is_recovering = False
         self._failed_meanwhile = False
         self._seems_damaged = False
+        self._retention: asyncio.Task[None] | None = None
 
     @property
     def last_position(self) -> Position:
@@ -290,7 +292,15 @@ class Topic(TopicBase):
         return Opened(given, persisted, indexes)
 
     def _snapshot_is_durable(self, next_index: int) -> None:
-        self.log.trim(next_index)
+        if self._retention is None or self._retention.done():
+            self._retention = self._spawn(self._trim())
+
+    async def _trim(self) -> None:
+        """Retention drops what it may; what is covered after this has begun waits for the next snapshot."""
+        try:
+            await self.log.trim(await self.log.may_trim_to(self.snapshot_index))
+        except SeqdedupeError as e:
+            logger.warning("topic %s: retention has stopped: %s", self.name, e)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

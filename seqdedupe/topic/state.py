@@ -168,10 +168,11 @@ class TopicBase(ABC):
             certain_index=self.readable_index,
         )
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

@@ -12,16 +12,17 @@ from seqdedupe import batch as batches
 from seqdedupe.core import producers, replay, rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
-from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS
+from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, start
 from seqdedupe.format.records import TOKEN_BYTES
 from seqdedupe.log.contract import Failure
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.topic import recovery
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.publishing import Opened, Topic
 from seqdedupe.topic.sessions import Sessions
+from seqdedupe.topic.snapshotter import Snapshotter
 from tests.log.faulty import FaultyLog
 from tests.property.client import Session
 
@@ -68,7 +69,7 @@ def frame_admitted_in_part(patch: pytest.MonkeyPatch) -> None:
 def position_of_the_last_admitted_message(patch: pytest.MonkeyPatch) -> None:
     def last_position(self: Topic) -> Position:
         index = self.next_index - 1
-        message_id = self.log.message_id(index) if index >= 0 else None
+        message_id = MessageId.of(self.log.incarnation, index) if index >= 0 else None
         return Position(self.log.incarnation, message_id, index)
 
     patch.setattr(Topic, "last_position", property(last_position))
@@ -145,10 +146,10 @@ def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
                 continue
             for p in range(places[PRODUCERS]):
                 slot = slots[first_name[k] + p]
-                numbers[slot, EPOCH] = _number(raw, places[2 * EPOCHS] + 8 * p, 8)
+                numbers[slot, EPOCH] = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             for row in range(places[ROWS]):
-                p = _number(raw, places[2 * PRODUCER_INDEXES] + 4 * row, 4) if places[PRODUCERS] > 1 else 0
-                numbers[slots[first_name[k] + p], PERSISTED] = _number(raw, places[2 * SEQUENCE_IDS] + 8 * row, 8)
+                p = _number(raw, start(places, PRODUCER_INDEXES) + 4 * row, 4) if places[PRODUCERS] > 1 else 0
+                numbers[slots[first_name[k] + p], PERSISTED] = _number(raw, start(places, SEQUENCE_IDS) + 8 * row, 8)
         return entered
 
     patch.setattr(producers, "persist_all", persist_all)
@@ -160,7 +161,7 @@ def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
     def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool) -> int:
         believed = numbers.copy()
         for p, slot in enumerate(slots):
-            epoch = _number(raw, places[2 * EPOCHS] + 8 * p, 8)
+            epoch = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             believed[slot, EPOCH] = min(believed[slot, EPOCH], epoch)
         return int(original(raw, places, slots, believed, lone))
 
@@ -195,11 +196,14 @@ def open_trusts_a_snapshot_that_fails(patch: pytest.MonkeyPatch) -> None:
 
 
 def log_trimmed_before_the_snapshot_is_durable(patch: pytest.MonkeyPatch) -> None:
-    def last_position(self: Topic) -> Position:
-        self.log.trim(self.confirmed_index)
-        return self.position_before(self.confirmed_index)
+    original = Snapshotter._take
 
-    patch.setattr(Topic, "last_position", property(last_position))
+    async def take(self: Snapshotter) -> None:
+        self.next_index = self._describe()[1].index + 1
+        self._on_durable(self.next_index)
+        await original(self)
+
+    patch.setattr(Snapshotter, "_take", take)
 
 
 def failed_snapshot_forgotten(patch: pytest.MonkeyPatch) -> None:
