@@ -110,7 +110,7 @@ class Topics:
             return
         if record.state is TopicState.CREATING:
             try:
-                await self._logs.create(record.incarnation, record.name, secrets.token_bytes(SECRET_BYTES))
+                await self._logs.create(record.incarnation, record.name, record.secret)
                 record = replace(record, state=TopicState.ACTIVE)
                 await self._store.put_topic(record)
             except SeqdedupeError as e:
@@ -159,7 +159,7 @@ class Topics:
     async def _open(self, record: TopicRecord) -> Topic:
         snapshots = Snapshots(self._store, record.incarnation)
         loaded = await asyncio.to_thread(snapshots.load)
-        log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0)
+        log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0, record.secret or None)
         if loaded is None and log.first_index > 0 and not self._rebuild_store:
             # Retention only drops what a snapshot covers.
             await log.close()
@@ -275,11 +275,12 @@ class Topics:
 
     async def _create(self, full: str, policy: Policy) -> Topic:
         incarnation = self._store.next_incarnation(time.time_ns() // 1000)
-        record = TopicRecord(full, incarnation, TopicState.CREATING, policy.deduplication_enabled)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        record = TopicRecord(full, incarnation, TopicState.CREATING, policy.deduplication_enabled, secret)
         topic: Topic | None = None
         try:
             await self._store.put_topic(record)
-            await self._logs.create(incarnation, full, secrets.token_bytes(SECRET_BYTES))
+            await self._logs.create(incarnation, full, secret)
             topic = await self._open(record)
             await topic.recover()
             topic.check_serving()

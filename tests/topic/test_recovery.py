@@ -1,7 +1,7 @@
 """What a topic does, and tells its readers, while it recovers from whatever its log does."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class TroubledLog(FaultyLog):
 
     trouble: Callable[[], None] = staticmethod(lambda: None)
 
-    async def replay(self, from_index: int) -> AsyncIterator[Entries]:
+    async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         self.trouble()
         async for entries in super().replay(from_index):
             yield entries
@@ -199,7 +199,7 @@ async def test_recovery_survives_whatever_is_no_damage(store: Store, trouble: Ex
         if left >= 0:
             raise trouble
 
-    log.trouble = fail  # type: ignore[method-assign]
+    log.trouble = fail
     topic = make_topic(store, log)
     await topic.recover()
     assert topic.state is State.RECOVERING
@@ -220,7 +220,7 @@ async def test_damage_is_looked_at_twice(store: Store, times: int) -> None:
         if left >= 0:
             raise error("LOG_DAMAGED", "it looks bad")
 
-    log.trouble = fail  # type: ignore[method-assign]
+    log.trouble = fail
     topic = make_topic(store, log)
     await topic.recover()
     waiting = asyncio.ensure_future(anext(read_on(topic, 4, None)))
