@@ -301,7 +301,7 @@ class Topic:
         why = self.producers.refusal(checked.view, checked.places, checked.slots, lone)
         if why:
             self.counters.refused += 1
-            reply(Refusal(frame, *admission.refused(checked, self.producers, why)))
+            reply(Refusal(frame, *admission.refused(checked, self.producers, why, lone)))
             return
         new, verdicts = self.producers.decide(checked.view, checked.places, checked.slots, self.deduplicate)
         if new == checked.rows:
