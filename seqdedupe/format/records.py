@@ -26,6 +26,7 @@ from seqdedupe.format.layout import CANONICAL, layout_columns
 
 FORMAT_VERSION = 1
 TOKEN_BYTES = 16
+SECRET_BYTES = 16
 
 # tag of `records`, length in five bytes; then tag and value of fields 1 to 8, 9 and 10; tag and length of the body.
 _CHECKED = struct.Struct("<B5sBIBqBqBqBqBqBIBI")

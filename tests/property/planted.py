@@ -15,7 +15,7 @@ from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR
 from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, start
 from seqdedupe.format.records import TOKEN_BYTES
 from seqdedupe.log.contract import Failure
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.topic import recovery
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.publishing import Opened, Refusal, Topic
@@ -66,7 +66,7 @@ def frame_admitted_in_part(patch: pytest.MonkeyPatch) -> None:
 def position_of_the_last_admitted_message(patch: pytest.MonkeyPatch) -> None:
     def last_position(self: Topic) -> Position:
         index = self.next_index - 1
-        message_id = self.log.message_id(index) if index >= 0 else None
+        message_id = MessageId.of(self.log.incarnation, index) if index >= 0 else None
         return Position(self.log.incarnation, message_id, index)
 
     patch.setattr(Topic, "last_position", property(last_position))
@@ -195,7 +195,7 @@ def log_trimmed_before_the_snapshot_is_durable(patch: pytest.MonkeyPatch) -> Non
     original = Topic.snapshot
 
     async def snapshot(self: Topic) -> None:
-        self.log.trim(self.confirmed_index)
+        await self.log.trim(await self.log.may_trim_to(self.confirmed_index))
         await original(self)
 
     patch.setattr(Topic, "snapshot", snapshot)
