@@ -5,27 +5,39 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.core.recent import NEW_NUMBERS, RECENT_MESSAGES, find, find_duplicates, persist
-from seqdedupe.core.replay import list_names, persist_all
-from seqdedupe.core.rule import EPOCH, NUMBERS, PERSISTED, PUSHED, decide, first_ids, refusal
-from seqdedupe.format.columns import EPOCHS, LINKS, NAME_OFFSETS, NAMES, PRODUCERS, ROWS, start
+from seqdedupe.core.recent import RECENT_MESSAGES, find, find_duplicates
+from seqdedupe.core.replay import list_names, persist, persist_all
+from seqdedupe.core.rule import (
+    CHANGED,
+    DURABLE_EPOCH,
+    EPOCH,
+    NUMBERS,
+    PERSISTED,
+    PUSHED,
+    STATED,
+    confirm,
+    decide_batch,
+    fail,
+    refusal,
+)
+from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, start
+from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.limits import NO_SEQUENCE_ID
 
 _FIRST_CAPACITY = 64
-_GROWTH = 1.25
+_GROWTH = 1.125
 
 NEW_EPOCH = 2
-"""In `dirty`, next to NEW_NUMBERS: Open gave an epoch, which must be durable before it is answered."""
+"""In `dirty`, next to CHANGED: Open gave an epoch, which must be durable before it is answered."""
 
 Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
-Uint8s = npt.NDArray[np.uint8]
 
 
 class Producers:
     """What is known of a topic's producers. A producer's *number* is its place in the order in which names came.
 
-    `numbers[number]` are its `pushed`, `persisted`, epoch and newest message in the ring; `dirty[number]` tells what
-    changed since the last `collect_dirty`.
+    `numbers[number]` is its producer row (see `rule`); `dirty[number]` tells what changed since the last
+    `collect_dirty`.
     """
 
     def __init__(self) -> None:
@@ -60,13 +72,23 @@ class Producers:
             self._grow(number + 1)
         return number
 
-    def load(self, names: list[bytes], persisted: Int64s, epochs: Int64s) -> None:
-        """Takes over a snapshot. Only before anything else came."""
+    def add_all(self, names: list[bytes]) -> Int64s:
+        """The producers' numbers, new ones for names that are new."""
+        return np.array([self.add(name) for name in names], np.int64)
+
+    def load(self, names: list[bytes], persisted: Int64s, epochs: Int64s, stated: Int64s | None = None) -> None:
+        """Takes over a snapshot: these are PERSISTED, DURABLE_EPOCH and, if it was kept, STATED, by producer number.
+
+        Only before anything else came.
+        """
         self._number_of = dict(zip(names, range(len(names)), strict=True))
         self.numbers = _rows(max(len(names), _FIRST_CAPACITY))
         self.numbers[: len(names), PUSHED] = persisted
         self.numbers[: len(names), PERSISTED] = persisted
         self.numbers[: len(names), EPOCH] = epochs
+        self.numbers[: len(names), DURABLE_EPOCH] = epochs
+        if stated is not None:
+            self.numbers[: len(names), STATED] = stated
         self.dirty = np.zeros(len(self.numbers), np.uint8)
 
     def _grow(self, needed: int) -> None:
@@ -81,66 +103,89 @@ class Producers:
 
     def known(self, encoded: bytes, places: Int64s) -> Int64s | None:
         """The numbers of a batch's producers; None if one of them never came, or comes twice."""
-        found = [self._number_of.get(name, -1) for name in _names(encoded, places)]
+        found = [self._number_of.get(name, -1) for name in names_of(encoded, places)]
         if min(found) < 0 or len(set(found)) < len(found):
             return None
         return np.array(found, np.int64)
 
-    def refusal(self, view: Uint8s, places: Int64s, slots: Int64s, link_may_be_left_out: bool) -> int:
-        """See `rule.refusal`."""
-        return int(refusal(view, places, slots, self.numbers, link_may_be_left_out))
+    def refusal(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool) -> int:
+        """Why a frame is not admitted, or ADMITTED. See `rule.refusal`."""
+        return refusal(view, places, producer_rows, self.numbers, lone, _NO_REASONS)
 
-    def decide(self, view: Uint8s, places: Int64s, slots: Int64s, deduplicate: bool) -> tuple[int, Uint8s]:
+    def reasons(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool) -> Uint8s:
+        """Of each producer of a frame, why what it sends is not admitted, or ADMITTED."""
+        reasons = np.empty(len(producer_rows), np.uint8)
+        refusal(view, places, producer_rows, self.numbers, lone, reasons)
+        return reasons
+
+    def decide(self, view: Uint8s, places: Int64s, producer_rows: Int64s, deduplicate: bool) -> tuple[int, Uint8s]:
         """How many rows are new, and the verdicts. See `rule.decide`."""
         verdicts = np.empty(places[ROWS], np.uint8)
-        return int(decide(view, places, slots, self.numbers, deduplicate, verdicts)), verdicts
+        return decide_batch(view, places, producer_rows, self.numbers, deduplicate, verdicts), verdicts
 
-    def originals(self, view: Uint8s, places: Int64s, slots: Int64s, verdicts: Uint8s) -> tuple[Int64s, Int64s]:
+    def originals(self, view: Uint8s, places: Int64s, producer_rows: Int64s, verdicts: Uint8s) -> tuple[Int64s, Int64s]:
         """The rows with verdict DUP whose original is still known, and the originals' indexes."""
         found = np.empty(len(verdicts), np.int64)
-        if not find_duplicates(view, places, slots, self.numbers, self._ring, self._entered, verdicts, found):
+        if not find_duplicates(view, places, producer_rows, self.numbers, self._ring, self._entered, verdicts, found):
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         rows = np.flatnonzero(found >= 0)
         return rows, found[rows]
 
-    def numbers_in_frame(self, view: Uint8s, places: Int64s) -> list[tuple[bytes, int, int, int]]:
-        """Name, epoch, first sequence ID and link of each producer of a batch: for a refusal's answer."""
-        first = first_ids(view, places)
-        raw = view.tobytes()
-        return [
-            (
-                name,
-                _load64(raw, start(places, EPOCHS) + 8 * p),
-                int(first[p]),
-                _load64(raw, start(places, LINKS) + 8 * p),
-            )
-            for p, name in enumerate(_names(raw, places))
-        ]
-
     # -- outcomes ----------------------------------------------------------------------------------------------
 
-    def persist(self, view: Uint8s, places: Int64s, slots: Int64s) -> None:
-        """A batch is in the log, at `places[BASE_INDEX]`. See `recent.persist`."""
-        self._entered = persist(view, places, slots, self.numbers, self.dirty, self._ring, self._entered)
+    def persist(self, view: Uint8s, places: Int64s, producer_rows: Int64s) -> None:
+        """A batch is in the log, at `places[BASE_INDEX]`: merges it by maximum, and its messages enter the ring."""
+        self._entered = persist(view, places, producer_rows, self.numbers, self.dirty, self._ring, self._entered)
 
     def replay(self, raw: bytes, table: Int64s, count: int) -> None:
         """`count` scanned records are in the log: merges them by maximum; names that are new get numbers."""
         names, first_name = list_names(raw, table, count)
-        slots = np.array([self.add(name) for name in names], np.int64)
+        producer_rows = self.add_all(names)
         self._entered = persist_all(
-            np.frombuffer(raw, np.uint8), table, count, slots, first_name,
+            np.frombuffer(raw, np.uint8), table, count, producer_rows, first_name,
             self.numbers, self.dirty, self._ring, self._entered,
         )  # fmt: skip
 
     def fail_in_flight(self) -> None:
-        """What was pushed and is not persisted never will be."""
-        self.numbers[: len(self), PUSHED] = self.numbers[: len(self), PERSISTED]
+        """What is in flight never will be in the log: see `rule.fail`."""
+        fail(self.numbers, len(self))
 
     # -- sessions and snapshots --------------------------------------------------------------------------------
 
+    def open(self, numbers: Int64s, epoch: int) -> None:
+        """Open gave these producers this epoch: it is in force at once, which fences their older sessions.
+
+        It lasts only if `confirm_sessions` says so: `fail_in_flight` takes it back.
+        """
+        self.numbers[numbers, EPOCH] = epoch
+
+    def confirm_sessions(self, numbers: Int64s, epochs: Int64s, persisted: Int64s | None, index: int) -> None:
+        """A control record with these sessions is in the log, before the message with this index: merges by maximum.
+
+        `persisted` (-1: none) is there where it states a producer anew; None where Open started the sessions. Live and
+        in replay the same.
+        """
+        if persisted is None:
+            persisted = np.full(len(numbers), NO_SEQUENCE_ID, np.int64)
+        # It may stand at the end of a segment that is dropped as soon as the message before it may be dropped.
+        stated = index - 1
+        if len(numbers):
+            each = np.arange(len(numbers), dtype=np.int32)
+            confirm(numbers, epochs, each, persisted, stated, self.numbers, self.dirty)
+
+    def stated_below(self, index: int) -> Int64s:
+        """The producers of which the log from this index on may not state epoch and persisted ID any more.
+
+        Before what is below `index` is dropped they have to be stated again, with their DURABLE_EPOCH and PERSISTED.
+        """
+        numbers = self.numbers[: len(self)]
+        is_something = (numbers[:, DURABLE_EPOCH] > 0) | (numbers[:, PERSISTED] >= 0)
+        return np.flatnonzero(is_something & (numbers[:, STATED] < index))
+
     def set_epoch(self, number: int, epoch: int) -> None:
-        """Open gave the producer this epoch."""
+        """Open gave the producer this epoch, which the next snapshot makes durable."""
         self.numbers[number, EPOCH] = epoch
+        self.numbers[number, DURABLE_EPOCH] = epoch
         self.dirty[number] |= NEW_EPOCH
 
     def have_new_epoch(self, numbers: list[int]) -> bool:
@@ -149,21 +194,23 @@ class Producers:
 
     def mark_dirty(self, numbers: Int32s) -> None:
         """What `collect_dirty` gave out was not stored."""
-        self.dirty[numbers] = NEW_NUMBERS | NEW_EPOCH
+        self.dirty[numbers] = CHANGED | NEW_EPOCH
 
     def index_of(self, number: int, sequence_id: int) -> int:
         """The index of the message with this ID, -1 if it is not known (any more)."""
         return int(find(sequence_id, number, self.numbers, self._ring, self._entered))
 
     def collect_dirty(self) -> tuple[Int32s, Int64s, Int64s]:
-        """Numbers, persisted IDs and epochs of the producers that changed, which count as clean from now on."""
+        """Numbers, PERSISTED and DURABLE_EPOCH of the producers that changed, which count as clean from now on."""
         changed = np.flatnonzero(self.dirty[: len(self)])
         self.dirty[changed] = 0
-        return changed.astype(np.int32), self.numbers[changed, PERSISTED], self.numbers[changed, EPOCH]
+        return changed.astype(np.int32), self.numbers[changed, PERSISTED], self.numbers[changed, DURABLE_EPOCH]
 
 
-_NEW = np.array([-1, -1, 0, -1], np.int64)
-"""A producer of which nothing is known: pushed, persisted, epoch, newest message."""
+_NO_REASONS = np.zeros(0, np.uint8)
+
+_NEW = np.array([-1, -1, 0, 0, -1, -1], np.int64)
+"""The producer row of a producer of which nothing is known."""
 
 
 def _rows(count: int) -> Int64s:
@@ -172,11 +219,8 @@ def _rows(count: int) -> Int64s:
     return rows
 
 
-def _load64(raw: bytes, at: int) -> int:
-    return int.from_bytes(raw[at : at + 8], "little", signed=True)
-
-
-def _names(encoded: bytes, places: Int64s) -> list[bytes]:
+def names_of(encoded: bytes, places: Int64s) -> list[bytes]:
+    """The producer names of a batch that was laid out."""
     producers = int(places[PRODUCERS])
     offsets = np.frombuffer(encoded, np.int32, producers + 1, start(places, NAME_OFFSETS)).tolist()
     names = int(start(places, NAMES))

@@ -1,71 +1,47 @@
 """The last 65,536 messages of a topic: which index a known sequence ID has.
 
 A ring of rows (sequence ID, index, the same producer's message before this one). Messages are counted from 0 as they
-enter; `numbers[slot, NEWEST]` is the count of a producer's newest one, and each row leads on to the one before, so
-finding a frame's duplicates walks over that producer's messages only. -1 is none.
+enter; `numbers[producer_row, NEWEST]` is the count of a producer's newest one, and each leads on to the one before,
+so finding a frame's duplicates walks over that producer's messages only. -1 is none.
 """
 
-from seqdedupe.core.rule import DUP, EPOCH, NEWEST, PERSISTED, PUSHED
-from seqdedupe.format.columns import (
-    BASE_INDEX,
-    EPOCHS,
-    PRODUCER_INDEXES,
-    PRODUCERS,
-    ROWS,
-    SEQUENCE_IDS,
-    load32,
-    load64,
-    start,
-)
+from seqdedupe.core.rule import DUP, NEWEST
+from seqdedupe.format.columns import BASE_INDEX, PRODUCER_INDEXES, SEQUENCE_IDS, int32_column, int64_column
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 
-RECENT_MESSAGES = 65_536
-
-NEW_NUMBERS = 1
-"""In `dirty`: persisted or epoch changed."""
+RECENT_MESSAGES = 2**16
+_PLACES = RECENT_MESSAGES - 1
+"""The bits of a count that are its place in the ring: quicker than a remainder."""
 
 SEQUENCE_ID = 0
 INDEX = 1
 BEFORE = 2
 
 
-@kernel()
-def persist(
-    raw: Bytes, places: Int64s, slots: Int64s, numbers: Int64s2, dirty: Uint8s, ring: Int64s2, entered: int
-) -> int:
-    """A batch is in the log: merges its IDs and epochs by maximum and enters its rows. Live and in replay the same.
-
-    `entered` counts the messages that entered the ring before; returns that count afterwards.
-    """
-    ids = start(places, SEQUENCE_IDS)
-    indexes = start(places, PRODUCER_INDEXES)
-    alone = places[PRODUCERS] == 1
-    for p in range(places[PRODUCERS]):
-        slot = slots[p]
-        dirty[slot] |= NEW_NUMBERS
-        numbers[slot, EPOCH] = max(numbers[slot, EPOCH], load64(raw, start(places, EPOCHS) + 8 * p))
-    slot = slots[0]
-    for row in range(places[ROWS]):
-        if not alone:
-            slot = slots[load32(raw, indexes + 4 * row)]
-        sequence_id = load64(raw, ids + 8 * row)
-        numbers[slot, PERSISTED] = max(numbers[slot, PERSISTED], sequence_id)
-        numbers[slot, PUSHED] = max(numbers[slot, PUSHED], sequence_id)
-        place = entered % RECENT_MESSAGES
-        ring[place, SEQUENCE_ID] = sequence_id
+@kernel(inline=True)
+def enter(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, ring: Int64s2, entered: int) -> int:
+    """The messages of a stored batch enter the ring. Returns how many have entered by now; before it was `entered`."""
+    ids = int64_column(raw, places, SEQUENCE_IDS)
+    indexes = int32_column(raw, places, PRODUCER_INDEXES)
+    producer_row = producer_rows[0]
+    for row in range(ids.shape[0]):
+        if indexes.shape[0] != 0:
+            producer_row = producer_rows[indexes[row]]
+        place = entered & _PLACES
+        ring[place, SEQUENCE_ID] = ids[row]
         ring[place, INDEX] = places[BASE_INDEX] + row
-        ring[place, BEFORE] = numbers[slot, NEWEST]
-        numbers[slot, NEWEST] = entered
+        ring[place, BEFORE] = numbers[producer_row, NEWEST]
+        numbers[producer_row, NEWEST] = entered
         entered += 1
     return entered
 
 
 @kernel()
-def find(sequence_id: int, slot: int, numbers: Int64s2, ring: Int64s2, entered: int) -> int:
+def find(sequence_id: int, producer_row: int, numbers: Int64s2, ring: Int64s2, entered: int) -> int:
     """The index of the newest message with this ID of this producer, or -1 if it is not known (any more)."""
-    here = numbers[slot, NEWEST]
+    here = numbers[producer_row, NEWEST]
     while here >= 0 and here >= entered - RECENT_MESSAGES:
-        place = here % RECENT_MESSAGES
+        place = here & _PLACES
         if ring[place, SEQUENCE_ID] == sequence_id:
             return int(ring[place, INDEX])
         here = ring[place, BEFORE]
@@ -76,7 +52,7 @@ def find(sequence_id: int, slot: int, numbers: Int64s2, ring: Int64s2, entered: 
 def find_duplicates(
     raw: Bytes,
     places: Int64s,
-    slots: Int64s,
+    producer_rows: Int64s,
     numbers: Int64s2,
     ring: Int64s2,
     entered: int,
@@ -88,24 +64,23 @@ def find_duplicates(
     Rows are gone through from the last to the first: a producer's IDs fall then, and so they do along its chain in
     the ring (unless deduplication was off), so one walk serves all its rows.
     """
-    ids = start(places, SEQUENCE_IDS)
-    indexes = start(places, PRODUCER_INDEXES)
-    alone = places[PRODUCERS] == 1
-    chain = slots.copy()
-    for p in range(places[PRODUCERS]):
-        chain[p] = numbers[slots[p], NEWEST]
+    ids = int64_column(raw, places, SEQUENCE_IDS)
+    indexes = int32_column(raw, places, PRODUCER_INDEXES)
+    chain = producer_rows.copy()
+    for p in range(producer_rows.shape[0]):
+        chain[p] = numbers[producer_rows[p], NEWEST]
     known = 0
     p = 0
-    for row in range(places[ROWS] - 1, -1, -1):
+    for row in range(ids.shape[0] - 1, -1, -1):
         found[row] = -1
         if verdicts[row] != DUP:
             continue
-        if not alone:
-            p = load32(raw, indexes + 4 * row)
-        sequence_id = load64(raw, ids + 8 * row)
+        if indexes.shape[0] != 0:
+            p = indexes[row]
+        sequence_id = ids[row]
         here = chain[p]
         while here >= 0 and here >= entered - RECENT_MESSAGES:
-            place = here % RECENT_MESSAGES
+            place = here & _PLACES
             if ring[place, SEQUENCE_ID] <= sequence_id:
                 if ring[place, SEQUENCE_ID] == sequence_id:
                     found[row] = ring[place, INDEX]

@@ -1,10 +1,20 @@
-"""Merging scanned records into the numbers, many at a time: recovery's loop, without a Python step a record."""
+"""Batches that are in the log: into the numbers and the ring, one while serving, and many at a time in recovery."""
 
 import numpy as np
 
-from seqdedupe.core.recent import persist
+from seqdedupe.core.recent import enter
+from seqdedupe.core.rule import confirm_batch
 from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, size, start
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel, load32
+
+
+@kernel()
+def persist(
+    raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, dirty: Uint8s, ring: Int64s2, entered: int
+) -> int:
+    """A batch is in the log: see `rule.confirm` and `recent.enter`, whose result this returns."""
+    confirm_batch(raw, places, producer_rows, numbers, dirty)
+    return enter(raw, places, producer_rows, numbers, ring, entered)
 
 
 @kernel()
@@ -59,18 +69,18 @@ def persist_all(
     raw: Bytes,
     table: Int64s2,
     count: int,
-    slots: Int64s,
+    producer_rows: Int64s,
     first_name: Int64s,
     numbers: Int64s2,
     dirty: Uint8s,
     ring: Int64s2,
     entered: int,
 ) -> int:
-    """`persist` for every batch among `count` scanned records; `slots` are those of the listed names."""
+    """`persist` for every batch among `count` scanned records; `producer_rows` are those of the listed names."""
     for k in range(count):
         places = table[k]
         if places[ROWS] > 0:
-            of_batch = slots[first_name[k] : first_name[k] + places[PRODUCERS]]
+            of_batch = producer_rows[first_name[k] : first_name[k] + places[PRODUCERS]]
             entered = persist(raw, places, of_batch, numbers, dirty, ring, entered)
     return entered
 

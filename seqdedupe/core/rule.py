@@ -1,108 +1,208 @@
-"""The rule: Dup, NotDup or Unknown, and whether a frame may be admitted at all.
+"""The rule: whether a frame is admitted, what each of its rows is, and what the log's answer does to the numbers.
 
-`numbers` has one row of int64 a producer: what was pushed, what persisted, the epoch that owns the name, and the
-newest message of it that the ring of recent messages knows (see `recent`).
+`numbers` has one row of int64 a producer, its *producer row*. A kernel is given the producers of a call
+(`producer_rows`) and columns with one value a row: which of those producers it is (`indexes`; empty: always the
+first), the lowest sequence ID that it stands for, and the highest. A row of a batch is one message, so there both are
+one column; where a row is a range that nobody looks into, the lowest decides and the highest is recorded, as in Pulsar.
 """
 
 import numpy as np
 
 from seqdedupe.format.columns import (
+    BASE_INDEX,
     EPOCHS,
     LINKS,
     PRODUCER_INDEXES,
-    PRODUCERS,
-    ROWS,
     SEQUENCE_IDS,
-    load32,
-    load64,
-    start,
+    int32_column,
+    int64_column,
 )
-from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
+from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel
 from seqdedupe.limits import LINK_LEFT_OUT
 
 # Columns of `numbers`.
 PUSHED = 0
+"""The highest ID that was handed to the log."""
 PERSISTED = 1
+"""The highest ID that the log has confirmed."""
 EPOCH = 2
-NEWEST = 3
-NUMBERS = 4
+"""The epoch that owns the name, from the moment at which Open gave it."""
+DURABLE_EPOCH = 3
+"""The newest epoch that a confirmed record names; 0 is none."""
+STATED = 4
+"""From this index on the log states both, DURABLE_EPOCH and PERSISTED, or an index below that; -1: not known."""
+NEWEST = 5
+"""The producer's newest message in the ring of recent messages (see `recent`); -1 is none."""
+NUMBERS = 6
+
+CHANGED = 1
+"""In `dirty`, which has a byte a producer row: what a snapshot keeps of the numbers has changed."""
 
 # Verdicts, as on the wire.
 NOT_DUP = 1
 DUP = 2
 UNKNOWN = 3
 
-# Why a frame is refused, in the order in which it is looked for.
-INVALID_PREDECESSOR = -1
-FENCED = -2
-LINK_REQUIRED = -3
-PREDECESSOR_MISSING = -4
+# Why a producer's part of a frame is not admitted, in the order in which it is looked for.
+ADMITTED = 0
+INVALID_PREDECESSOR = 1
+FENCED = 2
+LINK_REQUIRED = 3
+PREDECESSOR_MISSING = 4
 
 
-@kernel()
-def first_ids(raw: Bytes, places: Int64s) -> Int64s:
-    """The first sequence ID of each producer in a batch."""
-    producers = places[PRODUCERS]
+@kernel(inline=True)
+def reason(epoch: int, link: int, first: int, pushed: int, persisted: int, current: int, lone: bool) -> int:
+    """Why what one producer sends is not admitted, or ADMITTED. `first` is its first ID, `current` the epoch in force.
+
+    A message is admitted only after its predecessor: if its ID and the one that its producer sent before are both
+    above what was pushed, something between them is missing, and taking it would move the watermark over a hole.
+    """
+    if link < LINK_LEFT_OUT or link >= first:
+        return INVALID_PREDECESSOR
+    if epoch != current:
+        return FENCED
+    if link == LINK_LEFT_OUT:
+        return ADMITTED if lone and pushed == persisted else LINK_REQUIRED
+    if first > pushed and link > pushed:
+        return PREDECESSOR_MISSING
+    return ADMITTED
+
+
+@kernel(inline=True)
+def first_ids(indexes: Int32Column, ids: Int64Column, producers: int) -> Int64s:
+    """The first sequence ID of each producer."""
     first = np.full(producers, -1, np.int64)
-    ids = start(places, SEQUENCE_IDS)
-    if producers == 1:
-        first[0] = load64(raw, ids)
+    if indexes.shape[0] == 0:
+        first[0] = ids[0]
         return first
-    indexes = start(places, PRODUCER_INDEXES)
-    for row in range(places[ROWS]):
-        p = load32(raw, indexes + 4 * row)
-        if first[p] < 0:
-            first[p] = load64(raw, ids + 8 * row)
+    for row in range(ids.shape[0]):
+        if first[indexes[row]] < 0:
+            first[indexes[row]] = ids[row]
     return first
 
 
 @kernel()
-def refusal(raw: Bytes, places: Int64s, slots: Int64s, numbers: Int64s2, link_may_be_left_out: bool) -> int:
-    """Why this frame cannot be admitted, or 0. `slots` are its producers' rows in `numbers`; changes nothing.
+def refusal(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, lone: bool, reasons: Uint8s) -> int:
+    """Why this frame is not admitted, or ADMITTED: of its producers' reasons the one that is looked for first.
 
-    A message is admitted only behind its predecessor: if its ID and the one that its producer sent before are both
-    above what was pushed, something between them is missing, and taking it would move the watermark over a hole.
+    Fills `reasons`, one a producer, unless that is empty; changes nothing else. `lone`: a link may be left out.
     """
-    epochs = start(places, EPOCHS)
-    links = start(places, LINKS)
-    why = 0
-    first = first_ids(raw, places)
-    for p in range(places[PRODUCERS]):
-        slot = slots[p]
-        link = load64(raw, links + 8 * p)
-        if link < LINK_LEFT_OUT or link >= first[p]:
-            return INVALID_PREDECESSOR
-        if load64(raw, epochs + 8 * p) != numbers[slot, EPOCH]:
-            why = FENCED
-        elif link == LINK_LEFT_OUT:
-            if not link_may_be_left_out or numbers[slot, PUSHED] != numbers[slot, PERSISTED]:
-                why = max(why, LINK_REQUIRED) if why != 0 else LINK_REQUIRED
-        elif first[p] > numbers[slot, PUSHED] and link > numbers[slot, PUSHED] and why == 0:
-            why = PREDECESSOR_MISSING
+    ids = int64_column(raw, places, SEQUENCE_IDS)
+    indexes = int32_column(raw, places, PRODUCER_INDEXES)
+    epochs = int64_column(raw, places, EPOCHS)
+    links = int64_column(raw, places, LINKS)
+    first = first_ids(indexes, ids, producer_rows.shape[0])
+    why = ADMITTED
+    for p in range(producer_rows.shape[0]):
+        row = producer_rows[p]
+        its = reason(
+            epochs[p], links[p], first[p], numbers[row, PUSHED], numbers[row, PERSISTED], numbers[row, EPOCH], lone
+        )
+        if reasons.shape[0] != 0:
+            reasons[p] = its
+        if its != ADMITTED and (why == ADMITTED or its < why):
+            why = its
     return why
 
 
-@kernel()
-def decide(raw: Bytes, places: Int64s, slots: Int64s, numbers: Int64s2, deduplicate: bool, verdicts: Uint8s) -> int:
-    """The verdict of each row of a frame that `refusal` lets pass; what is new counts as pushed from now on.
+@kernel(inline=True)
+def decide(
+    producer_rows: Int64s,
+    indexes: Int32Column,
+    lowest: Int64Column,
+    highest: Int64Column,
+    numbers: Int64s2,
+    deduplicate: bool,
+    verdicts: Uint8s,
+) -> int:
+    """The verdict of each row; what is new counts as pushed from now on. Returns how many rows are new.
 
-    Fills `verdicts` (one byte a row) and returns how many rows are new. With `deduplicate` off every row is new;
-    the numbers move as ever, by maximum.
+    With `deduplicate` off every row is new; the numbers move as ever, by maximum. A range's highest ID is not below
+    its lowest.
     """
-    ids = start(places, SEQUENCE_IDS)
-    indexes = start(places, PRODUCER_INDEXES)
-    alone = places[PRODUCERS] == 1
-    slot = slots[0]
+    producer_row = producer_rows[0]
     new = 0
-    for row in range(places[ROWS]):
-        if not alone:
-            slot = slots[load32(raw, indexes + 4 * row)]
-        sequence_id = load64(raw, ids + 8 * row)
-        if sequence_id > numbers[slot, PUSHED]:
-            numbers[slot, PUSHED] = sequence_id
-        elif deduplicate:
-            verdicts[row] = DUP if sequence_id <= numbers[slot, PERSISTED] else UNKNOWN
+    for row in range(lowest.shape[0]):
+        if indexes.shape[0] != 0:
+            producer_row = producer_rows[indexes[row]]
+        if deduplicate and lowest[row] <= numbers[producer_row, PUSHED]:
+            verdicts[row] = DUP if lowest[row] <= numbers[producer_row, PERSISTED] else UNKNOWN
             continue
+        numbers[producer_row, PUSHED] = max(numbers[producer_row, PUSHED], highest[row])
         verdicts[row] = NOT_DUP
         new += 1
     return new
+
+
+@kernel()
+def decide_batch(
+    raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, deduplicate: bool, verdicts: Uint8s
+) -> int:
+    """`decide` for a frame that `refusal` lets pass."""
+    ids = int64_column(raw, places, SEQUENCE_IDS)
+    indexes = int32_column(raw, places, PRODUCER_INDEXES)
+    return decide(producer_rows, indexes, ids, ids, numbers, deduplicate, verdicts)
+
+
+@kernel(inline=True)
+def confirm(
+    producer_rows: Int64s,
+    epochs: Int64Column,
+    indexes: Int32Column,
+    highest: Int64Column,
+    index: int,
+    numbers: Int64s2,
+    dirty: Uint8s,
+) -> int:
+    """These rows are in the log, in a record with this index: merges what it says by maximum.
+
+    `epochs` has one value a producer. Live and in replay the same. Returns how many rows there are.
+    """
+    stated = index
+    for p in range(producer_rows.shape[0]):
+        producer_row = producer_rows[p]
+        dirty[producer_row] |= CHANGED
+        if epochs[p] < numbers[producer_row, DURABLE_EPOCH]:
+            # The epoch in force stands in another record, which may be an older one.
+            stated = -1
+        numbers[producer_row, DURABLE_EPOCH] = max(numbers[producer_row, DURABLE_EPOCH], epochs[p])
+        numbers[producer_row, EPOCH] = max(numbers[producer_row, EPOCH], epochs[p])
+    producer_row = producer_rows[0]
+    for row in range(highest.shape[0]):
+        if indexes.shape[0] != 0:
+            producer_row = producer_rows[indexes[row]]
+        # A record that says less, of a topic that does not deduplicate, does not state what is in force.
+        if highest[row] >= numbers[producer_row, PERSISTED]:
+            numbers[producer_row, PERSISTED] = highest[row]
+            if highest[row] > numbers[producer_row, PUSHED]:
+                numbers[producer_row, PUSHED] = highest[row]
+            if stated > numbers[producer_row, STATED]:
+                numbers[producer_row, STATED] = stated
+    return len(highest)
+
+
+@kernel(inline=True)
+def confirm_batch(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, dirty: Uint8s) -> int:
+    """`confirm` for a batch that is in the log at `places[BASE_INDEX]`."""
+    return confirm(
+        producer_rows,
+        int64_column(raw, places, EPOCHS),
+        int32_column(raw, places, PRODUCER_INDEXES),
+        int64_column(raw, places, SEQUENCE_IDS),
+        places[BASE_INDEX],
+        numbers,
+        dirty,
+    )
+
+
+@kernel()
+def fail(numbers: Int64s2, producers: int) -> int:
+    """Nothing that is in flight will ever be in the log: what was pushed and opened and is not confirmed is taken back.
+
+    Returns the number of producers.
+    """
+    for producer_row in range(producers):
+        numbers[producer_row, PUSHED] = numbers[producer_row, PERSISTED]
+        numbers[producer_row, EPOCH] = numbers[producer_row, DURABLE_EPOCH]
+    return producers

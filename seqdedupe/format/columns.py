@@ -6,7 +6,17 @@ Where a column stands is read through `start` and `size` alone; the other elemen
 
 import numpy as np
 
-from seqdedupe.format.jit import Int64s, for_kernels, load32, load64
+from seqdedupe.format.jit import (
+    Bytes,
+    Int32Column,
+    Int64Column,
+    Int64s,
+    for_kernels,
+    load32,
+    load64,
+    view32,
+    view64,
+)
 
 __all__ = ["load32", "load64"]
 
@@ -68,6 +78,18 @@ def put(places: Int64s, column: int, start: int, size: int) -> None:
     """The column stands there."""
     places[2 * column] = start
     places[2 * column + 1] = size
+
+
+@for_kernels
+def int32_column(raw: Bytes, places: Int64s, column: int) -> Int32Column:
+    """The values of a column of 32-bit numbers. In a kernel they are valid no longer than `raw` is in use there."""
+    return view32(raw, start(places, column), size(places, column) // 4)
+
+
+@for_kernels
+def int64_column(raw: Bytes, places: Int64s, column: int) -> Int64Column:
+    """The same for 64-bit numbers."""
+    return view64(raw, start(places, column), size(places, column) // 8)
 
 
 def _columns_of_fields() -> Int64s:

@@ -25,6 +25,9 @@ Bytes = Annotated[npt.NDArray[np.uint8], "what was received or read: nobody may 
 Uint8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 Int64s2 = Annotated[npt.NDArray[np.int64], "of two dimensions"]
+# Anywhere in a buffer, so perhaps not aligned. Any contiguous array of these numbers will do.
+Int32Column = Annotated[npt.NDArray[np.int32], "nobody may change it"]
+Int64Column = Annotated[npt.NDArray[np.int64], "nobody may change it"]
 
 try:
     import numba
@@ -32,9 +35,10 @@ try:
     from numba import njit
     from numba.core import cgutils, types
     from numba.extending import intrinsic, register_jitable
+    from numba.np import arrayobj
 except ImportError:
 
-    def kernel(*, nogil: bool = False) -> Callable[[F], F]:
+    def kernel(*, inline: bool = False, nogil: bool = False) -> Callable[[F], F]:
         """Leaves the function as it is."""
         return lambda function: function
 
@@ -50,6 +54,14 @@ except ImportError:
         """The signed 64-bit little-endian number at this place of a buffer."""
         return int.from_bytes(bytes(raw[at : at + 8]), "little", signed=True)
 
+    def view32(raw: Any, at: int, count: int) -> Int32Column:
+        """So many signed 32-bit little-endian numbers from this place of a buffer on."""
+        return np.frombuffer(raw, "<i4", count, at) if count else np.zeros(0, np.int32)
+
+    def view64(raw: Any, at: int, count: int) -> Int64Column:
+        """So many signed 64-bit little-endian numbers from this place of a buffer on."""
+        return np.frombuffer(raw, "<i8", count, at) if count else np.zeros(0, np.int64)
+
     crc_step: Any = None
     """CRC32C of eight more bytes as one instruction of the processor; None where there is none."""
 
@@ -61,6 +73,8 @@ else:
         Uint8s: types.Array(types.uint8, 1, "C"),
         Int64s: types.Array(types.int64, 1, "C"),
         Int64s2: types.Array(types.int64, 2, "C"),
+        Int32Column: types.Array(types.int32, 1, "C", readonly=True, aligned=False),
+        Int64Column: types.Array(types.int64, 1, "C", readonly=True, aligned=False),
     }
 
     def _cache_folder() -> Path | None:
@@ -85,9 +99,10 @@ else:
     if _CACHE is not None:
         numba.config.CACHE_DIR = str(_CACHE)  # type: ignore[attr-defined]
 
-    def kernel(*, nogil: bool = False) -> Callable[[F], F]:
+    def kernel(*, inline: bool = False, nogil: bool = False) -> Callable[[F], F]:
         """Compiles the function for the types in its annotations.
 
+        `inline` puts it into the kernels that call it: for a part of a short one, where a call would be felt.
         `nogil` lets other threads run meanwhile: for what takes long, and is called in a thread.
         """
 
@@ -95,7 +110,9 @@ else:
             hints = get_type_hints(function, include_extras=True)
             result = _TYPES[hints.pop("return")]
             signature = result(*(_TYPES[hint] for hint in hints.values()))
-            dispatcher: Any = njit(signature, cache=_CACHE is not None, error_model="numpy", nogil=nogil)(function)
+            dispatcher: Any = njit(
+                signature, cache=_CACHE is not None, error_model="numpy", forceinline=inline, nogil=nogil
+            )(function)
             return cast(F, dispatcher)
 
         return compiled
@@ -121,6 +138,30 @@ else:
 
     load32 = _load(32)
     load64 = _load(64)
+
+    def _view(column: Any) -> Any:
+        # The same memory: slicing the buffer and viewing it as numbers would have numba take them for aligned.
+        def view(typing_context, raw, at, count):  # type: ignore[no-untyped-def]
+            def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+                array = context.make_array(signature.args[0])(context, builder, arguments[0])
+                result = context.make_array(column)(context, builder)
+                item_bytes = ir.Constant(ir.IntType(64), column.dtype.bitwidth // 8)
+                arrayobj.populate_array(  # type: ignore[no-untyped-call]
+                    result,
+                    data=builder.bitcast(builder.gep(array.data, [arguments[1]]), result.data.type),
+                    shape=[arguments[2]],
+                    strides=[item_bytes],
+                    itemsize=item_bytes,
+                    meminfo=None,
+                )
+                return result._getvalue()
+
+            return column(raw, types.int64, types.int64), generate
+
+        return intrinsic(view)
+
+    view32 = _view(_TYPES[Int32Column])
+    view64 = _view(_TYPES[Int64Column])
 
     def _crc_step(typing_context, crc, word):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]

@@ -12,7 +12,7 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe import wire
 from seqdedupe.core import rule
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import Producers, names_of
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import layout
@@ -31,6 +31,7 @@ from seqdedupe.format.columns import (
     PAYLOAD_VALIDITY,
     PAYLOADS,
     PLACES,
+    PRODUCER_INDEXES,
     PRODUCERS,
     PROPERTY_NAME_OFFSETS,
     PROPERTY_NAMES,
@@ -115,7 +116,7 @@ def admit(
         return None, Refusal(number, e)
     why = producers.refusal(frame.view, frame.places, frame.slots, lone)
     if why:
-        return None, Refusal(number, *refused(frame, producers, why))
+        return None, Refusal(number, *refused(frame, producers, why, lone))
     new, verdicts = producers.decide(frame.view, frame.places, frame.slots, deduplicate)
     if new == frame.rows:
         frame.places[BASE_INDEX] = next_index
@@ -181,28 +182,32 @@ def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> Seqdedup
     """The error for a list of producers that are not all known."""
     if not _is_text(view, places, NAME_OFFSETS, NAMES):
         return error("INVALID_NAME", "the batch is not valid: its producer names are not all UTF-8")
-    names = [name for name, *_ in producers.numbers_in_frame(view, places)]
+    names = names_of(view.tobytes(), places)
     if len(set(names)) < len(names):
         return error("INVALID_NAME", "the batch is not valid: a producer is listed twice")
     unknown = next(name for name in names if name not in producers).decode()
     return error("INVALID_EPOCH", f"producer {unknown!r} has no session on this topic: open it", producer_name=unknown)
 
 
-def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
+def refused(frame: Frame, producers: Producers, why: int, lone: bool) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
     """The error for what `Producers.refusal` answered, and the numbers of the producers that were the cause."""
+    epochs, links, first = _of_producers(frame)
+    names = names_of(frame.encoded, frame.places)
+    reasons = producers.reasons(frame.view, frame.places, frame.slots, lone)
     listed = []
-    for number, (name, epoch, first, link) in zip(
-        frame.slots, producers.numbers_in_frame(frame.view, frame.places), strict=True
-    ):
-        pushed, persisted, current = (int(n) for n in producers.numbers[number, : rule.EPOCH + 1])
-        is_cause = {
-            rule.INVALID_PREDECESSOR: link < -2 or link >= first,
-            rule.FENCED: epoch != current,
-            rule.LINK_REQUIRED: link == -2,
-            rule.PREDECESSOR_MISSING: first > pushed and link > pushed,
-        }[why]
-        if is_cause:
-            listed.append(ProducerNumbers(name.decode(), epoch, current, first, link, pushed, persisted))
+    for p in np.flatnonzero(reasons == why).tolist():
+        numbers_of = producers.numbers[frame.slots[p]].tolist()
+        listed.append(
+            ProducerNumbers(
+                names[p].decode(),
+                epochs[p],
+                numbers_of[rule.EPOCH],
+                first[p],
+                links[p],
+                numbers_of[rule.PUSHED],
+                numbers_of[rule.PERSISTED],
+            )
+        )
     one = listed[0]
     numbers: dict[str, Any] = {
         "producer_name": one.name,
@@ -250,6 +255,18 @@ def refused(frame: Frame, producers: Producers, why: int) -> tuple[SeqdedupeErro
             **numbers,
         )
     return e, listed[:MAX_PRODUCERS_IN_REFUSAL]
+
+
+def _of_producers(frame: Frame) -> tuple[list[int], list[int], list[int]]:
+    """Epoch, link and first sequence ID of each producer."""
+
+    def column(kind: type[np.int32 | np.int64], which: int) -> Any:
+        values = size(frame.places, which) // np.dtype(kind).itemsize
+        return np.frombuffer(frame.encoded, kind, values, start(frame.places, which)) if values else np.zeros(0, kind)
+
+    ids = column(np.int64, SEQUENCE_IDS)
+    first = rule.first_ids(column(np.int32, PRODUCER_INDEXES), ids, len(frame.slots))
+    return column(np.int64, EPOCHS).tolist(), column(np.int64, LINKS).tolist(), first.tolist()
 
 
 def _is_stale(producer: ProducerNumbers) -> bool:

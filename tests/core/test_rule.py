@@ -1,6 +1,7 @@
 """The rule, against Pulsar's own tables, against a model of one line, and compiled against plain."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,15 +10,18 @@ from hypothesis import strategies as st
 
 from seqdedupe.batch import Batch
 from seqdedupe.core import recent, rule
-from seqdedupe.core.producers import Int64s, Producers, Uint8s
+from seqdedupe.core.producers import Producers
 from seqdedupe.core.recent import RECENT_MESSAGES
 from seqdedupe.core.rule import (
+    ADMITTED,
     DUP,
+    DURABLE_EPOCH,
     EPOCH,
     FENCED,
     INVALID_PREDECESSOR,
     LINK_REQUIRED,
     NOT_DUP,
+    NUMBERS,
     PERSISTED,
     PREDECESSOR_MISSING,
     PUSHED,
@@ -25,6 +29,7 @@ from seqdedupe.core.rule import (
 )
 from seqdedupe.format import layout
 from seqdedupe.format.columns import BASE_INDEX, PLACES
+from seqdedupe.format.jit import Int64s, Uint8s
 from tests.batches import Row, batch
 from tests.plain import PLAIN
 
@@ -37,6 +42,7 @@ class OneTopic:
     def __init__(self, *names: str) -> None:
         self.both: list[Producers] = [Producers(), PLAIN["producers"].Producers()]
         self.stored = 0
+        self.reasons: list[int] = []
         for producers in self.both:
             for name in names:
                 producers.set_epoch(producers.add(name.encode()), 1)
@@ -51,9 +57,14 @@ class OneTopic:
             yield producers, view, places, slots
 
     def refusal(self, b: Batch, lone: bool = False) -> int:
-        answers = {p.refusal(view, places, slots, lone) for p, view, places, slots in self._each(b.encode())}
-        assert len(answers) == 1
-        return answers.pop()
+        answers = []
+        for producers, view, places, slots in self._each(b.encode()):
+            reasons = producers.reasons(view, places, slots, lone).tolist()
+            answers.append((producers.refusal(view, places, slots, lone), reasons))
+        assert answers[0] == answers[1]
+        why, self.reasons = answers[0]
+        assert why == min(filter(None, self.reasons), default=ADMITTED)
+        return why
 
     def decide(self, b: Batch, deduplicate: bool = True) -> list[int]:
         answers = []
@@ -186,6 +197,151 @@ def test_one_wrong_producer_refuses_the_whole_frame_and_changes_nothing() -> Non
     assert topic.refusal(batch(fine, links={"c": 0}, epochs={"a": 0})) == FENCED
     assert topic.refusal(batch(fine, links={"c": 0, "b": 1})) == INVALID_PREDECESSOR
     assert [topic.numbers(n) for n in "abc"] == [(-1, -1)] * 3
+
+
+def test_of_each_producer_the_reason_that_is_looked_for_first_is_told() -> None:
+    topic = OneTopic("a", "b", "c", "d")
+    fine = [(name, 1) for name in "abcd"]
+    links = {"b": 0, "c": 1, "d": -2}
+    assert topic.refusal(batch(fine, links=links, epochs={"c": 7})) == INVALID_PREDECESSOR
+    assert topic.reasons == [ADMITTED, PREDECESSOR_MISSING, INVALID_PREDECESSOR, LINK_REQUIRED]
+    assert topic.refusal(batch(fine, links=links | {"c": -1}, epochs={"c": 7, "d": 7}), lone=True) == FENCED
+    assert topic.reasons == [ADMITTED, PREDECESSOR_MISSING, FENCED, FENCED]
+    assert topic.refusal(batch(fine, links={"b": 0, "d": -2}), lone=True) == PREDECESSOR_MISSING
+    assert topic.reasons == [ADMITTED, PREDECESSOR_MISSING, ADMITTED, ADMITTED]
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=6)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["check", "check", "persist", "fail"]), RANGES), max_size=20), st.booleans())
+def test_of_a_range_the_lowest_id_decides_and_the_highest_is_recorded(
+    operations: list[tuple[str, list[tuple[int, int, int]]]], deduplicate: bool
+) -> None:
+    numbers = {module: module.numbers_of(3) for module in (_Ranges(rule), _Ranges(PLAIN["rule"]))}
+    pushed, persisted = [-1] * 3, [-1] * 3
+    in_flight: list[tuple[int, int]] = []
+    for operation, ranges in operations:
+        if operation == "check":
+            expected = []
+            for p, low, length in ranges:
+                new = low > pushed[p] or not deduplicate
+                expected.append(N if new else D if low <= persisted[p] else U)
+                if new:
+                    pushed[p] = max(pushed[p], low + length)
+                    in_flight.append((p, low + length))
+            assert [ranges_of.decide(ranges, at, deduplicate) for ranges_of, at in numbers.items()] == [expected] * 2
+        elif operation == "persist" and in_flight:
+            p, high = in_flight.pop(0)
+            persisted[p] = max(persisted[p], high)
+            for ranges_of, at in numbers.items():
+                ranges_of.confirm(p, high, at)
+        elif operation == "fail":
+            in_flight.clear()
+            pushed = list(persisted)
+            for ranges_of, at in numbers.items():
+                ranges_of.rule.fail(at, 3)
+        for at in numbers.values():
+            assert (at[:, PUSHED].tolist(), at[:, PERSISTED].tolist()) == (pushed, persisted)
+
+
+class _Ranges:
+    """The rule on plain arrays, as a broker with a log of its own asks it."""
+
+    def __init__(self, module: Any) -> None:
+        self.rule = module
+
+    def numbers_of(self, producers: int) -> Int64s:
+        numbers = np.zeros((producers, NUMBERS), np.int64)
+        numbers[:, [PUSHED, PERSISTED]] = -1
+        return numbers
+
+    def decide(self, ranges: list[tuple[int, int, int]], numbers: Int64s, deduplicate: bool) -> list[int]:
+        owners, lowest, lengths = np.array(ranges).T
+        verdicts = np.zeros(len(ranges), np.uint8)
+        rows = np.arange(3)
+        new = self.rule.decide(
+            rows, owners.astype(np.int32), lowest.copy(), lowest + lengths, numbers, deduplicate, verdicts
+        )
+        assert new == (verdicts == N).sum()
+        return list(verdicts)
+
+    def confirm(self, producer_row: int, highest: int, numbers: Int64s) -> None:
+        rows, none = np.array([producer_row]), np.zeros(0, np.int32)
+        self.rule.confirm(rows, np.array([0]), none, np.array([highest]), 0, numbers, np.zeros(3, np.uint8))
+
+
+def test_an_epoch_is_in_force_at_once_and_is_taken_back_if_the_log_never_held_it() -> None:
+    topic = OneTopic("a")
+    for producers in topic.both:
+        numbers = producers.add_all([b"a", b"b"])
+        producers.confirm_sessions(numbers, np.array([3, 3]), None, 0)
+        producers.collect_dirty()
+        producers.open(numbers[:1], 8)
+        assert producers.numbers[:2, [EPOCH, DURABLE_EPOCH]].tolist() == [[8, 3], [3, 3]]
+        assert len(producers.collect_dirty()[0]) == 0, "a snapshot keeps what is durable"
+        producers.fail_in_flight()
+        assert producers.numbers[:2, [EPOCH, DURABLE_EPOCH]].tolist() == [[3, 3], [3, 3]]
+        producers.open(numbers[:1], 9)
+        producers.confirm_sessions(numbers[:1], np.array([9]), None, 0)
+        producers.fail_in_flight()
+        assert producers.numbers[:2, [EPOCH, DURABLE_EPOCH]].tolist() == [[9, 9], [3, 3]]
+        changed, _, epochs = producers.collect_dirty()
+        assert (changed.tolist(), epochs.tolist()) == ([0], [9])
+
+
+def test_a_batch_makes_the_epoch_durable_that_it_names() -> None:
+    topic = OneTopic("a")
+    topic.persist(batch([("a", 1)], epochs={"a": 9}))
+    topic.fail()
+    assert all(p.numbers[0, [EPOCH, DURABLE_EPOCH]].tolist() == [9, 9] for p in topic.both)
+
+
+SESSIONS = st.tuples(st.just("sessions"), st.integers(0, 2), st.none() | st.integers(0, 3))
+STORED = st.tuples(st.just("batch"), st.integers(0, 2), st.integers(0, 12))
+OPENED = st.tuples(st.just("open"), st.integers(0, 2), st.none())
+
+
+@given(st.lists(SESSIONS | STORED | OPENED, max_size=25))
+def test_what_is_not_to_be_stated_again_stands_in_the_rest_of_the_log(
+    records: list[tuple[str, int, int | None]],
+) -> None:
+    """Whatever part of the log is dropped: the rest of it and what is stated again give the same numbers."""
+    topic = OneTopic("a", "b", "c")
+    names = [b"a", b"b", b"c"]
+    epochs = [1, 1, 1]
+    log: list[tuple[int, int, int, int]] = []
+    for kind, p, value in records:
+        if kind == "open":
+            epochs[p] += 1
+            continue
+        if kind == "batch":
+            assert value is not None
+            epoch = max(epochs[p] - value % 2, 1)
+            log.append((topic.stored, p, epoch, value))
+            topic.persist(batch([(names[p].decode(), value)], epochs={names[p].decode(): epoch}))
+            continue
+        known = int(topic.both[0].numbers[p, PERSISTED])
+        persisted = None if value is None else max(known - value, -1)
+        # A control record goes with the message before it at the latest.
+        log.append((topic.stored - 1, p, epochs[p], -1 if persisted is None else persisted))
+        for producers in topic.both:
+            at = None if persisted is None else np.array([persisted])
+            producers.confirm_sessions(np.array([p]), np.array([epochs[p]]), at, topic.stored)
+    for producers in topic.both:
+        whole = producers.numbers[:3, [DURABLE_EPOCH, PERSISTED]].tolist()
+        for first in range(topic.stored + 1):
+            rest = [list(whole[p]) if p in producers.stated_below(first) else [0, -1] for p in range(3)]
+            for index, p, epoch, sequence_id in log:
+                if index >= first:
+                    rest[p] = [max(rest[p][0], epoch), max(rest[p][1], sequence_id)]
+            assert [r for r, w in zip(rest, whole, strict=True) if w[0] > 1 or w[1] >= 0] == [
+                w for w in whole if w[0] > 1 or w[1] >= 0
+            ]
+    everything = topic.both[0].stated_below(topic.stored + 1)
+    durable, persisted_ids = topic.both[0].numbers[everything][:, [DURABLE_EPOCH, PERSISTED]].T.copy()
+    topic.both[0].confirm_sessions(everything, durable, persisted_ids, topic.stored + 9)
+    assert len(topic.both[0].stated_below(topic.stored + 8)) == 0, "what was stated again is not stated for ever"
 
 
 OPERATIONS = st.lists(

@@ -11,7 +11,7 @@ import pytest
 from seqdedupe import batch as batches
 from seqdedupe.core import producers, replay, rule
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.rule import EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
+from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, start
 from seqdedupe.format.records import TOKEN_BYTES
 from seqdedupe.log.contract import Failure
@@ -31,8 +31,8 @@ def link_check_left_out(patch: pytest.MonkeyPatch) -> None:
     original = rule.refusal
 
     def refusal(*arguments: Any) -> int:
-        why = int(original(*arguments))
-        return 0 if why == PREDECESSOR_MISSING else why
+        why = original(*arguments)
+        return ADMITTED if why == PREDECESSOR_MISSING else why
 
     patch.setattr(producers, "refusal", refusal)
 
@@ -158,12 +158,12 @@ def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
 def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
     original = rule.refusal
 
-    def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool) -> int:
+    def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool, reasons: Any) -> int:
         believed = numbers.copy()
         for p, slot in enumerate(slots):
             epoch = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             believed[slot, EPOCH] = min(believed[slot, EPOCH], epoch)
-        return int(original(raw, places, slots, believed, lone))
+        return original(raw, places, slots, believed, lone, reasons)
 
     patch.setattr(producers, "refusal", refusal)
 
