@@ -12,7 +12,7 @@ from pathlib import Path
 
 from broker_sidecar.config import Config
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.format.records import SECRET_BYTES
+from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import LogName, Logs
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.names import topic_name

@@ -188,6 +188,9 @@ REASONS: dict[str, Reason] = {
     ),
     "LOG_DAMAGED": _damaged("Restore the log from a copy. Nothing was changed; do not start on it in the meantime."),
     "STORE_DAMAGED": _damaged("Restore the store from a copy that is not older than the log."),
+    "OLDER_FORMAT": _damaged(
+        "Start the version that wrote it, read the topic out there, and publish it anew here: there is no conversion."
+    ),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
     "STORE_MISSING": _damaged(
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "
