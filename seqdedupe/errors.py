@@ -187,11 +187,14 @@ REASONS: dict[str, Reason] = {
         DataLossError, "DATA_LOSS", "Acknowledged messages are missing: was an old copy of the data restored?"
     ),
     "LOG_DAMAGED": _damaged("Restore the log from a copy. Nothing was changed; do not start on it in the meantime."),
-    "STORE_DAMAGED": _damaged("Restore the store from a copy that is not older than the log."),
-    "OLDER_FORMAT": _damaged(
-        "Start the version that wrote it, read the topic out there, and publish it anew here: there is no conversion."
+    "STORE_DAMAGED": _damaged(
+        "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
+        "and start once with --rebuild-store, which makes its records anew from the logs."
     ),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
+    "OLDER_FORMAT": _damaged(
+        "Start the version that wrote it. Its data is not converted: publish anew what is still needed."
+    ),
     "STORE_MISSING": _damaged(
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "
         "the record anew from the log."
