@@ -115,12 +115,12 @@ class Topics:
 
     async def _open_topic(self, record: TopicRecord) -> Topic:
         if record.state is TopicState.CREATING:
-            await self._logs.create(record.incarnation, record.name, secrets.token_bytes(SECRET_BYTES))
+            await self._logs.create(record.incarnation, record.name, record.secret)
             record = replace(record, state=TopicState.ACTIVE)
             await self._store.put_topic(record)
         snapshots = Snapshots(self._store, record.incarnation)
         loaded = await asyncio.to_thread(snapshots.load)
-        log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0)
+        log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0, record.secret or None)
         if loaded is None and log.first_index > 0 and not self._rebuild_store:
             # Retention only drops what a snapshot covers.
             await log.close()
@@ -215,7 +215,8 @@ class Topics:
 
     async def _create(self, full: str, deduplicate: bool) -> Topic:
         incarnation = self._store.next_incarnation(time.time_ns() // 1000)
-        record = TopicRecord(full, incarnation, TopicState.CREATING, deduplicate)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        record = TopicRecord(full, incarnation, TopicState.CREATING, deduplicate, secret)
         await self._store.put_topic(record)
         try:
             topic = await self._open_topic(record)

@@ -45,7 +45,8 @@ def _take(v0: int, v1: int, v2: int, v3: int, word: int) -> tuple[int, int, int,
 @kernel()
 def siphash(raw: Bytes, begin: int, end: int, key: Int64s) -> int:
     """The SipHash-2-4 of `raw[begin:end]`."""
-    v0, v1, v2, v3 = _V0 ^ key[0], _V1 ^ key[1], _V2 ^ key[0], _V3 ^ key[1]
+    k0, k1 = int(key[0]), int(key[1])
+    v0, v1, v2, v3 = _V0 ^ k0, _V1 ^ k1, _V2 ^ k0, _V3 ^ k1
     at = begin
     while at + 8 <= end:
         v0, v1, v2, v3 = _take(v0, v1, v2, v3, load64(raw, at))
