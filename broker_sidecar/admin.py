@@ -71,7 +71,8 @@ class AdminService:
     async def _set_policy(self, request: admin_pb2.SetTopicPolicyRequest) -> admin_pb2.SetTopicPolicyResponse:
         if not request.HasField("policy"):
             raise error("INVALID_REQUEST", "policy is missing: say the whole policy")
-        topic = await self._topics.set_policy(request.topic, Policy(request.policy.deduplication_enabled))
+        topic = self._topics.get(request.topic)
+        await topic.set_policy(Policy(request.policy.deduplication_enabled))
         return admin_pb2.SetTopicPolicyResponse(topic=_topic(topic))
 
     async def _producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:

@@ -78,8 +78,7 @@ def _field_bytes(size: int) -> int:
 
 def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
     """An element of `PublishStreamResponse.receipts`, or `PublishResponse.receipt`: tag and length included."""
-    first = topic.log.message_id(receipt.first_index) if receipt.first_index >= 0 else None
-    if receipt.verdicts is None and first is not None and first.batch_index == -1:
+    if receipt.verdicts is None and len(receipt.runs) == 1 and (first := receipt.runs[0]).batch_index == -1:
         return _ALL_NEW.pack(
             1 << 3 | 2, _ALL_NEW.size - 2,
             1 << 3 | 1, receipt.frame,
@@ -95,9 +94,15 @@ def _receipt_message(topic: Topic, receipt: Receipt) -> Any:
     message = wire.Receipt(frame=receipt.frame, first_index=receipt.first_index)
     if receipt.verdicts is not None:
         message.verdicts = receipt.verdicts.tobytes()
-    if receipt.first_index >= 0:
+    if receipt.runs:
         first = message.first_message_id
-        first.ledger_id, first.entry_id, first.batch_index = topic.log.message_id(receipt.first_index)
+        _, first.ledger_id, first.entry_id, first.batch_index = receipt.runs[0]
+    if len(receipt.runs) > 1:
+        rows, ledger_ids, entry_ids, places = zip(*receipt.runs, strict=True)
+        message.run_rows = np.array(rows, np.uint32).tobytes()
+        message.run_ledger_ids = np.array(ledger_ids, np.int64).tobytes()
+        message.run_entry_ids = np.array(entry_ids, np.int64).tobytes()
+        message.run_batch_indexes = np.array(places, np.int32).tobytes()
     if len(receipt.known_rows):
         ledgers, entries, batch_indexes = topic.log.message_ids(receipt.known_indexes)
         message.known_rows = receipt.known_rows.astype(np.uint32).tobytes()

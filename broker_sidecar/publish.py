@@ -33,6 +33,7 @@ MAX_STREAM_IN_FLIGHT_BYTES = 16 * 1024 * 1024
 """Admitted on one stream and not answered."""
 
 _STATE_OF_TOPIC = struct.Struct("<BqBq")
+_STATE_OF_STREAM = struct.Struct("<BqBqBq")
 
 
 class _Stream:
@@ -94,7 +95,9 @@ class _Stream:
             size += len(taken[-1])
         self.unsent_bytes -= size
         self.update_room()
-        taken.append(_STATE_OF_TOPIC.pack(3 << 3 | 1, self.topic.log.incarnation, 4 << 3 | 1, self.topic.term))
+        topic = self.topic
+        state = (3 << 3 | 1, topic.incarnation, 4 << 3 | 1, topic.term, 5 << 3 | 1, topic.confirmed_index)
+        taken.append(_STATE_OF_STREAM.pack(*state))
         return b"".join(taken)
 
 
@@ -124,6 +127,9 @@ class PublishService:
             persisted=opened.persisted,
             persisted_indexes=opened.indexes,
         )
+        for place, e in sorted(opened.refusals.items()):
+            current = int(e.numbers.get("current_epoch", "0"))
+            response.refusals.add(index=place, reason=e.reason, message=e.message, current_epoch=current)
         for index in opened.indexes:
             message_id = topic.log.message_id(index) if index >= 0 else MessageId(-1, -1, -1)
             response.persisted_message_ids.append(message_id.to_proto())

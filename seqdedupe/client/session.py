@@ -11,13 +11,14 @@ from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import (
     CALL_TIMEOUT_SECONDS,
     Backoff,
+    error_of_reason,
     new_channel,
     typed_errors,
 )
 from seqdedupe.client.frames import decode_answer, encode_frames, receipt_columns, refusal_error
 from seqdedupe.client.outbox import Outbox
 from seqdedupe.client.receipts import PendingBatch
-from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import NEVER, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
@@ -192,6 +193,9 @@ class Session:
         try:
             with typed_errors(self._address):
                 answer = await PublishServiceStub(channel).Open(request, timeout=CALL_TIMEOUT_SECONDS)
+                for refusal in answer.refusals:
+                    numbers = {"producer_name": self._name, "current_epoch": str(refusal.current_epoch)}
+                    raise error_of_reason(refusal.reason, refusal.message, NEVER, numbers)
         except InvalidRequestError as e:
             if self._epochs and e.reason == "INVALID_EPOCH":
                 raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e

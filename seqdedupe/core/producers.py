@@ -27,9 +27,6 @@ from seqdedupe.limits import NO_SEQUENCE_ID
 _FIRST_CAPACITY = 64
 _GROWTH = 1.125
 
-NEW_EPOCH = 2
-"""In `dirty`, next to CHANGED: Open gave an epoch, which must be durable before it is answered."""
-
 Int32s = npt.NDArray[np.int32]
 
 
@@ -60,6 +57,12 @@ class Producers:
             # The newest ones: from the end, so that a million known names cost nothing.
             return list(islice(reversed(self._number_of), backwards))[::-1]
         return list(islice(self._number_of, first, first + count))
+
+    def names_of(self, numbers: Int64s) -> list[bytes]:
+        """The names of the producers with these numbers, which rise."""
+        wanted = set(numbers.tolist())
+        first, last = int(numbers[0]), int(numbers[-1])
+        return [name for i, name in enumerate(self.names_from(first, last - first + 1), first) if i in wanted]
 
     def number(self, name: bytes) -> int | None:
         """The producer's number, None if the name never came."""
@@ -152,12 +155,12 @@ class Producers:
 
     # -- sessions and snapshots --------------------------------------------------------------------------------
 
-    def open(self, numbers: Int64s, epoch: int) -> None:
-        """Open gave these producers this epoch: it is in force at once, which fences their older sessions.
+    def open(self, numbers: Int64s, epochs: Int64s) -> None:
+        """Open gave these producers these epochs: they are in force at once, which fences their older sessions.
 
-        It lasts only if `confirm_sessions` says so: `fail_in_flight` takes it back.
+        They last only if `confirm_sessions` says so: `fail_in_flight` takes them back.
         """
-        self.numbers[numbers, EPOCH] = epoch
+        self.numbers[numbers, EPOCH] = epochs
 
     def confirm_sessions(self, numbers: Int64s, epochs: Int64s, persisted: Int64s | None, index: int) -> None:
         """A control record with these sessions is in the log, before the message with this index: merges by maximum.
@@ -182,19 +185,9 @@ class Producers:
         is_something = (numbers[:, DURABLE_EPOCH] > 0) | (numbers[:, PERSISTED] >= 0)
         return np.flatnonzero(is_something & (numbers[:, STATED] < index))
 
-    def set_epoch(self, number: int, epoch: int) -> None:
-        """Open gave the producer this epoch, which the next snapshot makes durable."""
-        self.numbers[number, EPOCH] = epoch
-        self.numbers[number, DURABLE_EPOCH] = epoch
-        self.dirty[number] |= NEW_EPOCH
-
-    def have_new_epoch(self, numbers: list[int]) -> bool:
-        """Whether any of these producers has an epoch that `collect_dirty` has not seen."""
-        return bool((self.dirty[numbers] & NEW_EPOCH).any())
-
     def mark_dirty(self, numbers: Int32s) -> None:
         """What `collect_dirty` gave out was not stored."""
-        self.dirty[numbers] = CHANGED | NEW_EPOCH
+        self.dirty[numbers] = CHANGED
 
     def index_of(self, number: int, sequence_id: int) -> int:
         """The index of the message with this ID, -1 if it is not known (any more)."""

@@ -6,7 +6,7 @@ from enum import Enum
 
 from seqdedupe.store.records import damaged, unseal
 
-_BODY = struct.Struct("<QBBB")
+_BODY = struct.Struct("<QBB")
 
 
 class TopicState(Enum):
@@ -21,7 +21,7 @@ class TopicState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TopicRecord:
-    """A topic: full name, incarnation (creation time in µs, its id everywhere), state, policy, and secret.
+    """A topic: full name, incarnation (creation time in µs, its id everywhere), state, and secret.
 
     `secret` are the 16 bytes that make the records of this incarnation's log its own, for nobody's eyes; empty where
     they are not known here.
@@ -30,25 +30,20 @@ class TopicRecord:
     name: str
     incarnation: int
     state: TopicState
-    deduplication_enabled: bool = True
     secret: bytes = field(default=b"", repr=False)
 
     def encode(self) -> bytes:
         """The body of its record."""
-        return (
-            _BODY.pack(self.incarnation, self.state.value, self.deduplication_enabled, len(self.secret))
-            + self.secret
-            + self.name.encode()
-        )
+        return _BODY.pack(self.incarnation, self.state.value, len(self.secret)) + self.secret + self.name.encode()
 
     @staticmethod
     def decode(key: bytes, value: bytes) -> "TopicRecord":
         """The topic in a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
         body = unseal(key, value)
         try:
-            incarnation, state, enabled, secret_bytes = _BODY.unpack_from(body)
+            incarnation, state, secret_bytes = _BODY.unpack_from(body)
             name = _BODY.size + secret_bytes
             secret = body[_BODY.size : name]
-            return TopicRecord(body[name:].decode(), incarnation, TopicState(state), bool(enabled), secret)
+            return TopicRecord(body[name:].decode(), incarnation, TopicState(state), secret)
         except (struct.error, ValueError) as e:
             raise damaged(key, str(e)) from e

@@ -127,10 +127,10 @@ def admit(
         return frame, Receipt(number, None, next_index)
     known = producers.originals(frame.view, frame.places, frame.slots, verdicts)
     if not new:
-        return None, Receipt(number, verdicts, -1, *known)
+        return None, Receipt(number, verdicts, -1, (), *known)
     frame = cut(frame, verdicts)
     frame.places[BASE_INDEX] = next_index
-    return frame, Receipt(number, verdicts, next_index, *known)
+    return frame, Receipt(number, verdicts, next_index, (), *known)
 
 
 def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
@@ -229,6 +229,13 @@ def refused(frame: Frame, producers: Producers, why: int, lone: bool) -> tuple[S
             "below it",
             **numbers,
         )
+    elif why == rule.FENCED and any(_may_be_in_force_again(p, producers) for p in listed):
+        one = next(p for p in listed if _may_be_in_force_again(p, producers))
+        e = error(
+            "RECOVERING",
+            f"producer {one.name!r} is being opened by another session: whether it is will be known in a moment",
+            **numbers | {"producer_name": one.name},
+        )
     elif why == rule.FENCED and all(_is_stale(p) for p in listed):
         e = error(
             "FENCED",
@@ -273,6 +280,12 @@ def _of_producers(frame: Frame) -> tuple[list[int], list[int], list[int]]:
     ids = column(np.int64, SEQUENCE_IDS)
     first = rule.first_ids(column(np.int32, PRODUCER_INDEXES), ids, len(frame.slots))
     return column(np.int64, EPOCHS).tolist(), column(np.int64, LINKS).tolist(), first.tolist()
+
+
+def _may_be_in_force_again(producer: ProducerNumbers, producers: Producers) -> bool:
+    """Whether the session is the one that lasts if the record of the newer one fails."""
+    number = producers.number(producer.name.encode())
+    return number is not None and producer.epoch == producers.numbers[number, rule.DURABLE_EPOCH]
 
 
 def _is_stale(producer: ProducerNumbers) -> bool:

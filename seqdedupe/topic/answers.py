@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.contract import Runs
 
 Int64s = npt.NDArray[np.int64]
 Uint8s = npt.NDArray[np.uint8]
@@ -23,6 +24,8 @@ class Receipt:
     """None: all rows are NOT_DUP."""
     first_index: int
     """-1 if no row is new."""
+    runs: Runs = ()
+    """The message IDs of the rows that are new, once they are stored."""
     known_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
     known_indexes: Int64s = field(default_factory=lambda: _NO_INDEXES)
 

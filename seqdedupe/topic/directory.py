@@ -71,7 +71,6 @@ class Topics:
         self._records: dict[str, TopicRecord] = {}
         self._creating: dict[str, asyncio.Task[Topic]] = {}
         self._deleting: dict[str, asyncio.Task[None]] = {}
-        self._setting: dict[str, asyncio.Task[None]] = {}
         self._unwritten: dict[str, SeqdedupeError] = {}
         """Names whose record could not be written: the store may have it all the same, and it is being put right."""
         self._opened_at_start: list[Topic] = []
@@ -109,14 +108,9 @@ class Topics:
             await self._clean_up(record)
             return
         if record.state is TopicState.CREATING:
-            try:
-                await self._logs.create(record.incarnation, record.name, record.secret)
-                record = replace(record, state=TopicState.ACTIVE)
-                await self._store.put_topic(record)
-            except SeqdedupeError as e:
-                logger.warning("making topic %s cannot be finished now, it is undone: %s", record.name, e)
-                await self._undo(record)
-                return
+            # Nobody was told that it is there.
+            await self._undo(record)
+            return
         if record.name in self._records:
             why = error("STORE_DAMAGED", f"the store has two records of the topic {record.name}")
             self._close(Closed(record, why, State.DAMAGED))
@@ -176,7 +170,6 @@ class Topics:
             self._store,
             snapshots,
             loaded,
-            policy=Policy(record.deduplication_enabled),
             intervals=self._intervals,
             random_bytes=secrets.token_bytes,
             on_state=self._topic_changed,
@@ -202,7 +195,7 @@ class Topics:
     async def drain(self) -> None:
         """Takes nothing more; settles what is in flight; durable snapshots. Reading goes on."""
         self.is_draining = True
-        under_way = [*self._creating.values(), *self._deleting.values(), *self._setting.values()]
+        under_way = [*self._creating.values(), *self._deleting.values()]
         if under_way:
             await asyncio.wait(under_way)
         # What is tried again and again is finished at the next start.
@@ -276,7 +269,7 @@ class Topics:
     async def _create(self, full: str, policy: Policy) -> Topic:
         incarnation = self._store.next_incarnation(time.time_ns() // 1000)
         secret = secrets.token_bytes(SECRET_BYTES)
-        record = TopicRecord(full, incarnation, TopicState.CREATING, policy.deduplication_enabled, secret)
+        record = TopicRecord(full, incarnation, TopicState.CREATING, secret)
         topic: Topic | None = None
         try:
             await self._store.put_topic(record)
@@ -284,6 +277,8 @@ class Topics:
             topic = await self._open(record)
             await topic.recover()
             topic.check_serving()
+            if policy != Policy():
+                await topic.set_policy(policy)
             record = replace(record, state=TopicState.ACTIVE)
             await self._store.put_topic(record)
         except Exception:
@@ -302,8 +297,8 @@ class Topics:
         the store says so. Whoever is cancelled here does not know: the deletion goes on.
         """
         full = topic_name(name)
-        while change := self._creating.get(full) or self._setting.get(full):
-            await asyncio.wait({change})
+        while creation := self._creating.get(full):
+            await asyncio.wait({creation})
         if deletion := self._deleting.get(full):
             await asyncio.shield(deletion)
             return
@@ -322,22 +317,6 @@ class Topics:
             del self._live[topic.name], self._records[topic.name]
             self._on_state(topic.name, None)
         await self._clean_up(deleting)
-
-    async def set_policy(self, name: str, policy: Policy) -> Topic:
-        """Sets a topic's policy; durable on return, and in force between two frames."""
-        full = topic_name(name)
-        while change := self._deleting.get(full) or self._setting.get(full):
-            await asyncio.wait({change})
-        self._check_takes_changes(full)
-        topic = self.get(full)
-        await _shielded(self._setting, full, self._set_policy(topic, policy))
-        return topic
-
-    async def _set_policy(self, topic: Topic, policy: Policy) -> None:
-        record = replace(self._records[topic.name], deduplication_enabled=policy.deduplication_enabled)
-        await self._write_record(topic, record)
-        self._records[topic.name] = record
-        topic.policy = policy
 
     # -- records that could not be written ---------------------------------------------------------------------
 

@@ -1,11 +1,14 @@
 """What a topic has handed to its log, and whose outcome is not known yet."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.admission import Frame
 from seqdedupe.topic.answers import Receipt, Reply
 from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.control import Change
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 """Admitted and not settled, in one topic."""
@@ -21,16 +24,26 @@ class Admitted:
     receipt: Receipt
     reply: Reply
 
-    def answer(self) -> None:
-        """The frame is stored."""
-        self.reply(self.receipt)
+    @property
+    def body(self) -> bytes:
+        """What was handed to the log."""
+        return self.frame.encoded
+
+
+@dataclass(slots=True, eq=False)
+class Changing:
+    """A control record in flight. `settled` is told that it is stored, or why it is not."""
+
+    body: bytes
+    change: Change
+    settled: Callable[[SeqdedupeError | None], None]
 
 
 class Flight:
-    """Frames in the order in which they were handed over, which is that in which they settle."""
+    """Frames and control records in the order in which they were handed over, which is that in which they settle."""
 
     def __init__(self) -> None:
-        self._admitted: deque[Admitted] = deque()
+        self._admitted: deque[Admitted | Changing] = deque()
         self._bytes = 0
         self._ever = 0
         self._settled = Broadcast()
@@ -38,21 +51,21 @@ class Flight:
     def __len__(self) -> int:
         return len(self._admitted)
 
-    def add(self, admitted: Admitted) -> None:
+    def add(self, admitted: Admitted | Changing) -> None:
         """The newest."""
         self._admitted.append(admitted)
-        self._bytes += len(admitted.frame.encoded)
+        self._bytes += len(admitted.body)
         self._ever += 1
 
     @property
-    def oldest(self) -> Admitted | None:
+    def oldest(self) -> Admitted | Changing | None:
         """The one that settles next."""
         return self._admitted[0] if self._admitted else None
 
-    def take(self) -> Admitted:
+    def take(self) -> Admitted | Changing:
         """The oldest, which has settled. `tell` has to follow."""
         admitted = self._admitted.popleft()
-        self._bytes -= len(admitted.frame.encoded)
+        self._bytes -= len(admitted.body)
         return admitted
 
     def tell(self) -> None:

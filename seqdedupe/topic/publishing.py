@@ -8,35 +8,42 @@ step, before their receipt is given and before anything is called Dup because of
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from seqdedupe.core.rule import PERSISTED
+from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
-from seqdedupe.format.columns import BASE_INDEX, ROWS
+from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Failure, Log, Outcome
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic import admission, recovery
+from seqdedupe.topic import admission, control, recovery
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal, Reply
-from seqdedupe.topic.flight import Admitted, Flight
+from seqdedupe.topic.control import Change, Sessions
+from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.sessions import Opening
 from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
 
+STATED_A_RECORD = 8192
+"""So many producers are stated again at once before retention goes on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What `Open` answers, in the order of the names."""
+    """What `Open` answers, in the order of the names. A name that is refused has epoch 0, persisted and index -1."""
 
     epochs: list[int]
     persisted: list[int]
     indexes: list[int]
+    refusals: dict[int, SeqdedupeError] = field(default_factory=dict)
+    """By place: FENCED, INVALID_EPOCH."""
 
 
 class Topic(TopicBase):
@@ -53,7 +60,6 @@ class Topic(TopicBase):
         snapshots: Snapshots,
         loaded: Loaded | None,
         *,
-        policy: Policy,
         intervals: Intervals,
         random_bytes: Callable[[int], bytes],
         on_state: Callable[["Topic"], None] = lambda topic: None,
@@ -67,7 +73,6 @@ class Topic(TopicBase):
             loaded,
             # Without a snapshot everything that is left in the log is read.
             first_index=log.first_index,
-            policy=policy,
             intervals=intervals,
             on_state=on_state,
         )
@@ -80,6 +85,10 @@ class Topic(TopicBase):
         self._is_recovering = False
         self._failed_meanwhile = False
         self._seems_damaged = False
+        self._known_term = 0
+        """The highest that a control record names."""
+        self._policy_stated = -1
+        """From this index on the log states the policy; -1: not known."""
         self._retention: asyncio.Task[None] | None = None
 
     @property
@@ -162,6 +171,7 @@ class Topic(TopicBase):
             merge=self._merge,
             settle=self._settle,
             random_bytes=self._random_bytes,
+            known_term=lambda: self._known_term,
             name=self.name,
         )
         # Whatever of the frames in flight the log does not hold by now it never will.
@@ -173,21 +183,39 @@ class Topic(TopicBase):
         # What the log held is known now; but if it failed again meanwhile, it takes nothing yet.
         return not self._failed_meanwhile
 
-    def _merge(self, chunk: bytes, table: recovery.Table, count: int) -> None:
-        """Records found in the log; frames in flight that are among them are confirmed and answered."""
+    def _merge(self, chunk: bytes, table: recovery.Table, count: int, runs_of: recovery.RunsOf) -> None:
+        """Records found in the log; what is in flight and among them is confirmed and answered."""
         self.producers.replay(chunk, table, count)
-        self.confirmed_index = int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS])
-        found = []
-        for places in table[:count] if len(self._flight) else ():
+        # All merges by maximum, so control records may come after the batches that stand between them.
+        for places in table[:count][(table[:count, ROWS] == 0) & (table[:count, TERM] == 0)]:
+            change, term = control.decode(body_of(chunk, places))
+            self._known_term = max(self._known_term, term)
+            self._apply(change, int(places[BASE_INDEX]))
+        # What is merged again may stand before the last message that is known.
+        self.confirmed_index = max(self.confirmed_index, int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS]))
+        found: list[Admitted | Changing] = []
+        for k, places in enumerate(table[:count] if len(self._flight) else ()):
             oldest = self._flight.oldest
-            if oldest is not None and places[ROWS] and oldest.frame.encoded == body_of(chunk, places):
-                admitted = self._flight.take()
+            if oldest is None or places[TERM] or oldest.body != body_of(chunk, places):
+                continue
+            self._flight.take()
+            if isinstance(oldest, Admitted):
                 # Where it stands, which need not be where it was to stand.
-                admitted.receipt = replace(admitted.receipt, first_index=int(places[BASE_INDEX]))
-                found.append(admitted)
+                oldest.receipt = replace(oldest.receipt, first_index=int(places[BASE_INDEX]), runs=runs_of(k))
+            found.append(oldest)
         self.confirmed.tell()
-        for admitted in found:
-            self._answer(admitted)
+        for item in found:
+            self._answer(item)
+
+    def _apply(self, change: Change, index: int) -> None:
+        """A control record is in the log, before the message with this index."""
+        if isinstance(change, Policy):
+            self.policy = change
+            # It may stand at the end of a segment that is dropped with the message before it.
+            self._policy_stated = index - 1
+        else:
+            numbers = self.producers.add_all(change.names)
+            self.producers.confirm_sessions(numbers, change.epochs, change.persisted, index)
 
     # -- publishing --------------------------------------------------------------------------------------------
 
@@ -222,27 +250,59 @@ class Topic(TopicBase):
             self.next_index += new.rows
             self._flight.add(Admitted(new, answer, reply))
 
+    def _append_change(self, change: Change) -> "asyncio.Future[None]":
+        """Hands a control record to the log. Done when it is durable and in force; raises why it is not.
+
+        Raises at once, and does nothing, unless the topic takes messages.
+        """
+        self.check_serving()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Whoever asked for it may have gone.
+        done.add_done_callback(lambda future: future.cancelled() or future.exception())
+
+        def settled(why: SeqdedupeError | None) -> None:
+            if done.cancelled():
+                return
+            if why is None:
+                done.set_result(None)
+            else:
+                done.set_exception(why)
+
+        body = control.encode(change, term=self.term, record_id=int.from_bytes(self._random_bytes(8), "little"))
+        self.log.append_control(body)
+        self._flight.add(Changing(body, change, settled))
+        return done
+
     # -- outcomes ----------------------------------------------------------------------------------------------
 
     def _settle(self, outcome: Outcome) -> None:
         """The log tells what became of the oldest appends in flight."""
         confirmed = [self._flight.take() for _ in range(outcome.stored)]
-        for admitted in confirmed:
-            frame = admitted.frame
-            self.producers.persist(frame.view, frame.places, frame.slots)
-            self.confirmed_index += frame.rows
-        if confirmed:
+        rows = 0
+        for item, runs in zip(confirmed, outcome.runs, strict=True):
+            if isinstance(item, Admitted):
+                item.receipt = replace(item.receipt, runs=runs)
+                frame = item.frame
+                self.producers.persist(frame.view, frame.places, frame.slots)
+                self.confirmed_index += frame.rows
+                rows += frame.rows
+            else:
+                self._apply(item.change, self.confirmed_index)
+        if rows:
             self.confirmed.tell()
-        for admitted in confirmed:
-            self._answer(admitted)
+        for item in confirmed:
+            self._answer(item)
         if outcome.failure is not None:
             self._log_failed(outcome.failure, outcome.why)
         self._flight.tell()
         self.snapshotter.stored(len(confirmed))
 
-    def _answer(self, admitted: Admitted) -> None:
-        self.counters.count(admitted.receipt, admitted.frame.rows)
-        admitted.answer()
+    def _answer(self, item: Admitted | Changing) -> None:
+        if isinstance(item, Changing):
+            item.settled(None)
+        else:
+            self.counters.count(item.receipt, item.frame.rows)
+            item.reply(item.receipt)
 
     def _log_failed(self, failure: Failure, why: str) -> None:
         self.counters.log_failures += 1
@@ -263,44 +323,83 @@ class Topic(TopicBase):
         failed = [self._flight.take() for _ in range(len(self._flight))]
         self.producers.fail_in_flight()
         self.next_index = self.confirmed_index
-        self.counters.refused += len(failed)
-        for admitted in failed:
+        for item in failed:
+            if isinstance(item, Changing):
+                item.settled(error(reason, f"topic {self.name} could not write it to its log: {why}"))
+                continue
+            self.counters.refused += 1
             e = error(reason, f"topic {self.name} could not append the batch: {why}")
-            admitted.reply(Refusal(admitted.receipt.frame, e))
+            item.reply(Refusal(item.receipt.frame, e))
         self._flight.tell()
 
     # -- sessions and snapshots --------------------------------------------------------------------------------
 
     async def open_sessions(self, names: list[str], epochs: list[int] | None) -> Opened:
-        """Starts sessions (`epochs` None), or resumes these. Older sessions are fenced at once.
+        """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once.
 
         Returns when what the names have in flight has settled and their epochs are durable. Raises what
-        `Sessions.open` raises, STORE_UNAVAILABLE, or why the topic takes nothing now.
+        `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced.
         """
         self.check_serving()
-        numbers, given = self.sessions.open(names, epochs)
-        await self.in_flight_now()
-        # One that is being taken may have the epochs, and may fail: then they are new again.
-        await self.snapshotter.finish()
-        if self.producers.have_new_epoch(numbers):
-            await self.snapshot()
-        persisted = [int(self.producers.numbers[number, PERSISTED]) for number in numbers]
-        indexes = [
-            self.producers.index_of(number, last) if last >= 0 else -1
-            for number, last in zip(numbers, persisted, strict=True)
-        ]
-        return Opened(given, persisted, indexes)
+        while epochs is not None and self.sessions.are_in_flight(names):
+            # Whether these sessions have been fenced is not known before that has settled.
+            await self.in_flight_now()
+            self.check_serving()
+        opening = self.sessions.open(names, epochs)
+        numbers = self.producers.numbers
+        if (numbers[opening.numbers, DURABLE_EPOCH] < opening.epochs).any():
+            # All that is in flight stands before it, and has settled when it has.
+            parts = control.parts(Sessions(opening.names, opening.epochs))
+            await asyncio.gather(*[self._append_change(part) for part in parts])
+        else:
+            await self.in_flight_now()
+        return self._opened(opening, len(names))
+
+    def _opened(self, opening: Opening, names: int) -> Opened:
+        answer = Opened([0] * names, [-1] * names, [-1] * names, opening.refusals)
+        columns = (opening.places.tolist(), opening.numbers.tolist(), opening.epochs.tolist())
+        for place, number, epoch in zip(*columns, strict=True):
+            answer.epochs[place] = epoch
+            answer.persisted[place] = last = int(self.producers.numbers[number, PERSISTED])
+            answer.indexes[place] = self.producers.index_of(number, last) if last >= 0 else -1
+        return answer
+
+    async def set_policy(self, policy: Policy) -> None:
+        """Sets the policy, as a whole: durable and in force, between two frames, on return.
+
+        Raises why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever is cancelled here does not
+        know.
+        """
+        await self._append_change(policy)
 
     def _snapshot_is_durable(self, next_index: int) -> None:
-        if self._retention is None or self._retention.done():
+        if self.state is not State.DRAINING and (self._retention is None or self._retention.done()):
             self._retention = self._spawn(self._trim())
 
     async def _trim(self) -> None:
         """Retention drops what it may; what is covered after this has begun waits for the next snapshot."""
         try:
-            await self.log.trim(await self.log.may_trim_to(self.snapshot_index))
+            first = await self.log.may_trim_to(self.snapshot_index)
+            if first > self.log.first_index:
+                await self._state_again(first)
+                await self.log.trim(first)
         except SeqdedupeError as e:
-            logger.warning("topic %s: retention has stopped: %s", self.name, e)
+            logger.warning("topic %s: retention waits for the next snapshot: %s", self.name, e)
+
+    async def _state_again(self, first_index: int) -> None:
+        """What is in force and stated only below this index is written again: the log alone must tell all of it.
+
+        The policy always is, and with it the term: the markers go too, and no term must ever come twice.
+        """
+        if self._policy_stated < first_index:
+            await self._append_change(self.policy)
+        numbers = self.producers.stated_below(first_index)
+        for start in range(0, len(numbers), STATED_A_RECORD):
+            some = numbers[start : start + STATED_A_RECORD]
+            rows = self.producers.numbers[some]
+            names = self.producers.names_of(some)
+            for part in control.parts(Sessions(names, rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy())):
+                await self._append_change(part)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

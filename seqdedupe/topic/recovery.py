@@ -15,15 +15,19 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.format.records import marker_token
-from seqdedupe.log.contract import Entries, Log, Outcome
+from seqdedupe.log.contract import Entries, Log, Outcome, Runs
 
 logger = logging.getLogger("seqdedupe.topic.recovery")
 
 MAX_TERM = 2**31 - 1
 
 Table = npt.NDArray[np.int64]
-Merge = Callable[[bytes, Table, int], None]
-"""Is given a chunk, the table of its scanned records, and how many there are. Markers have ROWS 0."""
+RunsOf = Callable[[int], Runs]
+Merge = Callable[[bytes, Table, int, RunsOf], None]
+"""Is given a chunk, the table of its scanned records, how many there are, and the message IDs of each one's rows.
+
+Markers and control records have ROWS 0.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,13 @@ class _Replay:
         for k in np.flatnonzero(table[:, TERM] > 0):
             self.tokens[marker_token(chunk, table[k])] = int(table[k, TERM])
         self.next_index = entries.next_index
-        # A batch that is known already is merged a second time only by maximum, but must not enter the ring twice.
-        known = int(np.searchsorted(table[:, BASE_INDEX] + table[:, ROWS], self._skip_below, side="right"))
-        known = known if self._skip_below > 0 else 0
-        if known < len(table):
-            self._merge(chunk, table[known:], len(table) - known)
-        self.rows += int(table[known:, ROWS].sum())
+        # A batch that is known already must not enter the ring twice. Of control records after the last message that
+        # is known it is not known which ones are; they only repeat what they said.
+        new = np.flatnonzero((table[:, ROWS] == 0) | (table[:, BASE_INDEX] + table[:, ROWS] > self._skip_below))
+        if len(new):
+            some = table if len(new) == len(table) else table[new]
+            self._merge(chunk, some, len(new), lambda k: entries.runs[int(new[k])])
+        self.rows += int(table[new, ROWS].sum())
 
 
 def _replay(log: Log, confirmed_index: int, merge: Merge) -> _Replay:
@@ -93,13 +98,15 @@ async def take_over(
     merge: Merge,
     settle: Callable[[Outcome], None],
     random_bytes: Callable[[int], bytes],
+    known_term: Callable[[], int],
     name: str = "",
 ) -> Ownership:
     """Makes this process the owner of the log, and merges what is in it from `confirmed_index` on.
 
-    `term` is one that is above all known. Where the log holds a marker of a term that is not lower, another one is
-    written with a higher term. If `confirmed_index` is above 0, the record before it must be there: if it is not, the
-    end of the log is gone, which is LOG_DAMAGED. Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
+    `term` is one that is above all known. Where the log holds a marker of a term that is not lower, or what was merged
+    names one (`known_term`), another marker is written with a higher term. If `confirmed_index` is above 0, the record
+    before it must be there: if it is not, the end of the log is gone, which is LOG_DAMAGED. Raises `UnavailableError`
+    (LOG_REFUSED) if the log cannot be written.
     """
     replay = _replay(log, confirmed_index, merge)
     while True:
@@ -112,6 +119,7 @@ async def take_over(
         if token not in replay.tokens:
             raise damaged("the marker that was just written is not in it", replay.next_index)
         highest = max((t for other, t in replay.tokens.items() if other != token), default=0)
+        highest = max(highest, known_term())
         if highest < term:
             logger.info(
                 "recovered topic %s in term %d: %d messages read, up to index %d",

@@ -4,9 +4,14 @@ An epoch is `term << 32 | n`, where n counts the topic's opens in that term. The
 rest on epochs (watermark and link give it); they keep two processes with one name from fighting for ever.
 """
 
+from dataclasses import dataclass
+
+import numpy as np
+
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.rule import EPOCH
-from seqdedupe.errors import error
+from seqdedupe.core.rule import DURABLE_EPOCH, EPOCH
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.names import producer_name
 
@@ -17,6 +22,20 @@ OPENS_PER_TERM = 2**_TERM_SHIFT - 1
 def can_have_been_given(epoch: int) -> bool:
     """Whether any topic can have given this epoch: terms and opens are counted from 1."""
     return epoch > 1 << _TERM_SHIFT
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The sessions that an Open starts or resumes. All but `refusals` are columns of the names that are not refused."""
+
+    places: Int64s
+    """Their places in the call."""
+
+    names: list[bytes]
+    numbers: Int64s
+    epochs: Int64s
+    refusals: dict[int, SeqdedupeError]
+    """By place in the call: FENCED, INVALID_EPOCH."""
 
 
 class Sessions:
@@ -31,23 +50,29 @@ class Sessions:
         """The topic has a new owner."""
         self._term, self._opens = term, 0
 
-    def open(self, names: list[str], epochs: list[int] | None) -> tuple[list[int], list[int]]:
-        """Starts new sessions, or resumes those of the given epochs: all of them, or none if an error is raised.
+    def open(self, names: list[str], epochs: list[int] | None) -> Opening:
+        """Starts new sessions, or resumes those of the given epochs, each by itself. They are in force from now on.
 
-        Returns the producers' numbers and their epochs. Raises INVALID_NAME, INVALID_REQUEST, INVALID_EPOCH, FENCED.
+        Raises INVALID_NAME, INVALID_REQUEST for the whole call.
         """
         encoded = [producer_name(name) for name in names]
         if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(encoded)) < len(names):
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+        refusals: dict[int, SeqdedupeError] = {}
         if epochs is None:
             epochs = [self._next_epoch()] * len(names)
         else:
-            self._check_resumed(encoded, epochs)
-        numbers = [self._producers.add(name) for name in encoded]
-        for number, epoch in zip(numbers, epochs, strict=True):
-            if self._producers.numbers[number, EPOCH] != epoch:
-                self._producers.set_epoch(number, epoch)
-        return numbers, epochs
+            if len(epochs) != len(names):
+                raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
+            for place, (name, epoch) in enumerate(zip(encoded, epochs, strict=True)):
+                if (why := self._why_not_resumed(name, epoch)) is not None:
+                    refusals[place] = why
+        places = [place for place in range(len(names)) if place not in refusals]
+        accepted = [encoded[place] for place in places]
+        numbers = self._producers.add_all(accepted)
+        given = np.array([epochs[place] for place in places], np.int64)
+        self._producers.open(numbers, given)
+        return Opening(np.array(places, np.int64), accepted, numbers, given, refusals)
 
     def _next_epoch(self) -> int:
         if self._opens >= OPENS_PER_TERM:
@@ -55,27 +80,30 @@ class Sessions:
         self._opens += 1
         return self._term << _TERM_SHIFT | self._opens
 
-    def _check_resumed(self, names: list[bytes], epochs: list[int]) -> None:
-        if len(epochs) != len(names):
-            raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
-        newest = self._term << _TERM_SHIFT | self._opens
-        for name, epoch in zip(names, epochs, strict=True):
-            number = self._producers.number(name)
-            current = 0 if number is None else int(self._producers.numbers[number, EPOCH])
-            shown = name.decode()
-            # Each term begins with n = 0, so an epoch of an earlier term is one that may have been given.
-            if not can_have_been_given(epoch) or epoch > newest:
-                raise error(
-                    "INVALID_EPOCH",
-                    f"this topic never gave the epoch {epoch} with which {shown!r} resumes",
-                    producer_name=shown,
-                    epoch=epoch,
-                )
-            if epoch < current:
-                raise error(
-                    "FENCED",
-                    f"producer {shown!r} has been opened by another session: its epoch is {current}, not {epoch}",
-                    producer_name=shown,
-                    epoch=epoch,
-                    current_epoch=current,
-                )
+    def are_in_flight(self, names: list[str]) -> bool:
+        """Whether any of the names has a session whose record is not durable yet, and may fail."""
+        numbers = [self._producers.number(name.encode(errors="replace")) for name in names]
+        rows = self._producers.numbers[[number for number in numbers if number is not None]]
+        return bool((rows[:, EPOCH] > rows[:, DURABLE_EPOCH]).any())
+
+    def _why_not_resumed(self, name: bytes, epoch: int) -> SeqdedupeError | None:
+        number = self._producers.number(name)
+        current = 0 if number is None else int(self._producers.numbers[number, EPOCH])
+        shown = name.decode()
+        # Each term begins with n = 0, so an epoch of an earlier term is one that may have been given.
+        if not can_have_been_given(epoch) or epoch > (self._term << _TERM_SHIFT | self._opens):
+            return error(
+                "INVALID_EPOCH",
+                f"this topic never gave the epoch {epoch} with which {shown!r} resumes",
+                producer_name=shown,
+                epoch=epoch,
+            )
+        if epoch < current:
+            return error(
+                "FENCED",
+                f"producer {shown!r} has been opened by another session: its epoch is {current}, not {epoch}",
+                producer_name=shown,
+                epoch=epoch,
+                current_epoch=current,
+            )
+        return None

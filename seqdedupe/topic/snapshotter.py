@@ -28,8 +28,9 @@ class Intervals:
 class Snapshotter:
     """Takes snapshots of a topic's producers: when asked to, and by itself when there is news (`stored`).
 
-    `describe` gives the term and the position of the last confirmed message at that moment. It and the numbers are
-    copied in one step of the event loop, so that position and state belong together; syncing happens beside serving.
+    `describe` gives the term, the position of the last confirmed message and the policy's bytes at that moment. That
+    and the numbers are copied in one step of the event loop, so that position and state belong together; syncing
+    happens beside serving.
     `on_durable` is told what each snapshot covers once it is durable.
     """
 
@@ -38,7 +39,7 @@ class Snapshotter:
         store: Store,
         snapshots: Snapshots,
         producers: Producers,
-        describe: Callable[[], tuple[int, Position]],
+        describe: Callable[[], tuple[int, Position, bytes]],
         *,
         next_index: int,
         intervals: Intervals,
@@ -105,7 +106,7 @@ class Snapshotter:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            term, position = self._describe()
+            term, position, policy = self._describe()
             changed, persisted, epochs = self._producers.collect_dirty()
             known = len(self._producers)
             try:
@@ -119,6 +120,7 @@ class Snapshotter:
                         slots=changed,
                         persisted=persisted,
                         epochs=epochs,
+                        policy=policy,
                     )
                 )
                 await self._store.flush(opening)

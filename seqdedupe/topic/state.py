@@ -19,6 +19,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.answers import Receipt
 from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.control import decode_policy, encode
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.sessions import Sessions
 from seqdedupe.topic.snapshotter import Intervals, Snapshotter
@@ -74,13 +75,12 @@ class TopicBase(ABC):
         loaded: Loaded | None,
         *,
         first_index: int,
-        policy: Policy,
         intervals: Intervals,
         on_state: Callable[[Any], None],
     ) -> None:
         self.name = name
         self.incarnation = incarnation
-        self.policy = policy
+        self.policy = Policy()
         self.counters = Counters()
         self.state = State.RECOVERING
         self.why = "the log is being read"
@@ -94,6 +94,8 @@ class TopicBase(ABC):
             self.producers.load(loaded.names, loaded.persisted, loaded.epochs)
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
+            if loaded.policy:
+                self.policy = decode_policy(loaded.policy)
         self.sessions = Sessions(self.producers)
         self.confirmed = Broadcast()
         self.damage: SeqdedupeError | None = None
@@ -105,7 +107,7 @@ class TopicBase(ABC):
             store,
             snapshots,
             self.producers,
-            lambda: (self.term, self.last_position),
+            lambda: (self.term, self.last_position, encode(self.policy)),
             next_index=self.confirmed_index,
             intervals=intervals,
             on_durable=self._snapshot_is_durable,

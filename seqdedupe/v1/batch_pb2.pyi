@@ -212,6 +212,12 @@ class Control(_message.Message):
 
     SESSIONS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """The term in which it was written: known also when retention has dropped the marker."""
+    id: _builtins.int
+    """Any number that no other control record of the topic has: by it whoever wrote the record finds it again."""
     @_builtins.property
     def sessions(self) -> Global___ControlSessions:
         """Sessions that were started, or are said again before retention drops what said them."""
@@ -225,10 +231,12 @@ class Control(_message.Message):
         *,
         sessions: Global___ControlSessions | None = ...,
         policy: Global___ControlPolicy | None = ...,
+        term: _builtins.int = ...,
+        id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "sessions", b"sessions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "kind", b"kind", "policy", b"policy", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

@@ -102,6 +102,7 @@ class OpenResponse(_message.Message):
     PERSISTED_FIELD_NUMBER: _builtins.int
     PERSISTED_INDEXES_FIELD_NUMBER: _builtins.int
     PERSISTED_MESSAGE_IDS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Which creation of the topic this is."""
     term: _builtins.int
@@ -122,6 +123,10 @@ class OpenResponse(_message.Message):
     def persisted_message_ids(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.MessageId]:
         """Their message IDs; all three fields -1 where it is no longer known."""
 
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenRefusal]:
+        """The names whose sessions were not started or resumed; the others were. There the columns have epoch 0 and -1."""
+
     def __init__(
         self,
         *,
@@ -131,14 +136,49 @@ class OpenResponse(_message.Message):
         persisted: _abc.Iterable[_builtins.int] | None = ...,
         persisted_indexes: _abc.Iterable[_builtins.int] | None = ...,
         persisted_message_ids: _abc.Iterable[_batch_pb2.MessageId] | None = ...,
+        refusals: _abc.Iterable[Global___OpenRefusal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "incarnation", b"incarnation", "persisted", b"persisted", "persisted_indexes", b"persisted_indexes", "persisted_message_ids", b"persisted_message_ids", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "incarnation", b"incarnation", "persisted", b"persisted", "persisted_indexes", b"persisted_indexes", "persisted_message_ids", b"persisted_message_ids", "refusals", b"refusals", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenResponse: _TypeAlias = OpenResponse  # noqa: Y015
+
+@_typing.final
+class OpenRefusal(_message.Message):
+    """Why one name's session was not started or resumed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    CURRENT_EPOCH_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The name's place in the request."""
+    reason: _builtins.str
+    """The stable reason, see docs/errors.md: `FENCED`, `INVALID_EPOCH`."""
+    message: _builtins.str
+    """One line for a person."""
+    current_epoch: _builtins.int
+    """The epoch that owns the name; 0 if nobody does."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        current_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_epoch", b"current_epoch", "index", b"index", "message", b"message", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenRefusal: _TypeAlias = OpenRefusal  # noqa: Y015
 
 @_typing.final
 class PublishRequest(_message.Message):
@@ -269,10 +309,13 @@ class PublishStreamResponse(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    DURABLE_INDEX_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Which creation of the topic this is."""
     term: _builtins.int
     """The term of the topic's owner."""
+    durable_index: _builtins.int
+    """Up to here the log is durable: the index that the next message to be confirmed will get."""
     @_builtins.property
     def receipts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Receipt]:
         """Frames whose outcome is known."""
@@ -288,10 +331,11 @@ class PublishStreamResponse(_message.Message):
         refusals: _abc.Iterable[Global___Refusal] | None = ...,
         incarnation: _builtins.int = ...,
         term: _builtins.int = ...,
+        durable_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "receipts", b"receipts", "refusals", b"refusals", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_index", b"durable_index", "incarnation", b"incarnation", "receipts", b"receipts", "refusals", b"refusals", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,6 +356,10 @@ class Receipt(_message.Message):
     KNOWN_LEDGER_IDS_FIELD_NUMBER: _builtins.int
     KNOWN_ENTRY_IDS_FIELD_NUMBER: _builtins.int
     KNOWN_BATCH_INDEXES_FIELD_NUMBER: _builtins.int
+    RUN_ROWS_FIELD_NUMBER: _builtins.int
+    RUN_LEDGER_IDS_FIELD_NUMBER: _builtins.int
+    RUN_ENTRY_IDS_FIELD_NUMBER: _builtins.int
+    RUN_BATCH_INDEXES_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
     """The frame's number."""
     first_index: _builtins.int
@@ -323,7 +371,7 @@ class Receipt(_message.Message):
     @_builtins.property
     def first_message_id(self) -> _batch_pb2.MessageId:
         """Its message ID. That of the k-th `NOT_DUP` row has, where `batch_index` is -1, `entry_id` + k; otherwise
-        `batch_index` + k. Left out if no row was stored.
+        `batch_index` + k; as far as the first run of rows goes. Left out if no row was stored.
         """
 
     @_builtins.property
@@ -348,6 +396,25 @@ class Receipt(_message.Message):
     def known_batch_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Their message IDs' batch indexes. Left out when all are -1."""
 
+    @_builtins.property
+    def run_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the log could not give all stored rows IDs of one run: how many rows each run has, the first one included.
+        The rows of a run count up as said at `first_message_id`, from the ID in the next three columns. Left out when
+        there is one run.
+        """
+
+    @_builtins.property
+    def run_ledger_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ledger of each run's first row."""
+
+    @_builtins.property
+    def run_entry_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The entry of each run's first row."""
+
+    @_builtins.property
+    def run_batch_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The batch index of each run's first row."""
+
     def __init__(
         self,
         *,
@@ -360,10 +427,14 @@ class Receipt(_message.Message):
         known_ledger_ids: _abc.Iterable[_builtins.int] | None = ...,
         known_entry_ids: _abc.Iterable[_builtins.int] | None = ...,
         known_batch_indexes: _abc.Iterable[_builtins.int] | None = ...,
+        run_rows: _abc.Iterable[_builtins.int] | None = ...,
+        run_ledger_ids: _abc.Iterable[_builtins.int] | None = ...,
+        run_entry_ids: _abc.Iterable[_builtins.int] | None = ...,
+        run_batch_indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_message_id", b"first_message_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "first_message_id", b"first_message_id", "frame", b"frame", "known_batch_indexes", b"known_batch_indexes", "known_entry_ids", b"known_entry_ids", "known_indexes", b"known_indexes", "known_ledger_ids", b"known_ledger_ids", "known_rows", b"known_rows", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "first_message_id", b"first_message_id", "frame", b"frame", "known_batch_indexes", b"known_batch_indexes", "known_entry_ids", b"known_entry_ids", "known_indexes", b"known_indexes", "known_ledger_ids", b"known_ledger_ids", "known_rows", b"known_rows", "run_batch_indexes", b"run_batch_indexes", "run_entry_ids", b"run_entry_ids", "run_ledger_ids", b"run_ledger_ids", "run_rows", b"run_rows", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,7 +44,14 @@ class PublishServiceStub:
        is when a resume answers a `persisted` above both the last ID sent and what `Open` answered before.
     6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
        incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so.
-    7. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
+    7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
+       higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
+       messages were lost on the way: they are resent, and the links of what follows do not change.
+    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after `OK`,
+       `CANCELLED`, `DEADLINE_EXCEEDED`, `INTERNAL` and `UNKNOWN`. Only statuses with an `ErrorInfo` and without a
+       `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
+       session go on. `FENCED` and `INVALID_EPOCH` are final for the producers that the refusal names.
+    9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
        never one of `Open`.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
@@ -58,7 +65,9 @@ class PublishServiceStub:
     Open: _grpc.UnaryUnaryMultiCallable[_publish_pb2.OpenRequest, _publish_pb2.OpenResponse]
     """Starts sessions, or resumes them, for up to 65,536 names of one topic. A new session fences the older ones
     of its name at once; the answer comes when everything those names had in flight has settled and their
-    epochs are durable. Errors: `INVALID_NAME`, `INVALID_EPOCH`, `FENCED`, `TOPIC_NOT_FOUND`, `RECOVERING`, …
+    epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
+    that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
+    the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
     """
     Publish: _grpc.UnaryUnaryMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]
     """Publishes one small batch and answers when it is durable. For tools and for clients without streams;
@@ -90,7 +99,14 @@ class PublishServiceAsyncStub(PublishServiceStub):
        is when a resume answers a `persisted` above both the last ID sent and what `Open` answered before.
     6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
        incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so.
-    7. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
+    7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
+       higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
+       messages were lost on the way: they are resent, and the links of what follows do not change.
+    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after `OK`,
+       `CANCELLED`, `DEADLINE_EXCEEDED`, `INTERNAL` and `UNKNOWN`. Only statuses with an `ErrorInfo` and without a
+       `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
+       session go on. `FENCED` and `INVALID_EPOCH` are final for the producers that the refusal names.
+    9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
        never one of `Open`.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
@@ -101,7 +117,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     Open: _aio.UnaryUnaryMultiCallable[_publish_pb2.OpenRequest, _publish_pb2.OpenResponse]  # type: ignore[assignment]
     """Starts sessions, or resumes them, for up to 65,536 names of one topic. A new session fences the older ones
     of its name at once; the answer comes when everything those names had in flight has settled and their
-    epochs are durable. Errors: `INVALID_NAME`, `INVALID_EPOCH`, `FENCED`, `TOPIC_NOT_FOUND`, `RECOVERING`, …
+    epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
+    that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
+    the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
     """
     Publish: _aio.UnaryUnaryMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]  # type: ignore[assignment]
     """Publishes one small batch and answers when it is durable. For tools and for clients without streams;
@@ -132,7 +150,14 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
        is when a resume answers a `persisted` above both the last ID sent and what `Open` answered before.
     6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
        incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so.
-    7. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
+    7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
+       higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
+       messages were lost on the way: they are resent, and the links of what follows do not change.
+    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after `OK`,
+       `CANCELLED`, `DEADLINE_EXCEEDED`, `INTERNAL` and `UNKNOWN`. Only statuses with an `ErrorInfo` and without a
+       `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
+       session go on. `FENCED` and `INVALID_EPOCH` are final for the producers that the refusal names.
+    9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
        never one of `Open`.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
@@ -147,7 +172,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_publish_pb2.OpenResponse, _abc.Awaitable[_publish_pb2.OpenResponse]]:
         """Starts sessions, or resumes them, for up to 65,536 names of one topic. A new session fences the older ones
         of its name at once; the answer comes when everything those names had in flight has settled and their
-        epochs are durable. Errors: `INVALID_NAME`, `INVALID_EPOCH`, `FENCED`, `TOPIC_NOT_FOUND`, `RECOVERING`, …
+        epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
+        that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
+        the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
         """
 
     @_abc_1.abstractmethod

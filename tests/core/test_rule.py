@@ -45,7 +45,8 @@ class OneTopic:
         self.reasons: list[int] = []
         for producers in self.both:
             for name in names:
-                producers.set_epoch(producers.add(name.encode()), 1)
+                number = np.array([producers.add(name.encode())])
+                producers.confirm_sessions(number, np.array([1]), None, 0)
 
     def _each(self, encoded: bytes) -> Iterator[tuple[Producers, Uint8s, Int64s, Int64s]]:
         view = np.frombuffer(encoded, np.uint8)
@@ -277,12 +278,12 @@ def test_an_epoch_is_in_force_at_once_and_is_taken_back_if_the_log_never_held_it
         numbers = producers.add_all([b"a", b"b"])
         producers.confirm_sessions(numbers, np.array([3, 3]), None, 0)
         producers.collect_dirty()
-        producers.open(numbers[:1], 8)
+        producers.open(numbers[:1], np.array([8]))
         assert producers.numbers[:2, [EPOCH, DURABLE_EPOCH]].tolist() == [[8, 3], [3, 3]]
         assert len(producers.collect_dirty()[0]) == 0, "a snapshot keeps what is durable"
         producers.fail_in_flight()
         assert producers.numbers[:2, [EPOCH, DURABLE_EPOCH]].tolist() == [[3, 3], [3, 3]]
-        producers.open(numbers[:1], 9)
+        producers.open(numbers[:1], np.array([9]))
         producers.confirm_sessions(numbers[:1], np.array([9]), None, 0)
         producers.fail_in_flight()
         assert producers.numbers[:2, [EPOCH, DURABLE_EPOCH]].tolist() == [[9, 9], [3, 3]]

@@ -199,13 +199,16 @@ class Case(World):
     # -- the process ------------------------------------------------------------------------------------------------
 
     def do_policy(self) -> None:
-        self.deduplicate = not self.deduplicate
-        self.topic.policy = Policy(self.deduplicate)
+        self.loop.create_task(self.set_policy(Policy(not self.topic.policy.deduplication_enabled)))
 
     def do_crash(self) -> None:
-        """kill -9, or a power cut, which also takes what the store had not synced."""
+        """kill -9, or a power cut, which also takes what the store had not synced, or the store is lost as a whole."""
         self.end_process(self.some_in_flight())
-        if self.random.random() < 0.5:
+        kind = self.random.random()
+        if kind < 0.2:
+            self.say(lambda: "    the store is lost")
+            self.store.lose()
+        elif kind < 0.6:
             self.store.cut_power(self.random.randint(0, 3))
         self.store.restart()
         self.start_process()

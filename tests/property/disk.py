@@ -13,6 +13,8 @@ from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.log.contract import Runs
 from seqdedupe.store.db import Store, _Opening
 from seqdedupe.store.records import snapshot_range
+from seqdedupe.topic import control
+from seqdedupe.topic.policy import Policy
 from tests.log.faulty import Storage
 
 
@@ -72,6 +74,11 @@ class CrashableStore(Store):
         super().write(batch)
         self.states = [left]
 
+    def lose(self) -> None:
+        """All that the store knew of the topic is gone."""
+        self.states = [[]]
+        self.cut_power(0)
+
     def restart(self) -> None:
         """The process ended: what it had written and still finds is durable once RocksDB is open again."""
         self._this_flush = self._next_flush = None
@@ -97,6 +104,9 @@ class Promised:
     highest: int = -1
     """The highest sequence ID in the log."""
 
+    stored_epoch: int = 0
+    """The newest session that the log names."""
+
 
 class CheckedStorage(Storage):
     """The log's storage. Each batch that becomes durable is held against what was promised.
@@ -112,6 +122,7 @@ class CheckedStorage(Storage):
         self.links: dict[int, int] = {}
         self.promised: dict[str, Promised] = {}
         self.may_double: set[tuple[str, int]] = set()
+        self.policy = Policy()
         self._violations = violations
         self._places: dict[bytes, np.ndarray] = {}
 
@@ -140,6 +151,17 @@ class CheckedStorage(Storage):
                 self.links[len(self.rows)] = int(decoded.previous_sequence_ids[p])
                 self._check_link(name, sequence_id, self.links[len(self.rows)])
             self._add_row(Row(name, sequence_id, decoded.payloads[row] or b""))
+        return runs
+
+    def add_control(self, body: bytes) -> Runs:
+        runs = super().add_control(body)
+        change, _ = control.decode(body)
+        if isinstance(change, Policy):
+            self.policy = change
+            return runs
+        for name, epoch in zip(change.names, change.epochs.tolist(), strict=True):
+            durable = self.promise(name.decode())
+            durable.stored_epoch = max(durable.stored_epoch, epoch)
         return runs
 
     def _check_link(self, name: str, sequence_id: int, link: int) -> None:

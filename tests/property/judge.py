@@ -1,8 +1,9 @@
 """What must hold, all the time and at each answer."""
 
 from seqdedupe.core.rule import DUP, EPOCH, NOT_DUP, PERSISTED, PUSHED
-from seqdedupe.errors import UnavailableError
+from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.publishing import Opened, Topic
 from tests.property.client import Frame, Session
 from tests.property.disk import CheckedStorage, Row, Violation
@@ -33,6 +34,8 @@ class Judge:
             self.wrong(
                 f"recovery ended at {topic.confirmed_index}, next {topic.next_index}; the log has {rows} messages"
             )
+        if topic.policy != self.storage.policy:
+            self.wrong(f"after recovery the policy is {topic.policy}, in the log is {self.storage.policy}")
         for name, promised in self.storage.promised.items():
             number = topic.producers.number(name.encode())
             if number is None:
@@ -97,6 +100,10 @@ class Judge:
         """Nothing of the frame was stored. `pushed`: the numbers when it came; what was above has no other copy."""
         if refusal.error.reason == "INVALID_EPOCH":
             self.wrong(f"{frame} is refused with {refusal.error}, but Open had answered")
+        if refusal.error.reason == "FENCED":
+            for p in refusal.producers:
+                if p.epoch >= self.storage.promise(p.name).stored_epoch:
+                    self.wrong(f"{frame} is fenced by a session of {p.name} that the log does not hold")
         for session, sequence_id in frame.rows:
             is_stored = sequence_id > pushed[session.name] and (session.name, sequence_id) in self.storage.indexes
             if is_stored and refusal.error.reason != "OUTCOME_UNKNOWN":
@@ -105,10 +112,24 @@ class Judge:
     def highest_stored(self, request: OpenRequest) -> list[int]:
         return [self.storage.promise(session.name).highest for session in request.sessions]
 
+    def open_refused(self, name: str, epochs: list[int] | None, place: int, e: SeqdedupeError) -> None:
+        """Only a session that the log holds fences another one."""
+        if epochs is None or e.reason != "FENCED":
+            self.wrong(f"Open of {name} with epochs {epochs} gets {e}")
+        elif epochs[place] >= self.storage.promise(name).stored_epoch:
+            self.wrong(f"Open of {name} is fenced by a session that the log does not hold")
+
+    def policy_answered(self, policy: Policy) -> None:
+        """It is in force, and in the log, unless another one came after it."""
+        if self.topic.policy != self.storage.policy:
+            self.wrong(f"the policy {policy} is answered, but {self.topic.policy} is in force")
+
     def opened(self, request: OpenRequest, opened: Opened, highest: list[int]) -> None:
         """All that was stored when the Open came is counted; of earlier sessions nothing will come any more."""
         for place, session in enumerate(request.sessions):
             name, promised = session.name, self.storage.promise(session.name)
+            if place in opened.refusals:
+                continue
             epoch, persisted, index = opened.epochs[place], opened.persisted[place], opened.indexes[place]
             if not highest[place] <= persisted <= promised.highest:
                 self.wrong(f"Open answers {persisted} for {name}, in the log was {highest[place]} when it came")

@@ -3,6 +3,7 @@
 Each function breaks the code through a `MonkeyPatch`.
 """
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ from seqdedupe import batch as batches
 from seqdedupe.core import producers, replay, rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
-from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, start
+from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, TERM, start
 from seqdedupe.format.headers import TOKEN_BYTES
-from seqdedupe.log.contract import Failure
+from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.topic import recovery
+from seqdedupe.topic import admission, control, recovery
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal
 from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.publishing import Opened, Topic
+from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import Sessions
 from seqdedupe.topic.snapshotter import Snapshotter
 from tests.log.faulty import FaultyLog
@@ -176,23 +178,58 @@ def open_answered_before_what_is_in_flight_has_settled(patch: pytest.MonkeyPatch
 
 
 def open_answered_before_its_epoch_is_durable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Producers, "have_new_epoch", lambda self, numbers: False)
+    original = Topic._append_change
+
+    def append_change(self: Topic, change: control.Change) -> Any:
+        original(self, change)
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    patch.setattr(Topic, "_append_change", append_change)
 
 
-def open_trusts_a_snapshot_that_fails(patch: pytest.MonkeyPatch) -> None:
-    # The snapshot that is being taken when Open looks has its epoch, and may fail yet.
-    async def open_sessions(self: Topic, names: list[str], epochs: list[int] | None) -> Opened:
-        self.check_serving()
-        numbers, given = self.sessions.open(names, epochs)
-        await self.in_flight_now()
-        if self.producers.have_new_epoch(numbers):
-            await self.snapshot()
-        else:
-            await self.snapshotter.finish()
-        persisted = [int(self.producers.numbers[number, PERSISTED]) for number in numbers]
-        return Opened(given, persisted, [-1] * len(names))
+def failed_open_has_fenced(patch: pytest.MonkeyPatch) -> None:
+    def fail_in_flight(self: Producers) -> None:
+        self.numbers[: len(self), PUSHED] = self.numbers[: len(self), PERSISTED]
 
-    patch.setattr(Topic, "open_sessions", open_sessions)
+    patch.setattr(Producers, "fail_in_flight", fail_in_flight)
+
+
+def open_fences_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(admission, "_may_be_in_force_again", lambda producer, producers: False)
+
+
+def retention_forgets_what_is_in_force(patch: pytest.MonkeyPatch) -> None:
+    async def state_nothing(self: Topic, first_index: int) -> None:
+        pass
+
+    patch.setattr(Topic, "_state_again", state_nothing)
+
+
+def control_records_after_the_last_message_not_replayed(patch: pytest.MonkeyPatch) -> None:
+    original = recovery._Replay._entries
+
+    def entries_of(self: Any, entries: Entries) -> None:
+        table = entries.table
+        known = (table[:, ROWS] == 0) & (table[:, TERM] == 0) & (table[:, BASE_INDEX] <= self._skip_below)
+        if self._skip_below and known.any():
+            runs = [entries.runs[int(k)] for k in np.flatnonzero(~known)]
+            entries = Entries(entries.raw, np.ascontiguousarray(table[~known]), runs)
+        if len(entries.table):
+            original(self, entries)
+
+    patch.setattr(recovery._Replay, "_entries", entries_of)
+
+
+def policy_not_replayed(patch: pytest.MonkeyPatch) -> None:
+    original = Topic._apply
+
+    def apply(self: Topic, change: control.Change, index: int) -> None:
+        if not self._is_recovering or not isinstance(change, Policy):
+            original(self, change, index)
+
+    patch.setattr(Topic, "_apply", apply)
 
 
 def log_trimmed_before_the_snapshot_is_durable(patch: pytest.MonkeyPatch) -> None:
@@ -245,7 +282,7 @@ def second_recovery_beside_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def landed_frames_answered_as_refused(patch: pytest.MonkeyPatch) -> None:
-    def merge(self: Topic, chunk: bytes, table: Any, count: int) -> None:
+    def merge(self: Topic, chunk: bytes, table: Any, count: int, runs_of: Any) -> None:
         self.producers.replay(chunk, table, count)
         self.confirmed_index = int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS])
 
@@ -275,7 +312,11 @@ ALL = [
     stale_epoch_accepted,
     open_answered_before_what_is_in_flight_has_settled,
     open_answered_before_its_epoch_is_durable,
-    open_trusts_a_snapshot_that_fails,
+    failed_open_has_fenced,
+    open_fences_before_it_is_durable,
+    retention_forgets_what_is_in_force,
+    control_records_after_the_last_message_not_replayed,
+    policy_not_replayed,
     log_trimmed_before_the_snapshot_is_durable,
     failed_snapshot_forgotten,
     cut_batch_keeps_its_link,

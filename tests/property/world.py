@@ -5,7 +5,7 @@ from collections.abc import Callable
 from random import Random
 
 from seqdedupe.core.rule import PUSHED
-from seqdedupe.errors import FencedError, SeqdedupeError, UnavailableError
+from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
@@ -39,7 +39,6 @@ class World:
         )
         self.intervals = Intervals(random.choice((2, 5, 1000)), random.choice((0, 0, 3)))
         self.with_threads = random.random() < 0.1
-        self.deduplicate = True
         self.streams = [Stream(client) for client in (0, 1) for _ in range(2)]
         self.loose: list[tuple[Frame, Stream | None]] = []
         """Frames of broken streams and unary calls: they arrive in any order, or never."""
@@ -70,7 +69,6 @@ class World:
             self.store,
             snapshots,
             snapshots.load(),
-            policy=Policy(self.deduplicate),
             intervals=self.intervals,
             random_bytes=lambda n: self.random.getrandbits(8 * n).to_bytes(n, "little"),
             on_state=self.state_changed,
@@ -192,13 +190,22 @@ class World:
         try:
             opened = await self.topic.open_sessions(names, request.epochs)
         except SeqdedupeError as e:
-            if not isinstance(e, UnavailableError | FencedError):
+            if not isinstance(e, UnavailableError):
                 self.judge.wrong(f"Open of {names} with epochs {request.epochs} gets {e}")
             self.open_answers.append((request, e))
             return
         self.say(lambda: f"    Open of {names} gets epochs {opened.epochs}, persisted {opened.persisted}")
+        for place, why in opened.refusals.items():
+            self.judge.open_refused(names[place], request.epochs, place, why)
         self.judge.opened(request, opened, highest)
         self.open_answers.append((request, opened))
+
+    async def set_policy(self, policy: Policy) -> None:
+        try:
+            await self.topic.set_policy(policy)
+        except UnavailableError:
+            return
+        self.judge.policy_answered(policy)
 
     def answer_open(self, *, is_lost: bool) -> None:
         request, answer = self.open_answers.pop(0)
@@ -208,11 +215,11 @@ class World:
             session.request = None
             if is_lost:
                 continue
-            if isinstance(answer, Opened):
+            if isinstance(answer, Opened) and place in answer.refusals:
+                session.state = State.FENCED
+            elif isinstance(answer, Opened):
                 session.opened(answer.epochs[place], answer.persisted[place])
                 self.judge.acknowledged(session)
-            elif isinstance(answer, FencedError) and answer.numbers["producer_name"] == session.name:
-                session.state = State.FENCED
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

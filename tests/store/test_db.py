@@ -30,7 +30,7 @@ def put(store: Store, key: bytes, value: bytes) -> int:
 
 async def test_topics_are_there_again_after_a_restart(folder: Path) -> None:
     secret = bytes(range(16))
-    first = TopicRecord("persistent://a/b/ünï", 5, TopicState.CREATING, deduplication_enabled=False, secret=secret)
+    first = TopicRecord("persistent://a/b/ünï", 5, TopicState.CREATING, secret)
     second = TopicRecord("persistent://a/b/c", 2**62, TopicState.DELETING)
     assert str(secret) not in repr(first)
     store = Store.open(folder)
@@ -40,7 +40,7 @@ async def test_topics_are_there_again_after_a_restart(folder: Path) -> None:
     store.close()
     store = Store.open(folder)
     assert store.topics() == [first, second]
-    changed = TopicRecord(first.name, 5, TopicState.ACTIVE, deduplication_enabled=True)
+    changed = TopicRecord(first.name, 5, TopicState.ACTIVE, secret)
     await store.put_topic(changed)
     assert store.topics() == [changed, second]
     store.close()

@@ -27,7 +27,7 @@ def test_cut_keeps_the_new_rows_and_nothing_else(data: st.DataObject) -> None:
     encoded = batch(rows, payloads=payloads, keys=keys, **times).encode()
     producers = Producers()
     for name in "ab":
-        producers.set_epoch(producers.add(name.encode()), 1)
+        producers.open(np.array([producers.add(name.encode())]), np.array([1]))
     frame = admission.check(encoded, producers, NumbersCache())
     if data.draw(st.booleans()):
         first = data.draw(st.integers(0, n - 1))

@@ -16,7 +16,6 @@ from seqdedupe.topic import admission
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.broadcast import Broadcast
-from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import check_index, end_index, index_after, read_on
 from seqdedupe.topic.snapshotter import Intervals
@@ -57,7 +56,6 @@ def make_topic(store: Store, log: FaultyLog, intervals: Intervals | None = None)
         store,
         snapshots,
         snapshots.load(),
-        policy=Policy(),
         intervals=intervals or Intervals(1000),
         random_bytes=lambda n: bytes(n),
     )
