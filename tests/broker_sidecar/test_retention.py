@@ -4,8 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import pytest
-
 from seqdedupe.store.db import Store
 from seqdedupe.v1 import admin_pb2, read_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused, verdicts
@@ -68,8 +66,13 @@ def test_a_trimmed_position_is_said_to_be_trimmed(start_sidecar: Callable[..., S
     # A store that has lost what covers the messages that are gone is not taken for one that never had it.
     sidecar.kill()
     asyncio.run(forget_snapshot(sidecar))
-    with pytest.raises(RuntimeError, match="STORE_MISSING"):
-        sidecar.start()
+    sidecar.start()
+    until = time.monotonic() + 30
+    while client.topic("t").state != admin_pb2.TOPIC_STATE_DAMAGED:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert "[STORE_MISSING]" in client.topic("t").why
+    sidecar.kill()
     sidecar.keys["rebuild_store"] = True
     sidecar.start()
     assert client.topic("t").first_index == first

@@ -63,7 +63,11 @@ def make_topic(store: Store, log: FaultyLog, intervals: Intervals | None = None)
 
 async def publish(topic: Topic, *ids: int) -> list[Receipt | Refusal]:
     """One frame each; their answers, as they come."""
-    opened = await topic.open_sessions(["p"], None)
+    opening = asyncio.ensure_future(topic.open_sessions(["p"], None))
+    await asyncio.sleep(0)
+    assert isinstance(topic.log, FaultyLog)
+    topic.log.settle()
+    opened = await opening
     answers: list[Receipt | Refusal] = []
     link = opened.persisted[0]
     for sequence_id in ids:

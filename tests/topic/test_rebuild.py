@@ -1,0 +1,187 @@
+"""The log alone tells all that is in force, also after retention has dropped what first said it."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqdedupe.errors import DamagedError, UnavailableError
+from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.store.db import Store
+from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic.admission import NumbersCache
+from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.control import Sessions, decode, encode
+from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.snapshotter import Intervals
+from seqdedupe.topic.state import State
+from tests.batches import batch
+from tests.log.faulty import FaultyLog, Storage
+
+INCARNATION = 5
+SEGMENT_BYTES = 4000
+
+
+def fatal(why: str) -> None:
+    raise AssertionError(why)
+
+
+@pytest.fixture
+async def logs(tmp_path: Path) -> AsyncIterator[EmbeddedLogs]:
+    """With small segments, of which retention keeps as few as it may."""
+    logs = EmbeddedLogs(
+        tmp_path / "logs", clock_ms=lambda: 1, fatal=fatal, segment_bytes=SEGMENT_BYTES, retention_size_bytes=1
+    )
+    await logs.create(INCARNATION, "persistent://public/default/t", bytes(16))
+    yield logs
+    await logs.close()
+
+
+async def open_topic(logs: EmbeddedLogs, store: Store) -> Topic:
+    snapshots = Snapshots(store, INCARNATION)
+    loaded = snapshots.load()
+    log = await logs.open(INCARNATION, loaded.next_index if loaded else 0)
+    topic = Topic(
+        "persistent://public/default/t",
+        log,
+        store,
+        snapshots,
+        loaded,
+        intervals=Intervals(2**62),
+        random_bytes=secrets.token_bytes,
+    )
+    await topic.recover()
+    assert topic.state is State.SERVING
+    return topic
+
+
+async def publish(topic: Topic, name: str, epoch: int, sequence_id: int, link: int) -> Receipt | Refusal:
+    answers: list[Receipt | Refusal] = []
+    encoded = batch([(name, sequence_id)], epochs={name: epoch}, links={name: link}, payloads=[bytes(500)]).encode()
+    topic.admit(encoded, 1, answers.append, NumbersCache())
+    await topic.in_flight_now()
+    return answers[0]
+
+
+async def test_a_rebuilt_store_knows_all_that_was_in_force(logs: EmbeddedLogs, tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    topic = await open_topic(logs, store)
+    # Opened and never published; published long ago; taken over from a zombie; and what fills the segments.
+    silent = (await topic.open_sessions(["silent"], None)).epochs[0]
+    old = (await topic.open_sessions(["old"], None)).epochs[0]
+    zombie = (await topic.open_sessions(["name"], None)).epochs[0]
+    assert isinstance(await publish(topic, "old", old, 7, -1), Receipt)
+    owner = (await topic.open_sessions(["name"], None)).epochs[0]
+    await topic.set_policy(Policy(deduplication_enabled=False))
+    await topic.set_policy(Policy())
+    await topic.set_policy(Policy(deduplication_enabled=False))
+    filler = (await topic.open_sessions(["filler"], None)).epochs[0]
+    for i in range(40):
+        assert isinstance(await publish(topic, "filler", filler, i, i - 1), Receipt)
+    term = topic.term
+    await topic.snapshot()
+    async with asyncio.timeout(30):
+        while topic.log.first_index < 20:  # noqa: ASYNC110 (retention goes on beside the snapshot)
+            await asyncio.sleep(0.01)
+    await topic.close("")
+    store.close()
+
+    store = Store.open(tmp_path / "rebuilt")
+    topic = await open_topic(logs, store)
+    assert topic.confirmed_index == 41
+    assert topic.term > term
+    assert topic.policy == Policy(deduplication_enabled=False)
+    assert (await topic.open_sessions(["silent"], [silent])).refusals == {}
+    opened = await topic.open_sessions(["old", "name", "filler"], [old, zombie, filler])
+    assert opened.persisted == [7, -1, 39]
+    assert opened.epochs == [old, 0, filler]
+    assert {place: e.reason for place, e in opened.refusals.items()} == {1: "FENCED"}
+    assert opened.refusals[1].numbers["current_epoch"] == str(owner)
+    fenced = await publish(topic, "name", zombie, 1, -1)
+    assert isinstance(fenced, Refusal)
+    assert fenced.error.reason == "FENCED"
+    assert isinstance(await publish(topic, "name", owner, 1, -1), Receipt)
+    await topic.set_policy(Policy())
+    again = await publish(topic, "old", old, 7, -1)
+    assert isinstance(again, Receipt)
+    assert again.verdicts is not None
+    assert again.verdicts.tolist() == [2]
+    await topic.close("")
+    store.close()
+
+
+async def test_open_works_while_the_store_is_down_and_a_failed_one_fences_nobody(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    log = FaultyLog(Storage(INCARNATION))
+    snapshots = Snapshots(store, INCARNATION)
+    topic = Topic("t", log, store, snapshots, None, intervals=Intervals(1000), random_bytes=secrets.token_bytes)
+    await topic.recover()
+    store.close()
+    opening = asyncio.ensure_future(topic.open_sessions(["p"], None))
+    await asyncio.sleep(0)
+    log.settle()
+    epoch = (await opening).epochs[0]
+    # A resume of a durable epoch writes nothing.
+    assert (await topic.open_sessions(["p"], [epoch])).epochs == [epoch]
+    assert log.in_flight == 0
+
+    opening = asyncio.ensure_future(topic.open_sessions(["p"], None))
+    await asyncio.sleep(0)
+    answers: list[Receipt | Refusal] = []
+    frame = batch([("p", 1)], epochs={"p": epoch}).encode()
+    topic.admit(frame, 1, answers.append, NumbersCache())
+    # Not decided yet: the client comes again.
+    assert isinstance(answers[0], Refusal)
+    assert (answers[0].error.reason, answers[0].error.retry_delay_ms > 0) == ("RECOVERING", True)
+    resuming = asyncio.ensure_future(topic.open_sessions(["p"], [epoch]))
+    await asyncio.sleep(0)
+    assert not resuming.done()
+    log.refuse()
+    with pytest.raises(UnavailableError, match="no room"):
+        await opening
+    with pytest.raises(UnavailableError):
+        await resuming
+    async with asyncio.timeout(10):
+        while topic.state is not State.SERVING:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert (await topic.open_sessions(["p"], [epoch])).refusals == {}
+    topic.admit(frame, 1, answers.append, NumbersCache())
+    log.settle()
+    assert isinstance(answers[1], Receipt)
+    await topic.close("")
+
+
+async def test_a_policy_that_fails_is_not_in_force(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    log = FaultyLog(Storage(INCARNATION))
+    snapshots = Snapshots(store, INCARNATION)
+    topic = Topic("t", log, store, snapshots, None, intervals=Intervals(1000), random_bytes=secrets.token_bytes)
+    await topic.recover()
+    setting = asyncio.ensure_future(topic.set_policy(Policy(deduplication_enabled=False)))
+    await asyncio.sleep(0)
+    assert topic.policy == Policy()
+    log.refuse()
+    with pytest.raises(UnavailableError, match="no room"):
+        await setting
+    assert topic.policy == Policy()
+    await topic.close("")
+    store.close()
+
+
+def test_a_control_record_is_read_as_it_was_written() -> None:
+    for policy in (Policy(), Policy(deduplication_enabled=False)):
+        assert decode(encode(policy, term=3, record_id=9)) == (policy, 3)
+    for persisted in (None, np.array([-1, 2**63 - 1])):
+        change, term = decode(encode(Sessions([b"a", "ü".encode()], np.array([1, 2**62]), persisted), term=2))
+        assert isinstance(change, Sessions)
+        assert (change.names, change.epochs.tolist(), term) == ([b"a", "ü".encode()], [1, 2**62], 2)
+        assert (change.persisted is None) == (persisted is None)
+
+
+def test_a_control_record_of_another_kind_is_of_a_newer_format() -> None:
+    with pytest.raises(DamagedError, match="NEWER_FORMAT"):
+        decode(b"\xaa\x06\x00")
