@@ -204,6 +204,12 @@ REASONS: dict[str, Reason] = {
         "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
     ),
     "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark.md says what each can do."),
+    "JOB_CHANGED": _configuration(
+        "Run the job as it was begun, or give it another name (and table): then it reads from the start."
+    ),
+    "OUTPUT_MISSING": _configuration(
+        "Restore the table together with the positions, or give the job another name: then it reads from the start."
+    ),
     "OUTPUT_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the job's database cannot be used.", 500),
     "POSITION_CHANGED": Reason(
         UnavailableError,

@@ -45,6 +45,7 @@ _SOURCE_OPTIONS = {
     "max_bytes_per_trigger": "maxBytesPerTrigger",
     "fail_on_data_loss": "failOnDataLoss",
     "plain_column_names": "plainColumnNames",
+    "read_timeout_seconds": "readTimeoutSeconds",
 }
 """The data source's options that a job takes too."""
 
@@ -69,6 +70,11 @@ def _source_options(command: Command) -> Command:
                 default=True,
                 show_default=True,
                 help="Whether messages that are gone before they were read are an error, or a warning.",
+            ),
+            click.option(
+                "--read-timeout-seconds",
+                metavar="N",
+                help="A task to which no message has come for so long ends, and is planned again; default: 20.",
             ),
             click.option("--plain-column-names", is_flag=True, help="Columns without the leading __."),
         ]
@@ -135,7 +141,12 @@ def run(
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     began = time.monotonic()
     reader.spark = spark = start_session(f"seqdedupe {job}", master)
-    signal.signal(signal.SIGTERM, lambda *_: reader.stop())
+
+    def stop(*_: object) -> None:
+        reader.stop()
+        click.echo("SIGTERM: the job ends after its round", err=True)
+
+    signal.signal(signal.SIGTERM, stop)
     progress = Progress(sys.stderr)
     try:
         if checkpoint_location is None:

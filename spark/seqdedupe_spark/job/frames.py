@@ -23,6 +23,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe_spark.failures import typed_failures
 from seqdedupe_spark.job.range_task import Output, Report, Step, all_done
 from seqdedupe_spark.reading import read_range
+from seqdedupe_spark.sharing import packed
 from seqdedupe_spark.stores.contract import Advance
 
 DataFrameTransform = Callable[[DataFrame], DataFrame]
@@ -61,14 +62,16 @@ _OPERATOR = re.compile(r"^(?P<indent>[\s:|]*(?:[+:]- )?)(?:\*\(\d+\) )?(?P<name>
 def run_tasks(
     spark: SparkSession, run: Callable[[Sequence[Step]], Report], groups: Sequence[Sequence[Step]]
 ) -> list[Report]:
-    """Runs `run` on every group of steps, each in a task of its own, and returns the reports."""
+    """Runs `run` on every group of steps, and returns the reports. Small groups share a task of Spark's."""
+    parts = packed([sum(len(step.range) for step in group) for group in groups])
 
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                yield _row(run(groups[number]))
+                for one in parts[number]:
+                    yield _row(run(groups[one]))
 
-    return _collect(spark.range(0, len(groups), 1, len(groups)).mapInArrow(task, _REPORT))
+    return _collect(spark.range(0, len(parts), 1, len(parts)).mapInArrow(task, _REPORT))
 
 
 def _row(report: Report) -> pa.RecordBatch:
@@ -97,6 +100,7 @@ class FrameTask:
     service_url: str
     columns: pa.Schema
     transform: DataFrameTransform
+    read_timeout_seconds: float | None = None
 
     def output_schema(self, spark: SparkSession) -> pa.Schema:
         """The columns that the transformation makes. Raises INVALID_OUTPUT if it cannot be planned."""
@@ -120,12 +124,12 @@ class FrameTask:
             frame.unpersist()
 
     def _transformed(self, spark: SparkSession, steps: Sequence[Step]) -> DataFrame:
-        service_url, columns = self.service_url, self.columns
+        service_url, columns, timeout = self.service_url, self.columns, self.read_timeout_seconds
 
         def read_planned_ranges(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 for number in batch.column(0).to_pylist():
-                    yield from read_range(service_url, steps[number].range, columns)
+                    yield from read_range(service_url, steps[number].range, columns, timeout)
 
         count = len(steps)
         messages = spark.range(0, count, 1, max(count, 1)).mapInArrow(read_planned_ranges, from_arrow_schema(columns))

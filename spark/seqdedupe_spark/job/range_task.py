@@ -97,6 +97,7 @@ class RangeTask:
     columns: pa.Schema
     transform: Transform | None
     deduplicate: bool
+    read_timeout_seconds: float | None = None
 
     def run(self, steps: Sequence[Step]) -> Report:
         """Takes the steps in one transaction, unless they are taken already. The report carries what is raised."""
@@ -120,7 +121,7 @@ class RangeTask:
                 sources.append(self._read_once_each(step.range, deduplicator, tally))
                 advances.append(Advance(step.range, step.epoch, deduplicator.changed))
             else:
-                sources.append(read_range(self.service_url, step.range, self.columns))
+                sources.append(read_range(self.service_url, step.range, self.columns, self.read_timeout_seconds))
                 advances.append(Advance(*step))
         batches = (batch for source in sources for batch in source)
         written = store.write(job, self.output.table, self._transformed(batches, tally), advances)
@@ -128,7 +129,7 @@ class RangeTask:
 
     def _read_once_each(self, span: Range, deduplicator: Deduplicator, tally: _Tally) -> Iterator[pa.RecordBatch]:
         """The range's messages but for those that are duplicates."""
-        for group in joined(read_stored(self.service_url, span)):
+        for group in joined(read_stored(self.service_url, span, self.read_timeout_seconds)):
             batch = to_arrow(group, span.topic, self.columns)
             kept = [deduplicator.keep(stored) for stored in group]
             if any(rows is not None for rows in kept):

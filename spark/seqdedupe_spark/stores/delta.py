@@ -17,7 +17,15 @@ from deltalake.exceptions import (
 
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored
+from seqdedupe_spark.stores.contract import (
+    FORMAT_VERSION,
+    Advance,
+    Binding,
+    OutputStore,
+    Stored,
+    check_format,
+    check_replacement,
+)
 from seqdedupe_spark.stores.kinds import (
     BAD_VALUES,
     Column,
@@ -33,6 +41,9 @@ _NO_MESSAGE = MessageId(-1, -1)
 """Stands for the message ID of a topic's start. The ledgers of messages are not negative."""
 
 _PROPERTY = "seqdedupe."
+
+_FORMAT = "seqdedupe_format_version"
+"""The property of the table that says how the others are to be read."""
 
 
 class DeltaStore(OutputStore):
@@ -54,6 +65,19 @@ class DeltaStore(OutputStore):
     def close(self) -> None:
         pass
 
+    def bind(self, job: str, binding: Binding) -> Binding:
+        # The table is the store: the name of its folder binds all jobs that write to it.
+        self._check_name(binding.table)
+        if binding.deduplicate:
+            raise error("UNSUPPORTED_STORE", "a Delta table cannot keep the watermarks of a job that drops duplicates")
+        self.positions(job)
+        return binding
+
+    def has_table(self, table: str) -> bool:
+        self._check_name(table)
+        with self._errors():
+            return bool(DeltaTable.is_deltatable(self._uri))
+
     def prepare(self, table: str, schema: pa.Schema) -> None:
         self._check_name(table)
         check_schema(schema)
@@ -70,6 +94,8 @@ class DeltaStore(OutputStore):
 
     def positions(self, job: str) -> dict[str, Stored]:
         with self._errors():
+            if not DeltaTable.is_deltatable(self._uri):
+                return {}
             found = DeltaTable(self._uri)
             prefix = _PROPERTY + _prefix(job, "")
             topics = [name[len(prefix) :] for name in found.metadata().configuration if name.startswith(prefix)]
@@ -80,13 +106,17 @@ class DeltaStore(OutputStore):
         return self.positions(job).get(topic), {}
 
     def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
+        check_replacement(topic, expected, new)
         with self._errors():
             found = DeltaTable(self._uri)
             if self._stored(found, job, topic) != expected:
                 return False
             try:
                 found.alter.set_table_properties(
-                    {_PROPERTY + _prefix(job, topic): f"{new.epoch} {new.position.incarnation}"},
+                    {
+                        _PROPERTY + _prefix(job, topic): f"{new.epoch} {new.position.incarnation}",
+                        _FORMAT: str(FORMAT_VERSION),
+                    },
                     raise_if_not_exists=False,
                     commit_properties=CommitProperties(app_transactions=_transactions(job, topic, new.position)),
                 )
@@ -123,6 +153,7 @@ class DeltaStore(OutputStore):
         value = found.metadata().configuration.get(_PROPERTY + _prefix(job, topic))
         if value is None:
             return None
+        check_format(int(found.metadata().configuration.get(_FORMAT, "1")), f"the Delta table {self._uri}")
         epoch, incarnation = map(int, value.split())
         numbers = [
             number

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.types as t
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_id import Position
 from seqdedupe_spark.stores.contract import Stored
 
 
@@ -72,15 +72,14 @@ def kind_of(field: pa.Field) -> Kind:
 
 
 def to_cells(stored: Stored) -> list[object]:
-    """Epoch, incarnation, message ID and index, as the tables of positions have them."""
+    """Epoch, incarnation, index and the whole position, as the tables of positions have them."""
     position = stored.position
-    message_id = str(position.message_id) if position.message_id else None
-    return [stored.epoch, position.incarnation, message_id, position.index]
+    return [stored.epoch, position.incarnation, position.index, str(position)]
 
 
-def from_cells(epoch: int, incarnation: int, message_id: str | None, index: int) -> Stored:
-    """What `to_cells` took apart."""
-    return Stored(Position(incarnation, MessageId.parse(message_id) if message_id else None, index), epoch)
+def from_cells(epoch: int, position: str) -> Stored:
+    """What is stored, of the cells that say it all."""
+    return Stored(Position.parse(position), epoch)
 
 
 def split_name(table: str) -> list[str]:
