@@ -44,8 +44,8 @@ _ELSEWHERE = {
 }
 """What says the same in other connectors."""
 
-_OF_TABLES = "serialization.format"
-"""Spark gives it to the source of every table."""
+_OF_TABLE = "option."
+"""What Spark puts before the options of CREATE TABLE, which it gives together with properties of its own."""
 
 _ADDRESS = re.compile(r"unix:.+|[^/\s]+:\d{1,5}")
 _MAX_INT64 = 2**63 - 1
@@ -117,6 +117,11 @@ def parse(options: Mapping[str, str]) -> Options:
     )
 
 
+def of_table(given: Mapping[str, str]) -> dict[str, str]:
+    """The options that `CREATE TABLE … USING seqdedupe OPTIONS (…)` was given, if these are those of a table."""
+    return {name.removeprefix(_OF_TABLE): value for name, value in given.items() if name.startswith(_OF_TABLE)}
+
+
 def address(text: str) -> str:
     """Checks the form of a sidecar's address. Raises ValueError."""
     if not _ADDRESS.fullmatch(text):
@@ -128,9 +133,8 @@ class _Given:
     """What a user said, by name."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
-        # CREATE TABLE … OPTIONS (topic 't') gives option.topic, and tells every source how the table is stored.
-        self._values = {name.lower().removeprefix("option."): str(value) for name, value in options.items()}
-        self._values.pop(_OF_TABLES, None)
+        said = {name.lower(): str(value) for name, value in options.items()}
+        self._values = of_table(said) or said
         known = {name.lower(): name for name in NAMES}
         for name in self._values.keys() - known.keys():
             near = difflib.get_close_matches(name, known, 1)

@@ -28,6 +28,9 @@ from seqdedupe_spark.sharing import packed, split
 
 NAME = "seqdedupe"
 
+_OPTIONS = "seqdedupe.options"
+"""The metadata of a table's first column: Spark keeps no other part of what CREATE TABLE said for who reads it."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -42,10 +45,20 @@ class SeqdedupeDataSource(DataSource):
         return NAME
 
     def schema(self) -> StructType:
-        return from_arrow_schema(_all_columns(user_options.parse(self.options)))
+        schema = from_arrow_schema(_all_columns(user_options.parse(self.options)))
+        if given := user_options.of_table(self.options):
+            schema.fields[0].metadata = {_OPTIONS: given}
+        return schema
+
+    def _parsed(self, schema: StructType) -> Options:
+        """The options; of a table, those that it was created with and those of the query."""
+        given: dict[str, str] = next(
+            (field.metadata[_OPTIONS] for field in schema if _OPTIONS in (field.metadata or {})), {}
+        )
+        return user_options.parse(given | dict(self.options))
 
     def reader(self, schema: StructType) -> "BatchReader":
-        options = user_options.parse(self.options)
+        options = self._parsed(schema)
         if options.limits != NO_LIMITS:
             raise error(
                 "INVALID_OPTION", "maxOffsetsPerTrigger and maxBytesPerTrigger are for streams: a batch has all"
@@ -53,7 +66,7 @@ class SeqdedupeDataSource(DataSource):
         return BatchReader(options, wanted_columns(schema, options))
 
     def streamReader(self, schema: StructType) -> "StreamReader":  # noqa: N802
-        options = user_options.parse(self.options)
+        options = self._parsed(schema)
         if options.ending is not None:
             raise error("INVALID_OPTION", "endingOffsets and endingTime are for batches: a stream has no end")
         return StreamReader(options, wanted_columns(schema, options))

@@ -159,5 +159,5 @@ def test_an_index_is_a_place() -> None:
 
 def test_options_of_a_table_are_taken() -> None:
     """As Spark hands them over after `CREATE TABLE … USING seqdedupe OPTIONS (topic 't')`."""
-    given = {"option.topic": "t", "topic": "t", "option.serialization.format": "1", "serialization.format": "1"}
+    given = {"option.topic": "t", "topic": "t", "provider": "seqdedupe", "owner": "root"}
     assert parse(given) == parse({"topic": "t"})
