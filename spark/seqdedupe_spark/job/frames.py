@@ -21,7 +21,8 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe_spark.failures import typed_failures
-from seqdedupe_spark.job.range_task import Output, Report, Step, all_done
+from seqdedupe_spark.job.poison import names_a_row, naming
+from seqdedupe_spark.job.range_task import Output, Report, Step, all_done, column_of
 from seqdedupe_spark.reading import read_range
 from seqdedupe_spark.sharing import packed
 from seqdedupe_spark.stores.contract import Advance
@@ -177,15 +178,37 @@ def all_of(batches: Iterator[pa.RecordBatch], expected: int) -> Iterator[pa.Reco
 
 def _commit(output: Output, steps: Sequence[Step], batches: Iterator[pa.RecordBatch]) -> Report:
     """Writes the rows of these steps and moves their positions, unless that was done already."""
+    given: list[pa.RecordBatch] = []
     try:
         with output.store() as store:
             stored = [store.watermarks(output.job, step.range.topic)[0] for step in steps]
             if all_done(steps, stored):
                 return Report()
-            written = store.write(output.job, output.table, batches, [Advance(*step) for step in steps])
+            written = store.write(output.job, output.table, _noted(batches, given), [Advance(*step) for step in steps])
     except SeqdedupeError as failure:
-        return Report(failure=failure)
+        return Report(failure=_naming(failure, given, steps))
     return Report(sum(len(step.range) for step in steps), written)
+
+
+def _noted(batches: Iterator[pa.RecordBatch], given: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The batches; of each the columns that say which messages it is made of are kept, as far as it has them."""
+    for batch in batches:
+        names = [name for name in batch.schema.names if name.removeprefix("__") in ("topic", "index")]
+        given.append(batch.select(names))
+        yield batch
+
+
+def _naming(failure: SeqdedupeError, given: list[pa.RecordBatch], steps: Sequence[Step]) -> SeqdedupeError:
+    """A store's failure, which says which message the row is of, if the rows do."""
+    if not names_a_row(failure):
+        return failure
+    batch, row = given[int(failure.numbers["batch"])], int(failure.numbers["row"])
+    incarnations = {step.range.topic: step.range.incarnation for step in steps}
+    try:
+        topic, index = (column_of(batch, name)[row].as_py() for name in ("topic", "index"))
+        return naming(failure, topic, incarnations[topic], index)
+    except KeyError:
+        return failure
 
 
 def _inside(step: Step, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -209,10 +232,11 @@ def _inside(step: Step, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
-    for each in ("__" + name, name):
-        if each in batch.schema.names:
-            return batch.column(each)
-    raise error("UNSUPPORTED_PLAN", f"the transformation drops the column __{name}: keep topic, partition and index")
+    try:
+        return column_of(batch, name)
+    except KeyError as e:
+        what = f"the transformation drops the column __{name}: keep topic, partition and index"
+        raise error("UNSUPPORTED_PLAN", what) from e
 
 
 def _check_row_wise(frame: DataFrame) -> None:

@@ -170,7 +170,8 @@ class OutputStore(ABC):
 
         Raises UnavailableError (POSITION_CHANGED), and nothing of it is written, unless for every advance the stored
         position is its range's start and the stored epoch its epoch, when the transaction commits. What `batches`
-        raises, it raises, and nothing is written. The positions are the last to be written before the commit, so that
+        raises, it raises, and nothing is written. INVALID_OUTPUT that one row is the cause of has its place in the
+        numbers `batch` and `row`, both from 0. The positions are the last to be written before the commit, so that
         a writer that stalls holds up no other.
         """
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import PurePosixPath
 from urllib.parse import quote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from deltalake.exceptions import (
     CommitFailedError,
@@ -33,6 +35,8 @@ from seqdedupe_spark.stores.kinds import (
     bad_value,
     check_schema,
     check_table,
+    first_bad,
+    in_batch,
     kind_of,
     one_line,
 )
@@ -131,7 +135,12 @@ class DeltaStore(OutputStore):
         with self._errors():
             found = DeltaTable(self._uri)
             schema = _arrow_schema(found)
-        rows = pa.Table.from_batches([self._cast(table, batch, schema) for batch in batches if len(batch)], schema)
+        cast = []
+        for number, batch in enumerate(batches):
+            if len(batch):
+                with in_batch(number):
+                    cast.append(self._cast(table, batch, schema))
+        rows = pa.Table.from_batches(cast, schema)
         if any(advance.changed_watermarks() for advance in advances):
             raise error("UNSUPPORTED_STORE", "a Delta table cannot keep the watermarks of a job that drops duplicates")
         moves = [move for advance in advances for move in _transactions(job, advance.range.topic, advance.range.end)]
@@ -174,13 +183,14 @@ class DeltaStore(OutputStore):
             if field.name not in batch.schema.names:
                 columns.append(pa.nulls(len(batch), field.type))
                 continue
+            given, cast = batch.column(field.name), partial(_cast, field.type)
             try:
-                column = batch.column(field.name).cast(field.type)
-                column.validate(full=True)
+                column = cast(given)
             except BAD_VALUES as e:
-                raise bad_value(field.name, e) from e
+                raise bad_value(field.name, first_bad(cast, given), e) from e
             if column.null_count and not field.nullable:
-                raise error("INVALID_OUTPUT", f"column {field.name!r} takes no null")
+                row = pc.index(column.is_null(), True).as_py()
+                raise error("INVALID_OUTPUT", f"column {field.name!r} takes no null", row=row)
             columns.append(column)
         return pa.record_batch(columns, schema=schema)
 
@@ -201,6 +211,12 @@ class DeltaStore(OutputStore):
             raise error("INVALID_OUTPUT", f"the Delta table {self._uri} refuses: {one_line(e)}") from e
         except (DeltaError, OSError) as e:
             raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} cannot be used: {one_line(e)}") from e
+
+
+def _cast(kind: pa.DataType, column: pa.Array) -> pa.Array:
+    cast = column.cast(kind)
+    cast.validate(full=True)
+    return cast
 
 
 def _prefix(job: str, topic: str) -> str:

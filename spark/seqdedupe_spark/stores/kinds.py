@@ -4,7 +4,8 @@ import base64
 import datetime
 import decimal
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -130,9 +131,35 @@ BAD_VALUES = (pa.ArrowException, KeyError, TypeError, ValueError)
 """What conversion raises for a value that cannot be converted."""
 
 
-def bad_value(name: str, cause: Exception) -> SeqdedupeError:
+def bad_value(name: str, row: int, cause: object) -> SeqdedupeError:
     """The error for a column with a value that cannot be written."""
-    return error("INVALID_OUTPUT", f"column {name!r} has a value that cannot be written: {one_line(cause)}")
+    what = f"column {name!r} has a value that cannot be written: {one_line(cause)}"
+    return error("INVALID_OUTPUT", what, row=row)
+
+
+def first_bad(convert: Callable[[pa.Array], object], column: pa.Array) -> int:
+    """The row of the first value that cannot be converted, of a column that has one."""
+    first, count = 0, len(column)
+    while count > 1:
+        half = count // 2
+        try:
+            convert(column.slice(first, half))
+        except BAD_VALUES:
+            count = half
+        else:
+            first, count = first + half, count - half
+    return first
+
+
+@contextmanager
+def in_batch(number: int) -> Iterator[None]:
+    """Completes an error that names a row: it is one of this batch."""
+    try:
+        yield
+    except SeqdedupeError as e:
+        if "row" in e.numbers:
+            e.numbers["batch"] = str(number)
+        raise
 
 
 def one_line(cause: object) -> str:

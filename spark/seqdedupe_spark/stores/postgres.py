@@ -1,5 +1,6 @@
 """A PostgreSQL database: rows go in by binary COPY, positions by compare-and-set."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from seqdedupe_spark.stores.kinds import (
     check_schema,
     check_table,
     from_cells,
+    in_batch,
     one_line,
     quoted,
     split_name,
@@ -55,6 +57,9 @@ _SESSION = (
     f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'; "
     "SET tcp_keepalives_idle = 30; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"
 )
+
+_LINE = re.compile(r"^COPY .*, line (\d+)", re.MULTILINE)
+"""Where PostgreSQL says which row of a COPY it refuses."""
 
 _PREPARE_LOCK = 0x5E9DED09E
 """The advisory lock of those who make tables: CREATE TABLE IF NOT EXISTS alone fails when two run it at once."""
@@ -202,9 +207,9 @@ class PostgresStore(OutputStore):
             connection = self._connection()
             columns = _columns_of(connection, parts)
         try:
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 if len(batch):
-                    with _errors():
+                    with in_batch(number), _errors():
                         check_table(table, batch.schema, columns, fits)
                         if connection.info.transaction_status is TransactionStatus.IDLE:
                             connection.execute(_BEGIN)
@@ -293,4 +298,7 @@ def _errors() -> Iterator[None]:
     except (psycopg.OperationalError, psycopg.InternalError) as e:
         raise error("OUTPUT_UNAVAILABLE", f"the PostgreSQL database cannot be used: {one_line(e)}") from e
     except psycopg.Error as e:
-        raise error("INVALID_OUTPUT", f"PostgreSQL refuses: {one_line(e)}") from e
+        failure = error("INVALID_OUTPUT", f"PostgreSQL refuses: {one_line(e)}")
+        if line := _LINE.search(e.diag.context or ""):
+            failure.numbers["row"] = str(int(line[1]) - 1)
+        raise failure from e

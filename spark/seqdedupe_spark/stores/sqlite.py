@@ -4,12 +4,14 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import length_hint
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from seqdedupe.errors import error
+from seqdedupe.errors import ConfigurationError, error
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
@@ -26,7 +28,9 @@ from seqdedupe_spark.stores.kinds import (
     bad_value,
     check_schema,
     check_table,
+    first_bad,
     from_cells,
+    in_batch,
     json_texts,
     kind_of,
     one_line,
@@ -178,17 +182,15 @@ class SqliteStore(OutputStore):
 
     def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
         name = quoted(*split_name(table))
-        collected = [batch for batch in batches if len(batch)]
+        collected = list(batches)
         changed = [advance.changed_watermarks() for advance in advances]
         with self._transaction():
             for advance in advances:
                 self._check(job, advance)
-            for batch in collected:
-                names = ", ".join(map(quoted, batch.schema.names))
-                places = ", ".join("?" * batch.num_columns)
-                self._connection.executemany(
-                    f"INSERT INTO {name} ({names}) VALUES ({places})", zip(*_columns(batch), strict=True)
-                )
+            for number, batch in enumerate(collected):
+                if len(batch):
+                    with in_batch(number):
+                        self._insert(name, batch)
             for advance, watermarks in zip(advances, changed, strict=True):
                 topic = advance.range.topic
                 self._connection.executemany(
@@ -197,6 +199,21 @@ class SqliteStore(OutputStore):
                 )
                 self._store(job, topic, Stored(advance.range.end, advance.epoch))
         return sum(map(len, collected))
+
+    def _insert(self, name: str, batch: pa.RecordBatch) -> None:
+        names = ", ".join(map(quoted, batch.schema.names))
+        places = ", ".join("?" * batch.num_columns)
+        statement = f"INSERT INTO {name} ({names}) VALUES ({places})"
+        first, *others = _columns(batch)
+        taken = iter(first)
+        try:
+            with self._errors():
+                self._connection.executemany(statement, zip(taken, *others, strict=True))
+        except ConfigurationError as e:
+            # What is left of a column's values says how far it came.
+            if (left := length_hint(taken)) < len(batch):
+                e.numbers["row"] = str(len(batch) - left - 1)
+            raise
 
     def _check(self, job: str, advance: Advance) -> None:
         advance.check(job, self._stored(job, advance.range.topic))
@@ -269,13 +286,16 @@ def _columns(batch: pa.RecordBatch) -> list[list[object]]:
     for field, column in zip(batch.schema, batch.columns, strict=True):
         kind = kind_of(field)
         try:
-            if kind is Kind.JSON:
-                columns.append(list(json_texts(column)))
-            else:
-                columns.append((_texts(column, kind) if kind in _AS_TEXT else column).to_pylist())
+            columns.append(_values(kind, column))
         except BAD_VALUES as e:
-            raise bad_value(field.name, e) from e
+            raise bad_value(field.name, first_bad(partial(_values, kind), column), e) from e
     return columns
+
+
+def _values(kind: Kind, column: pa.Array) -> list[object]:
+    if kind is Kind.JSON:
+        return list(json_texts(column))
+    return list((_texts(column, kind) if kind in _AS_TEXT else column).to_pylist())
 
 
 def _texts(column: pa.Array, kind: Kind) -> pa.Array:

@@ -42,6 +42,9 @@ class StoreHarness(ABC):
     table = "flights"
     """The output table's name."""
 
+    refuses_values = True
+    """Whether there are values that do not fit a column whose type takes them."""
+
     @property
     @abstractmethod
     def factory(self) -> StoreFactory:
@@ -188,6 +191,16 @@ class StoreConformance:
         stranger = pa.record_batch({"n": [1], "unheard_of": [1]})
         with refused("INVALID_OUTPUT", "unheard_of"):
             store.write(JOB, harness.table, iter([numbers(0), stranger]), [over(-1, 1)])
+        assert ns(harness) == []
+        assert store.positions(JOB) == {TOPIC: Stored(at(-1), 0)}
+
+    def test_a_value_that_is_refused_names_its_row(self, harness: StoreHarness, store: OutputStore) -> None:
+        if not harness.refuses_values:
+            return
+        far = pa.record_batch({"n": pa.array([1, 2, 2**64 - 1, 4], pa.uint64())})
+        with refused("INVALID_OUTPUT") as caught:
+            store.write(JOB, harness.table, iter([numbers(0), numbers().slice(0, 0), far]), [over(-1, 9)])
+        assert (caught.value.numbers["batch"], caught.value.numbers["row"]) == ("2", "2")
         assert ns(harness) == []
         assert store.positions(JOB) == {TOPIC: Stored(at(-1), 0)}
 

@@ -104,8 +104,9 @@ def test_a_value_that_a_column_does_not_take(
     harness: PostgresHarness, store: OutputStore, columns: str, values: pa.Array
 ) -> None:
     run(harness, f"CREATE TABLE flights ({columns})")
-    with refused("INVALID_OUTPUT", "v"):
+    with refused("INVALID_OUTPUT", "v") as caught:
         write(store, pa.record_batch([values], ["v"]))
+    assert (caught.value.numbers["batch"], caught.value.numbers["row"]) == ("0", "1")
     assert harness.rows() == []
     write(store, pa.record_batch([values.slice(0, 1)], ["v"]))
     assert len(harness.rows()) == 1
