@@ -6,7 +6,7 @@ Of each topic, from its first message left to the last one there is when the aud
 - **out of order**: messages that come for the first time, but after a higher ID of their producer;
 - **missing**: links that prove that a message is not there. Gaps in the IDs are legal and prove nothing. But each
   stored batch says, per producer, the highest ID below its first one that the producer had sent before, and the sidecar
-  stores it only behind that message or a later one. If no ID as high stands before it in the log, a message is missing:
+  stores it only after that message or a later one. If no ID as high stands before it in the log, a message is missing:
   that one, or whichever higher one had moved the watermark over it. Counted are such links; for each of them at
   least one message is missing.
 
@@ -194,7 +194,7 @@ def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement
         counts = [count for (one, topic, _), count in judgement.counts.items() if (one, topic) == (kind, number)]
         finding = Finding(sum(counts), len(counts))
         for one in judgement.examples.get((kind, number), []):
-            where = {"first_message_id": message_id(one.other)} if kind == DOUBLED else {"behind": one.other}
+            where = {"first_message_id": message_id(one.other)} if kind == DOUBLED else {"higher_before": one.other}
             name = names[one.producer].decode()
             finding.examples.append(Example(name, one.sequence_id, message_id(one.index), **where))
         return finding

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from pyspark.sql import DataFrame, SparkSession
 
-from seqdedupe.command import address_option
+from seqdedupe.command import address_option, say
 from seqdedupe.errors import error
 from seqdedupe_spark import options
 from seqdedupe_spark.command import run_command
@@ -144,7 +144,7 @@ def run(
 
     def stop(*_: object) -> None:
         reader.stop()
-        click.echo("SIGTERM: the job ends after its round", err=True)
+        say("seqdedupe job", "SIGTERM: it ends after its round")
 
     signal.signal(signal.SIGTERM, stop)
     progress = Progress(sys.stderr)

@@ -260,7 +260,7 @@ def test_a_streaming_query_is_only_the_clock(
     publish(address, "clocked", 10, first=20)
     ReaderJob(spark, given, select).run()
     each_once(database.indexes(topic), 30)
-    # The checkpoint is behind the database now; then there is none.
+    # The checkpoint is older than the database now; then there is none.
     for first, checkpoint in ((30, "kept"), (40, "new")):
         publish(address, "clocked", 10, first=first)
         tick(tmp_path / checkpoint)

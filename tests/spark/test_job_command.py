@@ -97,6 +97,23 @@ def test_follows_as_a_streaming_query_until_it_is_told_to_stop(
     each_once(database.indexes(topic), 150)
 
 
+def test_sigterm_ends_a_job_whose_sidecar_is_away(sidecar: Sidecar, tmp_path: Path) -> None:
+    publish(sidecar.address, "events", 10)
+    flags = ["--address", sidecar.address, "--topic", "events", "--store", "sqlite:///out.db", "--table", TABLE]
+    flags += ["--follow", "--trigger-seconds", "0.1", "--json", "--master", "local[2]"]
+    process = start(tmp_path, "run", "--job", JOB, *flags, JAVA_TOOL_OPTIONS=QUICK_JVM)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "rows/s, lag" in line:
+            sidecar.kill()
+        if "waiting: no connection to the sidecar" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert json.loads(out)["written"] == 10
+
+
 @pytest.fixture
 def stored(sidecar: Sidecar, database: Database) -> str:
     """A topic of ten messages, and a position at its start; the store's URL."""

@@ -82,7 +82,7 @@ def test_a_second_run_of_the_same_range_writes_nothing(address: str, database: D
     each_once(database.indexes(step.range.topic), 50)
 
 
-def test_a_range_that_lies_behind_the_position_is_done(address: str, sqlite: Database) -> None:
+def test_a_range_that_lies_before_the_position_is_done(address: str, sqlite: Database) -> None:
     first, longer = whole(address, "full", 0, 50), whole(address, "full", 0, 80)
     begin(sqlite.store, [longer])
     task(address, sqlite.store).run([longer])
@@ -109,7 +109,7 @@ def test_rows_that_are_all_dropped_move_the_position_too(address: str, database:
         (lambda start: None, DataLossError, "POSITION_WENT_BACK"),
         (lambda start: Stored(start, 2), FencedError, "POSITION_RESET"),
     ],
-    ids=["ahead", "another incarnation", "behind", "older epoch", "nothing", "newer epoch"],
+    ids=["ahead", "another incarnation", "before", "older epoch", "nothing", "newer epoch"],
 )
 def test_a_range_that_does_not_start_at_the_position_is_refused(
     address: str,

@@ -54,7 +54,7 @@ class DeltaStore(OutputStore):
     """One Delta table with the positions of the jobs that write to it. The output table's name is its folder's.
 
     A property of the table, `seqdedupe.<job>/<topic>`, holds epoch and incarnation; application transactions hold the
-    rest: `<job>/<topic>/<incarnation>` the index, and those with `/ledger`, `/entry` and `/batch` behind it the message
+    rest: `<job>/<topic>/<incarnation>` the index, and those with `/ledger`, `/entry` and `/batch` after it the message
     ID. They are in the commit that adds the rows, and it is made on the very version of the table in which they were
     checked: Delta refuses it if a later version has changed the same ones, and merges those of other topics.
 
