@@ -16,7 +16,7 @@ from seqdedupe.client.client import TopicEnds
 from seqdedupe.client.reader import StoredBatch
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, error
 from seqdedupe.log.contract import Outcome
-from seqdedupe.log.embedded.log import EmbeddedLogs
+from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
 from seqdedupe_spark import audit_job
