@@ -7,14 +7,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from seqdedupe.command import address_option, say
-from seqdedupe.errors import error
+from seqdedupe.errors import UnavailableError, error
 from seqdedupe_spark import options
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.failures import typed_failures
@@ -170,8 +172,6 @@ def _stream(
 ) -> None:
     """Runs the job as a streaming query, which is the clock only: whenever it ticks, all there is is read, from the
     stored positions. What its checkpoint takes for read and the database does not have is read before or after it."""
-    if follow:
-        reader.run(on_round=progress.show)
     clock = {name: value for name, value in given.items() if name in _CLOCK_OPTIONS}
     clock |= {"startingOffsets": "earliest", "failOnDataLoss": "false"}
 
@@ -185,13 +185,23 @@ def _stream(
         writer = writer.trigger(processingTime=f"{trigger_seconds} seconds")
     else:
         writer = writer.trigger(availableNow=True)
+    if follow:
+        reader.run(on_round=progress.show)
+    is_over = False
+    while not is_over and not reader.is_stopping:
+        with suppress(UnavailableError):
+            _run_query(writer, reader)
+            is_over = True
+        # If the sidecar or the database is away this waits for longer than a query does.
+        reader.run(on_round=progress.show)
+
+
+def _run_query(writer: DataStreamWriter, reader: ReaderJob) -> None:
     with typed_failures():
         query = writer.start()
         while not query.awaitTermination(1):
             if reader.is_stopping:
                 query.stop()
-    if not follow:
-        reader.run(on_round=progress.show)
 
 
 def _imported(name: str) -> Transform:
