@@ -177,11 +177,6 @@ REASONS: dict[str, Reason] = {
         "OUT_OF_RANGE",
         "Messages after the position are gone by retention. Start again from the earliest if that is acceptable.",
     ),
-    "POSITION_UNKNOWN": Reason(
-        PositionError,
-        "OUT_OF_RANGE",
-        "The topic was made anew, or has lost its end, since the position was taken. Find out which first.",
-    ),
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
         "OUT_OF_RANGE",

@@ -267,10 +267,10 @@ def find_loss(topic: str, position: Position, found: TopicEnds | None) -> Loss |
             f"{topic} was made anew: its incarnation is {last.incarnation}, the position is of {position.incarnation}; "
             f"what it held after index {position.index} is gone, and it begins with index {first} now"
         )
-        return Loss(topic, earliest(found), "POSITION_UNKNOWN", message)
+        return Loss(topic, earliest(found), "POSITION_OF_ANOTHER_INCARNATION", message)
     if last.index < position.index:
         message = f"{topic} ends with index {last.index}: it lacks indexes {last.index + 1} to {position.index}"
-        return Loss(topic, None, "POSITION_UNKNOWN", message)
+        return Loss(topic, None, "POSITION_AFTER_END", message)
     if position.index + 1 < first:
         gone = first - position.index - 1
         message = f"{topic} has lost {gone} messages to retention: indexes {position.index + 1} to {first - 1}"

@@ -116,7 +116,7 @@ class _Reading:
             if first is None or last is None:
                 continue
             if first.incarnation != last.incarnation:
-                raise error("POSITION_UNKNOWN", f"{topic} was made anew just now: try again")
+                raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew just now: try again")
             if first.index < last.index:
                 ranges.append(Range(topic, first, last))
         return split(ranges, self.options.min_partitions)

@@ -190,7 +190,7 @@ def test_a_reading_error_on_a_worker_is_the_same_error_here(
     task = FrameTask(address, SCHEMA, sql("SELECT * FROM messages"))
     with pytest.raises(PositionError) as raised:
         task.run(spark, Output(database.store, JOB, TABLE, OUTPUT), [step], one_transaction=False)
-    assert raised.value.reason == "POSITION_UNKNOWN"
+    assert raised.value.reason == "POSITION_OF_ANOTHER_INCARNATION"
     assert database.position(step.range.topic) == start
 
 

@@ -195,7 +195,8 @@ def test_a_reset_to_either_end(address: str, database: Database, topic: str, pla
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"), [("soon", "INVALID_OPTION"), ("1:1", "POSITION_UNKNOWN"), ("1:2:3:4", "INVALID_OPTION")]
+    ("place", "reason"),
+    [("soon", "INVALID_OPTION"), ("1:1", "POSITION_OF_ANOTHER_INCARNATION"), ("1:2:3:4", "INVALID_OPTION")],
 )
 def test_a_reset_to_a_wrong_place_changes_nothing(
     address: str, database: Database, topic: str, place: str, reason: str
@@ -267,7 +268,7 @@ def test_a_topic_made_anew_is_an_error(address: str, database: Database, topic: 
     for each in (running, job(address, database, topic)):
         with pytest.raises(PositionError) as raised:
             each.run()
-        assert raised.value.reason == "POSITION_UNKNOWN"
+        assert raised.value.reason == "POSITION_OF_ANOTHER_INCARNATION"
     assert stored(database) == before
     each_once(database.indexes(full), 20)
 

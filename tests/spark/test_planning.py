@@ -172,7 +172,7 @@ class TestLosses:
     def test_a_lost_end(self) -> None:
         loss = find_loss(T, Position.before(1, 13), TopicEnds(0, Position.before(1, 10)))
         assert loss is not None
-        assert (loss.next, loss.reason, loss.may_be_accepted) == (None, "POSITION_UNKNOWN", False)
+        assert (loss.next, loss.reason, loss.may_be_accepted) == (None, "POSITION_AFTER_END", False)
         assert "indexes 10 to 12" in loss.message
 
     def test_another_incarnation_is_neither_earlier_nor_later(self) -> None:
@@ -180,7 +180,7 @@ class TestLosses:
             for index in (0, 5, 50):
                 loss = find_loss(T, Position.before(incarnation, index), TopicEnds(5, Position.before(2, 10)))
                 assert loss is not None
-                assert (loss.next, loss.reason) == (Position.before(2, 5), "POSITION_UNKNOWN")
+                assert (loss.next, loss.reason) == (Position.before(2, 5), "POSITION_OF_ANOTHER_INCARNATION")
 
     def test_on_a_sidecar(self, client: blocking.Client, topic: str) -> None:
         name = topic_name(topic)

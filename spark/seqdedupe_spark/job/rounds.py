@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.connection import Backoff
-from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark.columns import SCHEMA, plain
 from seqdedupe_spark.job.frames import DataFrameTransform, FrameTask, run_tasks, sql
@@ -34,6 +34,9 @@ TRIGGER_SECONDS = 1.0
 
 _FIRST_DELAY_SECONDS = 0.05
 _LONGEST_DELAY_SECONDS = 5.0
+
+_MAY_BE_ACCEPTED = {"POSITION_TRIMMED", "POSITION_OF_ANOTHER_INCARNATION", "TOPIC_NOT_FOUND"}
+"""Losses that planning again goes on after, if the source allows it."""
 
 _LOCAL = re.compile(r"local(\[.*\])?")
 
@@ -212,7 +215,7 @@ class ReaderJob:
             try:
                 return self.run_round()
             except SeqdedupeError as e:
-                is_lost = isinstance(e, PositionError | NotFoundError) and not self.config.source.fail_on_data_loss
+                is_lost = e.reason in _MAY_BE_ACCEPTED and not self.config.source.fail_on_data_loss
                 if e.reason == "RECOVERING":
                     began = time.monotonic()
                 is_late = time.monotonic() > began + GIVE_UP_SECONDS
