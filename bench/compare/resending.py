@@ -1,0 +1,93 @@
+"""For clients that leave it to their users to send again what was not confirmed: NATS and RabbitMQ Streams."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from bench.compare.load import PAUSE_SECONDS, Load, payload
+
+MOST_UNCONFIRMED = 4_000
+RECONNECT_SECONDS = 0.2
+
+
+class Broken(Exception):
+    """The connection ended, or something sent on it was refused: what has no confirmation is sent again."""
+
+
+class Window:
+    """The messages without a confirmation, oldest first."""
+
+    def __init__(self) -> None:
+        self.unconfirmed: dict[int, bytes] = {}
+        self._changed = asyncio.Event()
+        self._broken: str | None = None
+
+    def confirm(self, number: int) -> None:
+        self.unconfirmed.pop(number, None)
+        self._changed.set()
+
+    def breaks(self, why: str) -> None:
+        """Whoever sends or waits gets `Broken`."""
+        self._broken = why
+        self._changed.set()
+
+    def mend(self) -> None:
+        """There is a new connection."""
+        self._broken = None
+
+    def check(self) -> None:
+        if self._broken is not None:
+            raise Broken(self._broken)
+
+    async def until(self, unconfirmed: int) -> None:
+        """Until there are at most so many."""
+        while len(self.unconfirmed) > unconfirmed:
+            self._changed.clear()
+            self.check()
+            await self._changed.wait()
+
+
+class Sender(Protocol):
+    """One connection."""
+
+    async def send(self, number: int, data: bytes) -> None: ...
+
+    async def flush(self) -> None:
+        """What `send` may have gathered goes out."""
+
+
+async def publish(
+    load: Load,
+    window: Window,
+    connect: Callable[[], AbstractAsyncContextManager[Sender]],
+    breaks_with: tuple[type[Exception], ...],
+) -> None:
+    """Sends the load over one connection after the other until all is confirmed."""
+    load.confirmed = lambda: load.sent - len(window.unconfirmed)
+    numbers = iter(load)
+    breaks: tuple[type[Exception], ...] = (Broken, OSError, TimeoutError, *breaks_with)
+    done = False
+    while not done:
+        try:
+            window.mend()
+            async with connect() as sender:
+                for number, data in list(window.unconfirmed.items()):
+                    await sender.send(number, data)
+                for given in numbers:
+                    window.check()
+                    if given is None:
+                        await sender.flush()
+                        await asyncio.sleep(PAUSE_SECONDS)
+                        continue
+                    data = window.unconfirmed[given] = payload(given)
+                    await sender.send(given, data)
+                    if len(window.unconfirmed) >= MOST_UNCONFIRMED:
+                        await sender.flush()
+                        await window.until(MOST_UNCONFIRMED * 3 // 4)
+                await sender.flush()
+                await window.until(0)
+                load.finish()
+                done = True
+        except breaks:
+            await asyncio.sleep(RECONNECT_SECONDS)
