@@ -127,7 +127,7 @@ def read(address: str, topic: str) -> tuple[list[bytes], float]:
     consumer.assign([TopicPartition(topic, 0, OFFSET_BEGINNING)])
     messages: list[bytes] = []
     while len(messages) < end:
-        records = consumer.consume(FETCH, timeout=30)
+        records = consumer.consume(min(FETCH, end - len(messages)), timeout=30)
         if not records:
             raise RuntimeError(f"nothing in 30 seconds after {len(messages)} of {end} messages")
         messages += [record.value() for record in records]

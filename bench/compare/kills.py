@@ -1,5 +1,7 @@
 """What is lost and doubled when a broker is killed again and again under load. Each is by itself."""
 
+from typing import Any
+
 from bench.compare.broker import Server, Unavailable
 from bench.compare.client_process import Failed, Progress, outcome_of, spawn
 from bench.compare.column import Column, Places, say
@@ -24,9 +26,14 @@ def kills(columns: list[Column], places: Places, times: int) -> None:
             except (Failed, Unavailable) as e:
                 column.fail(f"under kill -9: {e}")
                 continue
-        lost, doubled = sent - read["distinct"], read["messages"] - read["distinct"]
-        column.killed = {"messages": sent, "lost": lost, "doubled": doubled}
+        column.killed = lost_and_doubled(sent, read)
         say(f"{column.broker.name}, kill -9: {column.killed}")
+
+
+def lost_and_doubled(sent: int, read: dict[str, Any]) -> dict[str, int]:
+    """Each of the messages sent was confirmed, and should have been read once."""
+    distinct = int(read["distinct"])
+    return {"messages": sent, "lost": sent - distinct, "doubled": int(read["messages"]) - distinct}
 
 
 def _publish_through_kills(column: Column, places: Places, server: Server, times: int) -> int:

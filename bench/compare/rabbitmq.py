@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.compare.broker import Broker, Mode, Server, free_port, listens, run
 from bench.compare.load import PRODUCER, Load, payload
-from bench.compare.resending import Window
+from bench.compare.resending import ANSWER_SECONDS, Window
 from bench.compare.resending import publish as publish_resending
 
 SERIES = "3.10"
@@ -114,9 +114,10 @@ class _Sender:
     async def flush(self) -> None:
         if self._gathered:
             batch, self._gathered = self._gathered, []
-            await self._producer.send_batch(
-                self._topic, batch, publisher_name=PRODUCER, on_publish_confirm=self._confirmed
-            )
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._producer.send_batch(
+                    self._topic, batch, publisher_name=PRODUCER, on_publish_confirm=self._confirmed
+                )
 
     def _confirmed(self, status: Any) -> None:
         if status.is_confirmed:

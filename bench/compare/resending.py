@@ -1,14 +1,16 @@
 """For clients that leave it to their users to send again what was not confirmed: NATS and RabbitMQ Streams."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Protocol
 
 from bench.compare.load import PAUSE_SECONDS, Load, payload
 
 MOST_UNCONFIRMED = 4_000
 RECONNECT_SECONDS = 0.2
+ANSWER_SECONDS = 5.0
 
 
 class Broken(Exception):
@@ -41,11 +43,11 @@ class Window:
             raise Broken(self._broken)
 
     async def until(self, unconfirmed: int) -> None:
-        """Until there are at most so many."""
+        """Until there are at most so many. Raises TimeoutError when nothing is confirmed any more."""
         while len(self.unconfirmed) > unconfirmed:
             self._changed.clear()
             self.check()
-            await self._changed.wait()
+            await asyncio.wait_for(self._changed.wait(), ANSWER_SECONDS)
 
 
 class Sender(Protocol):
@@ -69,25 +71,32 @@ async def publish(
     breaks: tuple[type[Exception], ...] = (Broken, OSError, TimeoutError, *breaks_with)
     done = False
     while not done:
+        window.mend()
+        connection = AsyncExitStack()
         try:
-            window.mend()
-            async with connect() as sender:
-                for number, data in list(window.unconfirmed.items()):
-                    await sender.send(number, data)
-                for given in numbers:
-                    window.check()
-                    if given is None:
-                        await sender.flush()
-                        await asyncio.sleep(PAUSE_SECONDS)
-                        continue
-                    data = window.unconfirmed[given] = payload(given)
-                    await sender.send(given, data)
-                    if len(window.unconfirmed) >= MOST_UNCONFIRMED:
-                        await sender.flush()
-                        await window.until(MOST_UNCONFIRMED * 3 // 4)
-                await sender.flush()
-                await window.until(0)
-                load.finish()
-                done = True
+            sender = await asyncio.wait_for(connection.enter_async_context(connect()), ANSWER_SECONDS)
+            await _send(numbers, window, sender)
+            load.finish()
+            done = True
         except breaks:
             await asyncio.sleep(RECONNECT_SECONDS)
+        with contextlib.suppress(*breaks):
+            await asyncio.wait_for(connection.aclose(), ANSWER_SECONDS)
+
+
+async def _send(numbers: Iterator[int | None], window: Window, sender: Sender) -> None:
+    for number, data in list(window.unconfirmed.items()):
+        await sender.send(number, data)
+    for given in numbers:
+        window.check()
+        if given is None:
+            await sender.flush()
+            await asyncio.sleep(PAUSE_SECONDS)
+            continue
+        data = window.unconfirmed[given] = payload(given)
+        await sender.send(given, data)
+        if len(window.unconfirmed) >= MOST_UNCONFIRMED:
+            await sender.flush()
+            await window.until(MOST_UNCONFIRMED * 3 // 4)
+    await sender.flush()
+    await window.until(0)

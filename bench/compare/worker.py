@@ -55,10 +55,15 @@ def _publish_through_kills(client: Client, address: str, topic: str, given: dict
     return load
 
 
+def counted(messages: list[bytes], seconds: float) -> dict[str, Any]:
+    """What was read: all, and without the doubled ones."""
+    return {"messages": len(messages), "distinct": len(set(map(number_of, messages))), "seconds": seconds}
+
+
 def _outcome(client: Client, address: str, topic: str, action: str, given: dict[str, Any], out: TextIO) -> Any:
     if action == "read":
         messages, seconds = _done(client.read(address, topic))
-        return {"messages": len(messages), "distinct": len(set(map(number_of, messages))), "seconds": seconds}
+        return counted(messages, seconds)
     if action == "one_in_flight":
         return {"latencies": _done(client.one_in_flight(address, topic, Load(**given)))}
     if action == "publish":
