@@ -146,6 +146,12 @@ REASONS: dict[str, Reason] = {
         "See why the log refuses writes (is the disk full?); retries go on.",
         250,
     ),
+    "LOG_UNREADABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the log's files cannot be read (too many open files? a failing disk?); it is tried again.",
+        250,
+    ),
     "QUEUE_FULL": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Send less at once, or use a stream, which waits.", 50
     ),
@@ -181,8 +187,14 @@ REASONS: dict[str, Reason] = {
         DataLossError, "DATA_LOSS", "Acknowledged messages are missing: was an old copy of the data restored?"
     ),
     "LOG_DAMAGED": _damaged("Restore the log from a copy. Nothing was changed; do not start on it in the meantime."),
-    "STORE_DAMAGED": _damaged("Restore the store from a copy that is not older than the log."),
+    "STORE_DAMAGED": _damaged(
+        "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
+        "and start once with --rebuild-store, which makes its records anew from the logs."
+    ),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
+    "OLDER_FORMAT": _damaged(
+        "Start the version that wrote it. Its data is not converted: publish anew what is still needed."
+    ),
     "STORE_MISSING": _damaged(
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "
         "the record anew from the log."
