@@ -18,7 +18,8 @@ TIMEOUT_SECONDS = 110.0
 
 def test_the_table_has_our_column_and_says_why_another_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.compare", "--brokers", "embedded", "kafka", "--seconds", "0.1"]
-    command += ["--rounds", "1", "--kills", "1", "--cache", tmp_path / "cache", "--json", tmp_path / "figures.json"]
+    command += ["--rounds", "1", "--kills", "1", "--cache", str(tmp_path / "cache")]
+    command += ["--json", str(tmp_path / "figures.json")]
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
