@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.compare.broker import Broker, Mode, Server, free_port, listens, run
+from bench.compare.broker import Broker, Mode, Server, Unavailable, free_port, listens, run
 from bench.compare.load import PRODUCER, Load, payload
 from bench.compare.resending import ANSWER_SECONDS, Window
 from bench.compare.resending import publish as publish_resending
@@ -33,8 +33,10 @@ def _get(cache: Path) -> None:
     run("apt-get", "install", "-y", "--no-install-recommends", "--download-only", *options, "rabbitmq-server")
     for package in packages.glob("*.deb"):
         run("dpkg-deb", "-x", package, _root(cache))
-    # Debian's scripts name the folder that Erlang is installed in.
     erlang = _root(cache) / "usr" / "lib" / "erlang"
+    if not (erlang / "bin" / "erl").exists():
+        raise Unavailable("Erlang is installed on this machine already, so that its package was not downloaded")
+    # Debian's scripts name the folder that Erlang is installed in.
     for script in (*erlang.glob("bin/*"), *erlang.glob("erts-*/bin/*")):
         data = script.read_bytes()
         if data.startswith(b"#!"):
