@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,10 @@ import pytest
 from bench.compare.broker import Mode
 from bench.compare.embedded import BROKER
 from bench.compare.kafka import BROKER as KAFKA
+from bench.compare.kills import lost_and_doubled
+from bench.compare.load import Load, payload
+from bench.compare.resending import Window, publish
+from bench.compare.worker import counted
 
 REPOSITORY = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 110.0
@@ -53,9 +59,33 @@ def test_the_table_has_our_column_and_says_why_another_is_missing(tmp_path: Path
 def test_lost_and_doubled_are_counted_by_the_numbers_in_the_payloads(
     copies: list[int], lost: int, doubled: int
 ) -> None:
-    from bench.compare.kills import lost_and_doubled
-    from bench.compare.load import payload
-    from bench.compare.worker import counted
-
     read = counted([payload(number) for number in copies], seconds=1.0)
     assert lost_and_doubled(3, read) == {"messages": 3, "lost": lost, "doubled": doubled}
+
+
+async def test_what_is_sent_again_leaves_no_number_out() -> None:
+    stored: set[int] = set()
+    window = Window()
+
+    class Sender:
+        """Every seventh message breaks the connection the first time, which the next call notices."""
+
+        async def send(self, number: int, data: bytes) -> None:
+            if number % 7 == 0 and number not in broken:
+                broken.add(number)
+                window.breaks("as planned")
+            else:
+                stored.add(number)
+                window.confirm(number)
+
+        async def flush(self) -> None: ...
+
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[Sender]:
+        yield Sender()
+
+    broken: set[int] = set()
+    load = Load(seconds=60, most=50)
+    await publish(load, window, connect, ())
+    assert broken
+    assert stored == set(range(1, 51))

@@ -1,5 +1,6 @@
 """What is lost and doubled when a broker is killed again and again under load. Each is by itself."""
 
+import time
 from typing import Any
 
 from bench.compare.broker import Server, Unavailable
@@ -8,6 +9,8 @@ from bench.compare.column import Column, Places, say
 
 MESSAGES_A_SECOND = 10_000
 CONFIRMED_BEFORE_KILL = 5_000
+SECONDS_BEFORE_KILL = 2.0
+"""More of load, so that messages are under way and no topic is just being made."""
 MOST_MESSAGES = 1_000_000
 MOST_SECONDS = 400.0
 TOPIC = "killed"
@@ -45,6 +48,7 @@ def _publish_through_kills(column: Column, places: Places, server: Server, times
         try:
             for number in range(times):
                 progress.wait_for_more(CONFIRMED_BEFORE_KILL)
+                time.sleep(SECONDS_BEFORE_KILL)
                 server.kill()
                 server.start()
                 say(f"{column.broker.name}, killed {number + 1} times")

@@ -88,12 +88,13 @@ async def _send(numbers: Iterator[int | None], window: Window, sender: Sender) -
     for number, data in list(window.unconfirmed.items()):
         await sender.send(number, data)
     for given in numbers:
-        window.check()
         if given is None:
+            window.check()
             await sender.flush()
             await asyncio.sleep(PAUSE_SECONDS)
             continue
         data = window.unconfirmed[given] = payload(given)
+        window.check()
         await sender.send(given, data)
         if len(window.unconfirmed) >= MOST_UNCONFIRMED:
             await sender.flush()
