@@ -162,6 +162,10 @@ class Session:
             try:
                 await self._connect()
             except UnavailableError as e:
+                if e.reason == "STREAM_IDLE" and not len(self.outbox):
+                    # The session stays: it is resumed when there is something to send.
+                    await self._wait_for_something_to_send()
+                    continue
                 if not self._epochs and loop.time() > give_up_at:
                     self._fail(e)
                     return
@@ -169,6 +173,11 @@ class Session:
             except SeqdedupeError as e:
                 self._fail(e)
                 return
+
+    async def _wait_for_something_to_send(self) -> None:
+        while not len(self.outbox) and self.failure is None:
+            self._work.clear()
+            await self._work.wait()
 
     async def _connect(self) -> None:
         """Opens or resumes, then sends and takes answers until the connection breaks."""

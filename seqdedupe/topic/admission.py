@@ -133,6 +133,30 @@ def _check_properties(view: Uint8s, places: Int64s) -> None:
     for offsets, values in ((PROPERTY_NAME_OFFSETS, PROPERTY_NAMES), (PROPERTY_VALUE_OFFSETS, PROPERTY_VALUES)):
         if places[2 * values + 1] and not _is_text(view, places, offsets, values):
             raise error("INVALID_BATCH", "the batch is not valid: the names and values of properties are not all UTF-8")
+    row = _row_with_a_name_twice(view, places)
+    if row >= 0:
+        raise error("INVALID_BATCH", f"the batch is not valid: row {row} has two properties of one name")
+
+
+def _row_with_a_name_twice(view: Uint8s, places: Int64s) -> int:
+    """The first row that lists a property's name twice; -1 if there is none."""
+    of_rows, ends = (_int32s(view, places, column) for column in (PROPERTY_OFFSETS, PROPERTY_NAME_OFFSETS))
+    several = np.flatnonzero(of_rows[1:] - of_rows[:-1] > 1).tolist()
+    if not several:
+        return -1
+    start, size = places[2 * PROPERTY_NAMES], places[2 * PROPERTY_NAMES + 1]
+    blob = view[start : start + size].tobytes()
+    first_of, bounds = of_rows.tolist(), ends.tolist()
+    for row in several:
+        first, end = first_of[row], first_of[row + 1]
+        if len({blob[bounds[i] : bounds[i + 1]] for i in range(first, end)}) < end - first:
+            return int(row)
+    return -1
+
+
+def _int32s(view: Uint8s, places: Int64s, column: int) -> Any:
+    start, size = places[2 * column], places[2 * column + 1]
+    return view[start : start + size].view(np.int32)
 
 
 def _is_text(view: Uint8s, places: Int64s, offsets: int, values: int) -> bool:
@@ -143,8 +167,7 @@ def _is_text(view: Uint8s, places: Int64s, offsets: int, values: int) -> bool:
         blob.tobytes().decode()
     except UnicodeDecodeError:
         return False
-    start, size = places[2 * offsets], places[2 * offsets + 1]
-    begins = view[start : start + size].view(np.int32)
+    begins = _int32s(view, places, offsets)
     return not (blob[begins[begins < len(blob)]] & 0xC0 == 0x80).any()
 
 

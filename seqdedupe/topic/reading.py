@@ -1,6 +1,6 @@
 """Pages of a topic for readers: where to start, how far to go, batches cut at both ends."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,10 +125,12 @@ def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_i
     return header + encoded, int(places[RECORD_END])
 
 
-async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> AsyncIterator[Page]:
+async def read_on(
+    topic: Topic, from_index: int, stop_index: int | None, room: Callable[[], Awaitable[int]]
+) -> AsyncIterator[Page]:
     """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
 
-    Ends early when the topic closes.
+    `room` is asked before each how many bytes it may have. Ends early when the topic closes.
     """
     here = from_index
     while stop_index is None or here < stop_index:
@@ -136,6 +138,6 @@ async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> Asyn
         end = topic.confirmed_index if stop_index is None else min(stop_index, topic.confirmed_index)
         if end <= here:
             return
-        page = await read_page(topic, here, end, PAGE_BYTES)
+        page = await read_page(topic, here, end, await room())
         yield page
         here = page.next_index

@@ -111,7 +111,7 @@ BAD: dict[str, tuple[str, Make]] = {
     ),
     "too many rows": ("BATCH_TOO_LARGE", lambda s: large(s, 0, MAX_BATCH_ROWS + 1)),
     "batch too large": ("BATCH_TOO_LARGE", lambda s: large(s, MAX_BATCH_BYTES // 4, 4)),
-    "batch far too large": ("BATCH_TOO_LARGE", lambda s: large(s, MAX_BATCH_BYTES, 4)),
+    "batch far too large": ("BATCH_TOO_LARGE", lambda s: large(s, 3 * 1024 * 1024, 5)),
     "payload too large": ("MESSAGE_TOO_LARGE", lambda s: large(s, MAX_PAYLOAD_BYTES + 1, 1)),
     "empty name": ("INVALID_NAME", lambda s: good(s, producer_name_offsets=[0, 0], producer_names=b"")),
     "name too long": (
@@ -188,6 +188,19 @@ BAD: dict[str, tuple[str, Make]] = {
     ),
     "property name not UTF-8": ("INVALID_BATCH", lambda s: good(s, **PROPERTIES | {"property_names": b"\xff"})),
     "property value not UTF-8": ("INVALID_BATCH", lambda s: good(s, **PROPERTIES | {"property_values": b"\xff"})),
+    "property name twice in a message": (
+        "INVALID_BATCH",
+        lambda s: good(
+            s,
+            **PROPERTIES
+            | {
+                "property_offsets": [0, 2, 5],
+                "property_name_offsets": [0, 1, 2, 3, 4, 5],
+                "property_names": b"ababb",
+                "property_value_offsets": [0, 0, 0, 0, 0, 1],
+            },
+        ),
+    ),
     "property values of half a character": (
         "INVALID_BATCH",
         lambda s: good(
@@ -358,6 +371,9 @@ def stream_status(client: Client, topic: str) -> Refused:
         ("", "INVALID_TOPIC_NAME"),
         ("a/b", "INVALID_TOPIC_NAME"),
         ("with space", "INVALID_TOPIC_NAME"),
+        ("überflug", "INVALID_TOPIC_NAME"),
+        ("т", "INVALID_TOPIC_NAME"),
+        ("persistent://tenant/é/t", "INVALID_TOPIC_NAME"),
         ("persistent://a/b", "INVALID_TOPIC_NAME"),
         ("non-persistent://a/b/c", "INVALID_TOPIC_NAME"),
         ("n" * 256, "INVALID_TOPIC_NAME"),

@@ -10,9 +10,9 @@ import google_crc32c
 import pytest
 
 from seqdedupe.errors import REASONS
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch
-from tests.sidecar import Sidecar
 
 ROWS = 40
 
