@@ -29,7 +29,7 @@ logger = logging.getLogger("seqdedupe.server")
 EXIT_ERROR = 1
 
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
-"""Four times what a batch may have: one that is too large gets an answer that says so. What is larger still is broken
+"""Twice what a batch may have: one that is too large gets an answer that says so. What is larger still is broken
 off by gRPC, which does not say that sending it again cannot help."""
 
 PRIVATE = 0o077

@@ -33,7 +33,7 @@ CLOSE_TIMEOUT_SECONDS = 30.0
 
 FULL_MESSAGE_BYTES = 160 * 1024
 """Frames that are ready together go out in one message until it is as large as this. More gains nothing, and keeps
-the sidecar waiting. With the largest batch behind it, it stays below 4 MiB."""
+the sidecar waiting. With the largest batch after it, it stays well below what the sidecar takes."""
 
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 _FIRST_DELAY_SECONDS = 0.02

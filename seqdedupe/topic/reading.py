@@ -24,6 +24,10 @@ PAGE_BYTES = 1024 * 1024
 """What an answer holds, about: large enough that gRPC's cost a message does not count."""
 
 
+CUT_BYTES = 4_000_000
+"""With an answer around it, this is below gRPC's default limit of 4 MiB a message."""
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """Stored records, whole or cut, and where the next page starts."""
@@ -83,8 +87,16 @@ def check_index(topic: Topic, index: int) -> None:
 async def read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
     """The records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
 
-    `from_index` below `stop_index`, and `stop_index` at most the topic's confirmed index.
+    A batch that is larger than clients take by default is cut between its rows. `from_index` below `stop_index`, and
+    `stop_index` at most the topic's confirmed index.
     """
+    page = await _read_page(topic, from_index, stop_index, max_bytes)
+    while len(page.records) > CUT_BYTES and (rows := page.next_index - from_index) > 1:
+        page = await _read_page(topic, from_index, from_index + rows // 2, max_bytes)
+    return page
+
+
+async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
     raw = await topic.log.read(from_index, stop_index, max_bytes)
     covers = np.empty(5, np.int64)
     span(np.frombuffer(raw, np.uint8), covers)
