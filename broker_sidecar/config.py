@@ -41,7 +41,7 @@ class Config:
     default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's log. -1: no limit.")
     default_retention_time_in_minutes: int = _key(-1, "Keep each message so long. -1: no limit.")
     max_topics: int = _key(10_000, "Refuse to create more topics than this.")
-    max_streams: int = _key(1_000, "Serve at most so many publish and read streams at once.")
+    max_streams: int = _key(1_000, "Serve at most so many streams of all kinds at once.")
     drain_timeout_seconds: int = _key(30, "At SIGTERM, wait at most so long for what is in flight.")
     log_level: str = _key("info", "`debug`, `info`, `warning` or `error`.")
     log_format: str = _key("json", "`json` (one object a line) or `text`.")

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import grpc.aio
 
-from broker_sidecar import admin, health, logs, publish, read, reflection
+from broker_sidecar import admin, directory, health, logs, publish, read, reflection
 from broker_sidecar.config import Config
+from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.memory import keep_freed_memory
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.topics import Topics
@@ -50,7 +51,8 @@ UNARY_CALLS_A_CONNECTION = 100
 class Sidecar:
     """A sidecar in this process."""
 
-    def __init__(self, config: Config, *, rebuild_store: bool = False) -> None:
+    def __init__(self, config: Config, *, connections: int, rebuild_store: bool = False) -> None:
+        self._connections = connections
         self._config = config
         self._rebuild_store = rebuild_store
         self._streams = Streams(config.max_streams)
@@ -76,8 +78,11 @@ class Sidecar:
 
     async def _listen(self) -> None:
         at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
-        calls = ("grpc.max_concurrent_streams", at_once)
-        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, calls, *_PINGS])
+        limits = (
+            ("grpc.max_concurrent_streams", at_once),
+            ("grpc.max_allowed_incoming_connections", self._connections),
+        )
+        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *limits, *_PINGS])
         streams = self._streams
         names = (publish.SERVICE, read.SERVICE, admin.SERVICE, health.SERVICE, reflection.SERVICE)
         self._server.add_generic_rpc_handlers(
@@ -142,7 +147,7 @@ async def _serve(config: Config, rebuild_store: bool) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    sidecar = Sidecar(config, rebuild_store=rebuild_store)
+    sidecar = Sidecar(config, connections=connections_within(raise_limit()), rebuild_store=rebuild_store)
     await sidecar.listen()
     logger.info("listening", extra={"address": str(sidecar.address)})
     recovery = asyncio.ensure_future(sidecar.recover())
@@ -164,7 +169,7 @@ def run(config: Config, *, rebuild_store: bool = False) -> int:
     logs.configure(config.log_level, config.log_format)
     os.umask(PRIVATE)
     try:
-        Path(config.data_directory).mkdir(parents=True, exist_ok=True)
+        directory.prepare(Path(config.data_directory))
         _run(config, rebuild_store)
     except SeqdedupeError as e:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)

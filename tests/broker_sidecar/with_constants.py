@@ -3,12 +3,16 @@
 import importlib
 import json
 import os
+import resource
 import sys
 
 from broker_sidecar.__main__ import main
 
 VARIABLE = "WITH_CONSTANTS"
 """In the environment, as JSON: `{"module.NAME": value}`."""
+
+FILES = "WITH_FILES"
+"""In the environment: the soft and the hard limit of open files."""
 
 MODULE = __name__ if __name__ != "__main__" else "tests.broker_sidecar.with_constants"
 
@@ -19,7 +23,10 @@ def environment(**constants: object) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for path, value in json.loads(os.environ[VARIABLE]).items():
+    if FILES in os.environ:
+        soft, hard = os.environ[FILES].split()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), int(hard)))
+    for path, value in json.loads(os.environ.get(VARIABLE, "{}")).items():
         module, _, name = path.rpartition(".")
         if not hasattr(importlib.import_module(module), name):
             raise AttributeError(path)
