@@ -17,13 +17,13 @@ import grpc.aio
 
 from broker_sidecar import admin, directory, health, logs, publish, read, reflection
 from broker_sidecar.config import Config
+from broker_sidecar.data import Data
 from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.memory import keep_freed_memory
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
-from broker_sidecar.topics import Topics
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.topic.publishing import State
+from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.server")
 
@@ -57,23 +57,22 @@ class Sidecar:
         self._rebuild_store = rebuild_store
         self._streams = Streams(config.max_streams)
         self._health = health.Health(self._streams)
-        self._timer: asyncio.Task[None] | None = None
         self.address: SidecarAddress | None = None
 
     async def listen(self) -> None:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
-        self._topics = Topics(self._config, self._topic_changed, rebuild_store=self._rebuild_store)
+        self._data = Data(self._config, self._topic_changed, rebuild_store=self._rebuild_store)
+        self._topics = self._data.topics
         try:
             await self._topics.open_all()
             await self._listen()
         except BaseException:
-            await self._topics.close()
+            await self._data.close()
             raise
 
     async def recover(self) -> None:
-        """Recovers every topic; then health says SERVING. Raises `DamagedError`."""
+        """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
         await self._topics.recover_all()
-        self._timer = asyncio.ensure_future(self._topics.take_time_snapshots())
         self._health.set("", health.SERVING)
 
     async def _listen(self) -> None:
@@ -113,15 +112,13 @@ class Sidecar:
     async def stop(self) -> None:
         """Drains: takes nothing more, finishes what is in flight, takes durable snapshots, ends all calls."""
         self._health.drain()
-        if self._timer is not None:
-            self._timer.cancel()
         try:
             async with asyncio.timeout(self._config.drain_timeout_seconds):
                 await self._topics.drain()
         finally:
             self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
-        await self._topics.close()
+        await self._data.close()
 
 
 def _cannot_listen(address: SidecarAddress, e: Exception) -> SeqdedupeError:
