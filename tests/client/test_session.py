@@ -105,6 +105,21 @@ async def test_a_resume_names_its_epoch_and_uses_the_new_one(fake: FakeSidecar) 
     assert [list(frame.batch.epochs) for frame in fake.frames] == [[100], [101], [102]]
 
 
+async def test_a_stream_that_was_ended_for_being_idle_is_resumed_when_there_is_something_to_send(
+    fake: FakeSidecar,
+) -> None:
+    """Were it begun again at once, it would take the place of another idle one, and so on for ever."""
+    fake.idle_streams = 1
+    epochs = itertools.count(100)
+    fake.on_open = lambda _: fake.opened(next(epochs))
+    async with Client(fake.address) as client, client.producer("t", "p") as producer:
+        await fake.was_idle.wait()
+        await asyncio.sleep(0.3)
+        assert [list(request.epochs) for request in fake.opens] == [[]]
+        assert (await (await producer.send(b""))).verdict is Verdict.NOT_DUP
+    assert [list(request.epochs) for request in fake.opens] == [[], [100]]
+
+
 async def test_a_stream_that_ends_is_begun_again(fake: FakeSidecar) -> None:
     fake.ends_streams = 1
     ends = iter(
