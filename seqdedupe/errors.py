@@ -158,6 +158,12 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_STREAMS": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Share streams: one carries any number of producers.", 1000
     ),
+    "STREAM_IDLE": Reason(
+        UnavailableError, "UNAVAILABLE", "Open the stream again when there is something to send or to read.", 1000
+    ),
+    "OUT_OF_MEMORY": Reason(
+        UnavailableError, "RESOURCE_EXHAUSTED", "Give the sidecar more memory, or send less at once.", 1000
+    ),
     "STORE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
@@ -218,6 +224,7 @@ REASONS: dict[str, Reason] = {
     ),
     # What an operator or a user of the command told.
     "INVALID_CONFIGURATION": _configuration("Correct the key that the message names; docs/configuration.md has all."),
+    "INVALID_ADDRESS": _configuration("Write the address as host:port, [IPv6]:port or unix:/path."),
     "INSECURE_LISTEN": _configuration(
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),
