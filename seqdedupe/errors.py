@@ -183,11 +183,6 @@ REASONS: dict[str, Reason] = {
         "OUT_OF_RANGE",
         "Messages after the position are gone by retention. Start again from the earliest if that is acceptable.",
     ),
-    "POSITION_UNKNOWN": Reason(
-        PositionError,
-        "OUT_OF_RANGE",
-        "The topic was made anew, or has lost its end, since the position was taken. Find out which first.",
-    ),
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
         "OUT_OF_RANGE",
@@ -240,6 +235,12 @@ REASONS: dict[str, Reason] = {
         "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
     ),
     "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark.md says what each can do."),
+    "JOB_CHANGED": _configuration(
+        "Run the job as it was begun, or give it another name (and table): then it reads from the start."
+    ),
+    "OUTPUT_MISSING": _configuration(
+        "Restore the table together with the positions, or give the job another name: then it reads from the start."
+    ),
     "OUTPUT_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the job's database cannot be used.", 500),
     "POSITION_CHANGED": Reason(
         UnavailableError,
