@@ -13,7 +13,7 @@ from seqdedupe.core.rule import DURABLE_EPOCH, EPOCH
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import MAX_OPEN_NAMES
-from seqdedupe.names import producer_name
+from seqdedupe.names import new_producer_name, producer_name
 
 _TERM_SHIFT = 32
 OPENS_PER_TERM = 2**_TERM_SHIFT - 1
@@ -58,6 +58,9 @@ class Sessions:
         encoded = [producer_name(name) for name in names]
         if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(encoded)) < len(names):
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+        for shown, name in zip(names, encoded, strict=True):
+            if name not in self._producers:
+                new_producer_name(shown)
         refusals: dict[int, SeqdedupeError] = {}
         if epochs is None:
             epochs = [self._next_epoch()] * len(names)

@@ -35,7 +35,7 @@ class Batch(_message.Message):
     In a topic of deduplication IDs the columns of producers and sequence IDs (1 to 6) may be left out. A topic takes no
     batch with deduplication IDs, and none without producers, unless its mode says so: `INVALID_BATCH`.
 
-    Limits: a batch is at most 4,000,000 bytes encoded and has at most 65,536 rows; a payload is at most 2 MiB; a key
+    Limits: a batch is at most 8 MiB encoded and has at most 65,536 rows; a payload is at most 5 MiB; a key
     and the properties of a message are limited by the batch.
     """
 

@@ -52,6 +52,7 @@ class File:
     raw: bytes = b""
     stored: tuple[Stored, ...] = ()
     key: Int64s = field(default_factory=lambda: KEY)
+    token: bytes = TOKEN
 
     @property
     def next_index(self) -> int:
@@ -74,13 +75,13 @@ class File:
             rows=rows,
             column_bytes=column_bytes,
             base_index=self.next_index,
-            ownership=headers.ownership_of(TOKEN),
+            ownership=headers.ownership_of(self.token),
             **self._place(synced),
         )
         self._add(header + batch, synced, rows, len(header) + column_bytes)
 
     def add_marker(self, synced: int, term: int) -> None:
-        record = headers.marker_record(term, TOKEN, next_index=self.next_index, **self._place(synced))
+        record = headers.marker_record(term, self.token, next_index=self.next_index, **self._place(synced))
         self._add(record, synced, 0, len(record))
 
     def _add(self, record: bytes, synced: int, rows: int, payload_at: int) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
-from seqdedupe_spark.session import workers_path
 
 from seqdedupe.client import blocking
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
+from seqdedupe_spark.session import workers_path
 
 REPOSITORY = Path(__file__).parents[2]
 
