@@ -38,8 +38,8 @@ class SchemaClient:
         """Starts the session, or resumes it: never without its epochs again."""
         request = publish_pb2.OpenRequest(topic=self.topic, producer_names=[self.name], epochs=self.epochs)
         answer = publish_pb2_grpc.PublishServiceStub(channel).Open(request, wait_for_ready=True, timeout=60)
-        if answer.persisted[0] < self.persisted or self.incarnation not in (0, answer.incarnation):
-            raise RuntimeError("acknowledged data is gone")
+        if answer.refusals or answer.persisted[0] < self.persisted or self.incarnation not in (0, answer.incarnation):
+            raise RuntimeError("".join(one.message for one in answer.refusals) or "acknowledged data is gone")
         self.epochs, self.incarnation, self.persisted = list(answer.epochs), answer.incarnation, answer.persisted[0]
 
     def _send(self, channel: grpc.Channel, left: dict[int, bytes], rows: int, in_flight: int) -> None:

@@ -100,6 +100,7 @@ class Sessions:
                 f"this topic never gave the epoch {epoch} with which {shown!r} resumes",
                 producer_name=shown,
                 epoch=epoch,
+                current_epoch=current,
             )
         if epoch < current:
             return error(

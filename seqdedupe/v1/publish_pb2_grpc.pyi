@@ -47,8 +47,8 @@ class PublishServiceStub:
     7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
        higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
        messages were lost on the way: they are resent, and the links of what follows do not change.
-    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after `OK`,
-       `CANCELLED`, `DEADLINE_EXCEEDED`, `INTERNAL` and `UNKNOWN`. Only statuses with an `ErrorInfo` and without a
+    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after OK,
+       CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
        `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
        session go on. `FENCED` and `INVALID_EPOCH` are final for the producers that the refusal names.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
@@ -104,8 +104,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
        higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
        messages were lost on the way: they are resent, and the links of what follows do not change.
-    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after `OK`,
-       `CANCELLED`, `DEADLINE_EXCEEDED`, `INTERNAL` and `UNKNOWN`. Only statuses with an `ErrorInfo` and without a
+    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after OK,
+       CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
        `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
        session go on. `FENCED` and `INVALID_EPOCH` are final for the producers that the refusal names.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
@@ -157,8 +157,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
     7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
        higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
        messages were lost on the way: they are resent, and the links of what follows do not change.
-    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after `OK`,
-       `CANCELLED`, `DEADLINE_EXCEEDED`, `INTERNAL` and `UNKNOWN`. Only statuses with an `ErrorInfo` and without a
+    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after OK,
+       CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
        `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
        session go on. `FENCED` and `INVALID_EPOCH` are final for the producers that the refusal names.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but

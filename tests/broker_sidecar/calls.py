@@ -170,6 +170,14 @@ class Client:
         request = publish_pb2.OpenRequest(topic=topic, producer_names=names, epochs=epochs)
         return self.publish.Open(request, timeout=TIMEOUT_SECONDS, wait_for_ready=True)
 
+    def resume_refused(self, topic: str, name: str, epoch: int) -> publish_pb2.OpenRefusal:
+        """Resumes a session, which must be refused."""
+        answer = self.open(topic, name, epochs=[epoch])
+        assert (list(answer.epochs), list(answer.persisted), list(answer.persisted_indexes)) == ([0], [-1], [-1])
+        [refusal] = answer.refusals
+        assert refusal.index == 0
+        return refusal
+
     def epochs(self, topic: str, *names: str) -> dict[str, int]:
         """Starts sessions: epochs by name."""
         return dict(zip(names, self.open(topic, *names).epochs, strict=True))

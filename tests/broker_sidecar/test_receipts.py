@@ -183,7 +183,7 @@ def test_kill_while_in_flight_ends_unknown(held: tuple[Sidecar, Gate], topic: st
         sidecar.kill()
 
 
-def test_open_waits_for_what_is_in_flight_and_fences_at_once(client: Client, gate: Gate, topic: str) -> None:
+def test_open_waits_for_what_is_in_flight_and_fences_when_it_is_durable(client: Client, gate: Gate, topic: str) -> None:
     epochs = client.epochs(topic, "p")
     stream = client.stream(topic)
     stream.receipt(batch([("p", 0)], epochs))
@@ -194,10 +194,12 @@ def test_open_waits_for_what_is_in_flight_and_fences_at_once(client: Client, gat
         thread = threading.Thread(target=lambda: opened.append(client.open(topic, "p")))
         thread.start()
         wait_until(lambda: client.producer(topic, "p")[2] != epochs["p"], "the new epoch")
-        # The zombie is fenced although the new session has not been answered yet.
-        assert stream.refusal(batch([("p", 2)], epochs)).reason == "FENCED"
+        # The older session is shut out although the new one is not answered yet; for good only when that is certain.
+        refusal = stream.refusal(batch([("p", 2)], epochs))
+        assert (refusal.reason, refusal.retry_delay_ms > 0) == ("RECOVERING", True)
         assert not opened
     thread.join()
+    assert stream.refusal(batch([("p", 2)], epochs, {"p": 1})).reason == "FENCED"
     # What was in flight has settled first: it counts.
     assert list(opened[0].persisted) == [1]
     assert verdicts(receipt_of(stream.answer(frame)), 1) == [NOT_DUP]

@@ -44,8 +44,12 @@ def test_open_fences_the_session_before_it_and_no_other_name(client: Client, top
     assert verdicts(stream.receipt(batch([("b", 1)], first)), 1) == [NOT_DUP]
     assert verdicts(stream.receipt(batch([("a", 1)], second)), 1) == [NOT_DUP]
     # The fenced one cannot come back by resuming, only by a new session.
-    answer = refused(lambda: client.open(topic, "a", epochs=[first["a"]]))
-    assert (answer.reason, answer.numbers["current_epoch"]) == ("FENCED", str(second["a"]))
+    answer = client.resume_refused(topic, "a", first["a"])
+    assert (answer.reason, answer.current_epoch) == ("FENCED", second["a"])
+    # One fenced name does not keep the others from resuming.
+    both = client.open(topic, "a", "b", epochs=[first["a"], first["b"]])
+    assert [(one.index, one.reason) for one in both.refusals] == [(0, "FENCED")]
+    assert (list(both.epochs), list(both.persisted)) == ([0, first["b"]], [-1, 1])
 
 
 def test_two_clients_with_one_name_do_not_fight_for_ever(client: Client, shared: Sidecar, topic: str) -> None:
@@ -56,7 +60,7 @@ def test_two_clients_with_one_name_do_not_fight_for_ever(client: Client, shared:
     ours, theirs = client.stream(topic), other.stream(topic)
     for i in range(20):
         assert ours.refusal(batch([("a", i)], loser)).reason == "FENCED"
-        assert refused(lambda: client.open(topic, "a", epochs=[loser["a"]])).reason == "FENCED"
+        assert client.resume_refused(topic, "a", loser["a"]).reason == "FENCED"
         assert verdicts(theirs.receipt(batch([("a", i)], winner)), 1) == [NOT_DUP]
         assert list(other.open(topic, "a", epochs=[winner["a"]]).epochs) == [winner["a"]]
     assert client.rows(topic) == [("a", i) for i in range(20)]
@@ -75,8 +79,9 @@ def test_resume_keeps_the_epoch_and_answers_persisted(client: Client, topic: str
 def test_an_epoch_that_was_never_given_cannot_be_resumed(client: Client, topic: str, epoch: int) -> None:
     mine = client.epochs(topic, "a", "b")
     before = client.state(topic)
-    answer = refused(lambda: client.open(topic, "a", "b", epochs=[mine["a"], epoch]))
-    assert (answer.reason, answer.retry_delay_ms) == ("INVALID_EPOCH", -1)
+    answer = client.open(topic, "a", "b", epochs=[mine["a"], epoch])
+    assert [(one.index, one.reason, one.current_epoch) for one in answer.refusals] == [(1, "INVALID_EPOCH", mine["b"])]
+    assert list(answer.epochs) == [mine["a"], 0]
     assert client.state(topic) == before
     assert verdicts(client.publish_unary(topic, batch([("a", 0), ("b", 0)], mine)), 2) == [NOT_DUP] * 2
 
@@ -185,7 +190,7 @@ def test_sessions_policy_and_verdicts_survive_kill_9(killable: tuple[Sidecar, Cl
     assert (opened.incarnation, opened.term > terms["t"]) == (incarnation, True)
     # A zombie of before is fenced, by frames and by Open.
     assert refused(lambda: client.publish_unary("t", batch([("a", 5)], first, {"a": 4}))).reason == "FENCED"
-    assert refused(lambda: client.open("t", "a", epochs=[first["a"]])).reason == "FENCED"
+    assert client.resume_refused("t", "a", first["a"]).reason == "FENCED"
     receipt = client.publish_unary("t", batch([("a", 4), ("a", 5)], second, {"a": 0}))
     assert list(receipt.verdicts) == [DUP, NOT_DUP]
     # The original's place is known again: replay has refilled the ring.

@@ -187,7 +187,16 @@ def test_the_control_undamaged_it_starts(copied: Sidecar) -> None:
 
 
 def test_a_lost_store_is_refused_and_rebuilt_on_request(copied: Sidecar) -> None:
-    """The log alone brings back the topics by name, their producers, verdicts and sessions; only policies are gone."""
+    """The log alone brings back the topics by name, their producers, verdicts, sessions and policies."""
+    copied.start()
+    client = Client(copied.address)
+    zombie = client.producer("u", "p")[2]
+    client.open("u", "p", "silent")
+    silent = client.producer("u", "silent")[2]
+    off = admin_pb2.TopicPolicy(deduplication_enabled=False)
+    client.admin.SetTopicPolicy(admin_pb2.SetTopicPolicyRequest(topic="u", policy=off))
+    client.close()
+    copied.kill()
     client_before = sorted(int(folder.name) for folder in (copied.data / "logs").iterdir())
     shutil.rmtree(copied.data / "store")
     said = refused_start(copied)
@@ -202,6 +211,10 @@ def test_a_lost_store_is_refused_and_rebuilt_on_request(copied: Sidecar) -> None
     assert [topic.name for topic in topics] == [f"persistent://public/default/{name}" for name in ("t", "u")]
     assert [topic.incarnation for topic in topics] == client_before
     assert client.rows("t") == [("p", i) for i in range(ROWS)]
+    assert client.resume_refused("u", "p", zombie).reason == "FENCED"
+    assert refused(lambda: client.publish_unary("u", batch([("p", ROWS)], {"p": zombie}))).reason == "FENCED"
+    assert list(client.open("u", "silent", epochs=[silent]).epochs) == [silent]
+    assert client.topic("u").policy.deduplication_enabled is False
     epoch = client.producer("t", "p")[2]
     again = batch([("p", ROWS - 1), ("p", ROWS)], {"p": epoch})
     assert list(client.publish_unary("t", again).verdicts) == [DUP, NOT_DUP]
