@@ -197,6 +197,7 @@ def test_a_lost_store_is_refused_and_rebuilt_on_request(copied: Sidecar) -> None
     client.admin.SetTopicPolicy(admin_pb2.SetTopicPolicyRequest(topic="u", policy=off))
     client.close()
     copied.kill()
+    copied.log.clear()
     client_before = sorted(int(folder.name) for folder in (copied.data / "logs").iterdir())
     shutil.rmtree(copied.data / "store")
     said = refused_start(copied)
