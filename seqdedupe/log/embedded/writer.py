@@ -178,11 +178,6 @@ class Writer:
                 raise FatalError(f"{self._path()} cannot be synced: {e}") from e
             self._synced = self._end
 
-    @property
-    def holds_a_file(self) -> bool:
-        """Whether the file is open."""
-        return self._file is not None
-
     def let_go(self) -> None:
         """Closes the file for now. Only when all that was written is synced, or is not to be confirmed any more."""
         if self._file is not None:
