@@ -1,6 +1,7 @@
 """A payload that poses as a record, three power cuts: the sidecar starts, and nobody else's message is gone."""
 
 from pathlib import Path
+from typing import Any
 
 from seqdedupe.format import headers
 from seqdedupe.format.tag import NO_KEY
@@ -34,7 +35,7 @@ def posing(message_at: int, incarnation: int, epochs: dict[str, int], index: int
 
 
 def test_a_payload_that_poses_as_a_record(tmp_path: Path) -> None:
-    keys = {"deduplication_entries_interval": 1_000_000, "deduplication_snapshot_interval_seconds": 0}
+    keys: dict[str, Any] = {"deduplication_entries_interval": 1_000_000, "deduplication_snapshot_interval_seconds": 0}
     with Sidecar(tmp_path, **keys) as sidecar:
         for kill in range(3):
             client = Client(sidecar.address)
