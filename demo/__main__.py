@@ -20,7 +20,7 @@ from demo.producer import TOPIC
 from demo.run import Run
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError
-from spark.session import check_java
+from seqdedupe_spark.session import check_java
 
 READY_TIMEOUT_SECONDS = 30.0
 
@@ -29,7 +29,7 @@ To try next:
   {bin}/python -m demo --no-deduplication                  the same without deduplication: see the doubles
   {bin}/seqdedupe serve --data-directory data              a sidecar of your own; then, in another terminal:
   {bin}/seqdedupe publish FILE --topic t --producer p      any file of lines or CSV; stop it, start it again
-  {bin}/python -m spark.reader_job run --job j --topic t --store sqlite:///t.db --table t      and into a table"""
+  {bin}/seqdedupe job run --job j --topic t --store sqlite:///t.db --table t     and into a table"""
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,5 +1,6 @@
 """What all command lines share: where the sidecar is, and what becomes of errors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -25,13 +26,15 @@ address_option = click.option(
 )
 
 
-def run_command(command: click.Command, name: str, *, failed: int = FAILED) -> int:
-    """Runs the command of this process; returns the exit status that it returned, or 0.
+def run_command(
+    command: click.Command, name: str, *, arguments: Sequence[str] | None = None, failed: int = FAILED
+) -> int:
+    """Runs the command, of this process if no arguments are given; returns the exit status that it returned, or 0.
 
     An error is one line on stderr, and status `failed`, or 2 for wrong usage.
     """
     try:
-        status: Any = command.main(prog_name=name, standalone_mode=False)
+        status: Any = command.main(arguments, prog_name=name, standalone_mode=False)
         return status or 0
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED

@@ -146,11 +146,23 @@ REASONS: dict[str, Reason] = {
         "See why the log refuses writes (is the disk full?); retries go on.",
         250,
     ),
+    "LOG_UNREADABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the log's files cannot be read (too many open files? a failing disk?); it is tried again.",
+        250,
+    ),
     "QUEUE_FULL": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Send less at once, or use a stream, which waits.", 50
     ),
     "TOO_MANY_STREAMS": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Share streams: one carries any number of producers.", 1000
+    ),
+    "STREAM_IDLE": Reason(
+        UnavailableError, "UNAVAILABLE", "Open the stream again when there is something to send or to read.", 1000
+    ),
+    "OUT_OF_MEMORY": Reason(
+        UnavailableError, "RESOURCE_EXHAUSTED", "Give the sidecar more memory, or send less at once.", 1000
     ),
     "STORE_UNAVAILABLE": Reason(
         UnavailableError,
@@ -169,26 +181,45 @@ REASONS: dict[str, Reason] = {
     "POSITION_TRIMMED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Messages behind the position are gone by retention. Start again from the earliest if that is acceptable.",
+        "Messages after the position are gone by retention. Start again from the earliest if that is acceptable.",
     ),
-    "POSITION_UNKNOWN": Reason(
+    "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "The topic was made anew, or has lost its end, since the position was taken. Find out which first.",
+        "The topic was deleted and made anew since the position was taken. Start again from the earliest if that is "
+        "what you want.",
+    ),
+    "POSITION_AFTER_END": Reason(
+        PositionError,
+        "OUT_OF_RANGE",
+        "The topic has lost its end since the position was taken: was an old copy of the data restored?",
+    ),
+    "POSITION_DIVERGED": Reason(
+        PositionError,
+        "OUT_OF_RANGE",
+        "Another message stands there now: an old copy of the log was restored and has grown again. What was read "
+        "before is not what the topic holds.",
     ),
     # Data that is not there.
     "DATA_LOSS": Reason(
         DataLossError, "DATA_LOSS", "Acknowledged messages are missing: was an old copy of the data restored?"
     ),
     "LOG_DAMAGED": _damaged("Restore the log from a copy. Nothing was changed; do not start on it in the meantime."),
-    "STORE_DAMAGED": _damaged("Restore the store from a copy that is not older than the log."),
+    "STORE_DAMAGED": _damaged(
+        "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
+        "and start once with --rebuild-store, which makes its records anew from the logs."
+    ),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
+    "OLDER_FORMAT": _damaged(
+        "Start the version that wrote it. Its data is not converted: publish anew what is still needed."
+    ),
     "STORE_MISSING": _damaged(
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "
         "the record anew from the log."
     ),
     # What an operator or a user of the command told.
     "INVALID_CONFIGURATION": _configuration("Correct the key that the message names; docs/configuration.md has all."),
+    "INVALID_ADDRESS": _configuration("Write the address as host:port, [IPv6]:port or unix:/path."),
     "INSECURE_LISTEN": _configuration(
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),
@@ -204,6 +235,12 @@ REASONS: dict[str, Reason] = {
         "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
     ),
     "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark.md says what each can do."),
+    "JOB_CHANGED": _configuration(
+        "Run the job as it was begun, or give it another name (and table): then it reads from the start."
+    ),
+    "OUTPUT_MISSING": _configuration(
+        "Restore the table together with the positions, or give the job another name: then it reads from the start."
+    ),
     "OUTPUT_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the job's database cannot be used.", 500),
     "POSITION_CHANGED": Reason(
         UnavailableError,

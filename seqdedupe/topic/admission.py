@@ -1,10 +1,13 @@
-"""From a frame's bytes to verdicts: everything about a frame that is decided before it goes to the log."""
+"""From a frame's bytes to verdicts: everything about a frame that is decided before it goes to the log.
+
+What leaves here is finished: the batch to append, with the index that it gets, and the receipt to give once it is
+stored; or a refusal.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from seqdedupe import batch as batches
 from seqdedupe import wire
@@ -15,9 +18,13 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import layout
 from seqdedupe.format.columns import (
     BAD,
+    BASE_INDEX,
     COLUMNS_END,
+    COMPLETE_UP_TO,
+    DEDUPLICATION_ID_OFFSETS,
     EPOCHS,
     EVENT_TIMES,
+    FIELD_NUMBERS,
     KEY_OFFSETS,
     LINKS,
     NAME_OFFSETS,
@@ -34,14 +41,14 @@ from seqdedupe.format.columns import (
     PROPERTY_VALUES,
     ROWS,
     SEQUENCE_IDS,
+    size,
+    start,
 )
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.topic.answers import Int64s, ProducerNumbers, Receipt, Refusal, Uint8s
 from seqdedupe.topic.sessions import can_have_been_given
 
 MAX_PRODUCERS_IN_REFUSAL = 16
-
-Int64s = npt.NDArray[np.int64]
-Uint8s = npt.NDArray[np.uint8]
 
 _WRONG = {
     layout.NO_ROWS: "it has no rows, or its sequence_ids are not 8 bytes each",
@@ -56,10 +63,12 @@ _WRONG = {
     layout.BAD_EVENT_TIMES: "event_times_ms has not one value a row",
     layout.BAD_KEYS: "the columns of keys do not fit together",
     layout.BAD_PROPERTIES: "the columns of properties do not fit together",
+    layout.BAD_COMPLETE_UP_TO: "complete_up_to has not one value a producer",
+    layout.BAD_DEDUPLICATION_IDS: "the columns of deduplication IDs do not fit together",
     layout.BAD_PAYLOADS: "the columns of payloads do not fit together",
     layout.PAYLOAD_TOO_LARGE: f"the payload of row {{bad}} is larger than {MAX_PAYLOAD_BYTES} bytes",
 }
-_UNUSUAL_COLUMNS = (EVENT_TIMES, KEY_OFFSETS, PROPERTY_OFFSETS, PAYLOAD_VALIDITY)
+_UNUSUAL_COLUMNS = (EVENT_TIMES, KEY_OFFSETS, PROPERTY_OFFSETS, COMPLETE_UP_TO, PAYLOAD_VALIDITY)
 _REASONS = {
     layout.TOO_MANY_ROWS: "BATCH_TOO_LARGE",
     layout.BAD_NAME_LENGTH: "INVALID_NAME",
@@ -89,17 +98,38 @@ class Frame:
     column_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProducerNumbers:
-    """What a refusal says of a producer."""
+def admit(
+    encoded: bytes,
+    number: int,
+    producers: Producers,
+    cache: NumbersCache,
+    *,
+    next_index: int,
+    deduplicate: bool,
+    lone: bool,
+) -> tuple[Frame | None, Receipt | Refusal]:
+    """What is to be appended of a frame (None: nothing) and what to answer once that is stored, or at once.
 
-    name: str
-    epoch: int
-    current_epoch: int
-    sequence_id: int
-    previous_sequence_id: int
-    pushed: int
-    persisted: int
+    New rows count as pushed from now on, and get indexes from `next_index`. `lone`: links may be left out. Nothing is
+    raised for what is wrong with the frame.
+    """
+    try:
+        frame = check(encoded, producers, cache)
+    except SeqdedupeError as e:
+        return None, Refusal(number, e)
+    why = producers.refusal(frame.view, frame.places, frame.slots, lone)
+    if why:
+        return None, Refusal(number, *refused(frame, producers, why))
+    new, verdicts = producers.decide(frame.view, frame.places, frame.slots, deduplicate)
+    if new == frame.rows:
+        frame.places[BASE_INDEX] = next_index
+        return frame, Receipt(number, None, next_index)
+    known = producers.originals(frame.view, frame.places, frame.slots, verdicts)
+    if not new:
+        return None, Receipt(number, verdicts, -1, *known)
+    frame = cut(frame, verdicts)
+    frame.places[BASE_INDEX] = next_index
+    return frame, Receipt(number, verdicts, next_index, *known)
 
 
 def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
@@ -118,9 +148,11 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
         raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
     # Plain numbers: each look into an array of numpy costs as much as ten into a list.
     at: list[int] = places.tolist()
-    if at[2 * PROPERTY_NAMES + 1] or at[2 * PROPERTY_VALUES + 1]:
+    if size(at, DEDUPLICATION_ID_OFFSETS):
+        raise error("INVALID_BATCH", "the batch is not valid: this topic takes no deduplication IDs")
+    if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
-    names = encoded[at[2 * NAME_OFFSETS] : at[2 * NAMES] + at[2 * NAMES + 1]]
+    names = encoded[start(at, NAME_OFFSETS) : start(at, NAMES) + size(at, NAMES)]
     if names != cache.names:
         known = producers.known(encoded, places)
         if known is None:
@@ -131,21 +163,42 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
 
 def _check_properties(view: Uint8s, places: Int64s) -> None:
     for offsets, values in ((PROPERTY_NAME_OFFSETS, PROPERTY_NAMES), (PROPERTY_VALUE_OFFSETS, PROPERTY_VALUES)):
-        if places[2 * values + 1] and not _is_text(view, places, offsets, values):
+        if size(places, values) and not _is_text(view, places, offsets, values):
             raise error("INVALID_BATCH", "the batch is not valid: the names and values of properties are not all UTF-8")
+    row = _row_with_a_name_twice(view, places)
+    if row >= 0:
+        raise error("INVALID_BATCH", f"the batch is not valid: row {row} has two properties of one name")
+
+
+def _row_with_a_name_twice(view: Uint8s, places: Int64s) -> int:
+    """The first row that lists a property's name twice; -1 if there is none."""
+    of_rows = _column(view, places, PROPERTY_OFFSETS).view(np.int32)
+    several = np.flatnonzero(of_rows[1:] - of_rows[:-1] > 1).tolist()
+    if not several:
+        return -1
+    blob = _column(view, places, PROPERTY_NAMES).tobytes()
+    first_of, bounds = of_rows.tolist(), _column(view, places, PROPERTY_NAME_OFFSETS).view(np.int32).tolist()
+    for row in several:
+        first, end = first_of[row], first_of[row + 1]
+        if len({blob[bounds[i] : bounds[i + 1]] for i in range(first, end)}) < end - first:
+            return int(row)
+    return -1
 
 
 def _is_text(view: Uint8s, places: Int64s, offsets: int, values: int) -> bool:
     """Whether every value of a column is UTF-8: its blob is, and no value begins within a character."""
-    start, size = places[2 * values], places[2 * values + 1]
-    blob = view[start : start + size]
+    blob = _column(view, places, values)
     try:
         blob.tobytes().decode()
     except UnicodeDecodeError:
         return False
-    start, size = places[2 * offsets], places[2 * offsets + 1]
-    begins = view[start : start + size].view(np.int32)
+    begins = _column(view, places, offsets).view(np.int32)
     return not (blob[begins[begins < len(blob)]] & 0xC0 == 0x80).any()
+
+
+def _column(view: Uint8s, places: Int64s, column: int) -> Uint8s:
+    at = start(places, column)
+    return view[at : at + size(places, column)]
 
 
 def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> SeqdedupeError:
@@ -252,22 +305,22 @@ def _cut_run(frame: Frame, first: int, end: int) -> bytes | None:
     That has one producer, and no columns but IDs and payloads, so the bytes can be cut as they stand. None for others.
     """
     at: list[int] = frame.places.tolist()
-    if at[PRODUCERS] != 1 or any(at[2 * column + 1] for column in _UNUSUAL_COLUMNS):
+    if at[PRODUCERS] != 1 or any(size(at, column) for column in _UNUSUAL_COLUMNS):
         return None
     encoded = frame.encoded
-    ids, link = at[2 * SEQUENCE_IDS], at[2 * LINKS]
+    ids, link = start(at, SEQUENCE_IDS), start(at, LINKS)
     if first:
         link = ids + 8 * (first - 1)
-    offsets = np.frombuffer(encoded, np.int32, end - first + 1, at[2 * PAYLOAD_OFFSETS] + 4 * first)
-    start, stop = int(offsets[0]), int(offsets[-1])
-    payloads = at[2 * PAYLOADS]
-    before_link = at[2 * EPOCHS] + at[2 * EPOCHS + 1]
+    offsets = np.frombuffer(encoded, np.int32, end - first + 1, start(at, PAYLOAD_OFFSETS) + 4 * first)
+    first_byte, end_byte = int(offsets[0]), int(offsets[-1])
+    payloads = start(at, PAYLOADS)
+    before_link = start(at, EPOCHS) + size(at, EPOCHS)
     return b"".join(
         [
             encoded[:before_link],
-            *wire.length_delimited(LINKS, encoded[link : link + 8]),
-            *wire.length_delimited(SEQUENCE_IDS, encoded[ids + 8 * first : ids + 8 * end]),
-            *wire.length_delimited(PAYLOAD_OFFSETS, (offsets - np.int32(start)).tobytes()),
-            *wire.length_delimited(PAYLOADS, encoded[payloads + start : payloads + stop]),
+            *wire.length_delimited(FIELD_NUMBERS[LINKS], encoded[link : link + 8]),
+            *wire.length_delimited(FIELD_NUMBERS[SEQUENCE_IDS], encoded[ids + 8 * first : ids + 8 * end]),
+            *wire.length_delimited(FIELD_NUMBERS[PAYLOAD_OFFSETS], (offsets - np.int32(first_byte)).tobytes()),
+            *wire.length_delimited(FIELD_NUMBERS[PAYLOADS], encoded[payloads + first_byte : payloads + end_byte]),
         ]
     )

@@ -30,7 +30,13 @@ class ReadServiceStub(object):
 
     A reader keeps the position of the last message it has dealt with and reads on after it. The first message
     after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic, or behind its end, is `POSITION_UNKNOWN`.
+    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
+    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+
+    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
+    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
+    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
+    where others would wait.
     """
 
     def __init__(self, channel):
@@ -66,18 +72,27 @@ class ReadServiceServicer(object):
 
     A reader keeps the position of the last message it has dealt with and reads on after it. The first message
     after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic, or behind its end, is `POSITION_UNKNOWN`.
+    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
+    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+
+    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
+    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
+    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
+    where others would wait.
     """
 
     def Read(self, request, context):
-        """One page: at least one message if there is one, at most about 1 MiB. An empty page means the end for now.
+        """One page: at least one message if there is one, at most about 1 MiB, or one batch, which is cut if it is above
+        4,000,000 bytes and has several rows. So gRPC's default limit of 4 MiB a message is enough, but for a single
+        message of more than that: a client that wants those sets `max_receive_message_length` to 6 MiB or more. An
+        empty page means the end for now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadStream(self, request, context):
-        """Messages from a start on, about 1 MiB an answer, until the end that was asked for.
+        """Messages from a start on, in pages as `Read` has them, until the end that was asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,7 +148,13 @@ class ReadService(object):
 
     A reader keeps the position of the last message it has dealt with and reads on after it. The first message
     after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic, or behind its end, is `POSITION_UNKNOWN`.
+    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
+    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+
+    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
+    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
+    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
+    where others would wait.
     """
 
     @staticmethod

@@ -1,18 +1,24 @@
 """Starts that must be refused: in use, damaged, incomplete, newer. A clear line, status 1, and nothing is changed."""
 
 import hashlib
+import os
 import shutil
 import struct
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import google_crc32c
 import pytest
+from grpc_health.v1 import health_pb2
 
-from seqdedupe.errors import REASONS
+from broker_sidecar.directory import prepare
+from seqdedupe.errors import REASONS, ConfigurationError
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
-from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch
-from tests.sidecar import Sidecar
+from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused
+from tests.broker_sidecar.health import health_of
 
 ROWS = 40
 
@@ -94,17 +100,10 @@ def newest(folder: Path, pattern: str) -> Path:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Sidecar], object]]] = {
-    "a byte in the middle of the log": (
+    "a log that does not say its topic": (
         "LOG_DAMAGED",
-        lambda s: flip(segment_of(s), segment_of(s).stat().st_size // 2),
+        lambda s: (segment_of(s).parent / "topic").write_bytes(b"\xff"),
     ),
-    "the first byte of the log": ("LOG_DAMAGED", lambda s: flip(segment_of(s, 1), 0)),
-    "the log's end, up to what the snapshot covers": (
-        "LOG_DAMAGED",
-        lambda s: segment_of(s).write_bytes(segment_of(s).read_bytes()[:1000]),
-    ),
-    "an empty log": ("LOG_DAMAGED", lambda s: segment_of(s).write_bytes(b"")),
-    "no segment file": ("LOG_DAMAGED", lambda s: segment_of(s).unlink()),
     "the store's own file": ("STORE_DAMAGED", lambda s: flip(s.data / "store" / "DURABLE", 20)),
     "no CURRENT in the store": ("STORE_DAMAGED", lambda s: (s.data / "store" / "CURRENT").unlink()),
     "no write-ahead log in the store": ("STORE_DAMAGED", lambda s: newest(s.data / "store", "*.log").unlink()),
@@ -122,6 +121,58 @@ def test_damage_is_refused_and_nothing_is_changed(copied: Sidecar, case: str) ->
     damage(copied)
     said = refused_start(copied)
     assert f"[{reason}]" in said, said
+
+
+ONE_TOPIC: dict[str, Callable[[Sidecar], object]] = {
+    "a byte in the middle of the log": lambda s: flip(segment_of(s), segment_of(s).stat().st_size // 2),
+    "the first byte of the log": lambda s: flip(segment_of(s), 0),
+    "the log's end, up to what the snapshot covers": lambda s: segment_of(s).write_bytes(
+        segment_of(s).read_bytes()[:1000]
+    ),
+    "an empty log": lambda s: segment_of(s).write_bytes(b""),
+    "no segment file": lambda s: segment_of(s).unlink(),
+    "no folder": lambda s: shutil.rmtree(segment_of(s).parent),
+}
+
+
+@pytest.mark.parametrize("case", ONE_TOPIC)
+def test_one_damaged_topic_does_not_keep_the_others_down(copied: Sidecar, case: str) -> None:
+    ONE_TOPIC[case](copied)
+    folder = min(log for log in (copied.data / "logs").iterdir()) if case != "no folder" else None
+    before = contents(folder) if folder else {}
+    copied.start()
+    client = Client(copied.address)
+    until = time.monotonic() + 30
+    while client.topic("t").state != admin_pb2.TOPIC_STATE_DAMAGED:
+        assert time.monotonic() < until
+    assert "[LOG_DAMAGED]" in client.topic("t").why
+    create = admin_pb2.CreateTopicRequest(topic="t")
+    delete = admin_pb2.DeleteTopicRequest(topic="t")
+    for call in (
+        lambda: client.open("t", "p"),
+        lambda: client.admin.CreateTopic(create),
+        lambda: client.admin.DeleteTopic(delete),
+        lambda: client.rows("t"),
+        lambda: client.end_index("t"),
+    ):
+        answer = refused(call)
+        assert (answer.reason, answer.retry_delay_ms) == ("LOG_DAMAGED", -1), answer
+    health = health_of(client.channel)
+    name = "persistent://public/default/t"
+    status = health_pb2.HealthCheckResponse
+    assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == status.NOT_SERVING
+    assert health.Check(health_pb2.HealthCheckRequest(service="")).status == status.SERVING
+    listed = client.admin.ListTopics(admin_pb2.ListTopicsRequest()).topics
+    assert {one.name.rpartition("/")[2]: one.state for one in listed} == {
+        "t": admin_pb2.TOPIC_STATE_DAMAGED,
+        "u": admin_pb2.TOPIC_STATE_SERVING,
+    }
+    epochs = client.epochs("u", "p")
+    assert list(client.publish_unary("u", batch([("p", ROWS)], epochs)).verdicts) == []
+    assert client.rows("u") == [("p", i) for i in range(ROWS + 1)]
+    client.close()
+    assert copied.stop() == 0
+    assert folder is None or contents(folder) == before
 
 
 def test_the_control_undamaged_it_starts(copied: Sidecar) -> None:
@@ -191,10 +242,36 @@ def test_an_address_in_use_and_a_directory_that_cannot_be(copied: Sidecar, tmp_p
     other.spawn()
     assert other.wait() == 1
     # gRPC's C library may have its say before.
-    assert other.errors[-1].startswith(f"seqdedupe: listen = {copied.address!r}: cannot listen there")
+    assert other.errors[-1].startswith(
+        f"seqdedupe: listen = {copied.address!r}: cannot listen there: Address already in"
+    )
+    assert "Stop the process that listens there" in other.errors[-1]
+    elsewhere = Sidecar(tmp_path / "elsewhere", listen="192.0.2.1:1", allow_insecure_listen=True)
+    elsewhere.spawn()
+    assert elsewhere.wait() == 1
+    assert "Cannot assign requested address" in elsewhere.errors[-1]
     file = tmp_path / "file"
     file.write_text("")
     third = Sidecar(tmp_path / "third", data_directory=file / "data")
     third.spawn()
     assert third.wait() == 1
-    assert "Traceback" not in "".join(third.errors)
+    assert third.errors[0].startswith(f"seqdedupe: data_directory = '{file}/data' cannot be used: Not a directory")
+    assert "a part of the path is a file" in third.errors[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_data_directory_of_another_user(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        os.seteuid(65_534)
+        try:
+            with pytest.raises(ConfigurationError) as owned:
+                prepare(Path(folder))
+            with pytest.raises(ConfigurationError) as hidden:
+                prepare(tmp_path / "data")
+        finally:
+            os.seteuid(0)
+    assert "it belongs to root, and this process runs as" in owned.value.message
+    assert "Permission denied" in hidden.value.message
+    assert "chown" in owned.value.hint
+    assert "chown" in hidden.value.hint

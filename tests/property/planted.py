@@ -12,14 +12,17 @@ from seqdedupe import batch as batches
 from seqdedupe.core import producers, replay, rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
-from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS
-from seqdedupe.format.records import TOKEN_BYTES
+from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, start
+from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.log.contract import Failure
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.topic import recovery
 from seqdedupe.topic.admission import NumbersCache
-from seqdedupe.topic.publishing import Opened, Refusal, Topic
+from seqdedupe.topic.answers import Refusal
+from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.publishing import Opened, Topic
 from seqdedupe.topic.sessions import Sessions
+from seqdedupe.topic.snapshotter import Snapshotter
 from tests.log.faulty import FaultyLog
 from tests.property.client import Session
 
@@ -66,7 +69,7 @@ def frame_admitted_in_part(patch: pytest.MonkeyPatch) -> None:
 def position_of_the_last_admitted_message(patch: pytest.MonkeyPatch) -> None:
     def last_position(self: Topic) -> Position:
         index = self.next_index - 1
-        message_id = self.log.message_id(index) if index >= 0 else None
+        message_id = MessageId.of(self.log.incarnation, index) if index >= 0 else None
         return Position(self.log.incarnation, message_id, index)
 
     patch.setattr(Topic, "last_position", property(last_position))
@@ -90,11 +93,12 @@ def failure_does_not_take_what_is_behind(patch: pytest.MonkeyPatch) -> None:
     original = Topic._fail_in_flight
 
     def fail_in_flight(self: Topic, reason: str, why: str) -> None:
-        behind = list(self._in_flight)[1:]
-        while len(self._in_flight) > 1:
-            self._in_flight.pop()
+        waiting = [self._flight.take() for _ in range(len(self._flight))]
+        for admitted in waiting[:1]:
+            self._flight.add(admitted)
         original(self, reason, why)
-        self._in_flight.extend(behind)
+        for admitted in waiting[1:]:
+            self._flight.add(admitted)
 
     patch.setattr(Topic, "_fail_in_flight", fail_in_flight)
 
@@ -105,7 +109,7 @@ def append_accepted_after_a_refused_one(patch: pytest.MonkeyPatch) -> None:
         if self._in_flight:
             self._in_flight.popleft()
         while self._in_flight:
-            self.storage.add_batch(*self._in_flight.popleft())
+            self.storage.add(*self._in_flight.popleft())
         self._fail(Failure.REFUSED, why, report)
 
     patch.setattr(FaultyLog, "refuse", refuse)
@@ -142,10 +146,10 @@ def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
                 continue
             for p in range(places[PRODUCERS]):
                 slot = slots[first_name[k] + p]
-                numbers[slot, EPOCH] = _number(raw, places[2 * EPOCHS] + 8 * p, 8)
+                numbers[slot, EPOCH] = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             for row in range(places[ROWS]):
-                p = _number(raw, places[2 * PRODUCER_INDEXES] + 4 * row, 4) if places[PRODUCERS] > 1 else 0
-                numbers[slots[first_name[k] + p], PERSISTED] = _number(raw, places[2 * SEQUENCE_IDS] + 8 * row, 8)
+                p = _number(raw, start(places, PRODUCER_INDEXES) + 4 * row, 4) if places[PRODUCERS] > 1 else 0
+                numbers[slots[first_name[k] + p], PERSISTED] = _number(raw, start(places, SEQUENCE_IDS) + 8 * row, 8)
         return entered
 
     patch.setattr(producers, "persist_all", persist_all)
@@ -157,7 +161,7 @@ def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
     def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool) -> int:
         believed = numbers.copy()
         for p, slot in enumerate(slots):
-            epoch = _number(raw, places[2 * EPOCHS] + 8 * p, 8)
+            epoch = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             believed[slot, EPOCH] = min(believed[slot, EPOCH], epoch)
         return int(original(raw, places, slots, believed, lone))
 
@@ -165,10 +169,10 @@ def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def open_answered_before_what_is_in_flight_has_settled(patch: pytest.MonkeyPatch) -> None:
-    async def at_once(self: Topic) -> None:
+    async def at_once(self: Flight) -> None:
         pass
 
-    patch.setattr(Topic, "in_flight_now", at_once)
+    patch.setattr(Flight, "all_of_now", at_once)
 
 
 def open_answered_before_its_epoch_is_durable(patch: pytest.MonkeyPatch) -> None:
@@ -179,12 +183,12 @@ def open_trusts_a_snapshot_that_fails(patch: pytest.MonkeyPatch) -> None:
     # The snapshot that is being taken when Open looks has its epoch, and may fail yet.
     async def open_sessions(self: Topic, names: list[str], epochs: list[int] | None) -> Opened:
         self.check_serving()
-        numbers, given = self._sessions.open(names, epochs)
+        numbers, given = self.sessions.open(names, epochs)
         await self.in_flight_now()
         if self.producers.have_new_epoch(numbers):
             await self.snapshot()
         else:
-            await self._snapshotter.finish()
+            await self.snapshotter.finish()
         persisted = [int(self.producers.numbers[number, PERSISTED]) for number in numbers]
         return Opened(given, persisted, [-1] * len(names))
 
@@ -192,13 +196,14 @@ def open_trusts_a_snapshot_that_fails(patch: pytest.MonkeyPatch) -> None:
 
 
 def log_trimmed_before_the_snapshot_is_durable(patch: pytest.MonkeyPatch) -> None:
-    original = Topic.snapshot
+    original = Snapshotter._take
 
-    async def snapshot(self: Topic) -> None:
-        self.log.trim(self.confirmed_index)
+    async def take(self: Snapshotter) -> None:
+        self.next_index = self._describe()[1].index + 1
+        self._on_durable(self.next_index)
         await original(self)
 
-    patch.setattr(Topic, "snapshot", snapshot)
+    patch.setattr(Snapshotter, "_take", take)
 
 
 def failed_snapshot_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -231,13 +236,7 @@ def frame_judged_as_a_whole(patch: pytest.MonkeyPatch) -> None:
 
 
 def failure_during_recovery_overlooked(patch: pytest.MonkeyPatch) -> None:
-    original = Topic._took_over
-
-    async def took_over(self: Topic) -> bool:
-        term = self.term
-        return await original(self) or self.term > term
-
-    patch.setattr(Topic, "_took_over", took_over)
+    patch.setattr(Topic, "_failed_meanwhile", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def second_recovery_beside_the_first(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from seqdedupe.batch import decode
 from seqdedupe.client.reader import StoredBatch
 from seqdedupe.limits import MAX_SEQUENCE_ID
-from spark.dedupe import Deduplicator
+from seqdedupe_spark.dedupe import Deduplicator
 from tests.batches import Row, batch
 
 NAMES = ["a", "b", "ü", "d" * 255]

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 from seqdedupe.errors import UnavailableError
-from spark.stores import postgres
-from spark.stores.contract import OutputStore, Stored
-from spark.stores.postgres import PostgresStore
+from seqdedupe_spark.stores import postgres
+from seqdedupe_spark.stores.contract import OutputStore, Stored
+from seqdedupe_spark.stores.postgres import PostgresStore
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, at, ns, numbers, over, refused
 from tests.spark.stores.database import COMMIT, wait_for_the_end, waits
 from tests.spark.stores.harnesses import PostgresHarness
@@ -104,8 +104,9 @@ def test_a_value_that_a_column_does_not_take(
     harness: PostgresHarness, store: OutputStore, columns: str, values: pa.Array
 ) -> None:
     run(harness, f"CREATE TABLE flights ({columns})")
-    with refused("INVALID_OUTPUT", "v"):
+    with refused("INVALID_OUTPUT", "v") as caught:
         write(store, pa.record_batch([values], ["v"]))
+    assert (caught.value.numbers["batch"], caught.value.numbers["row"]) == ("0", "1")
     assert harness.rows() == []
     write(store, pa.record_batch([values.slice(0, 1)], ["v"]))
     assert len(harness.rows()) == 1
@@ -257,3 +258,12 @@ def cut(store: Any) -> None:
     """The connection is lost on this side; the server does not know."""
     with socket.socket(fileno=os.dup(store._open.fileno())) as connection:
         connection.shutdown(socket.SHUT_RD)
+
+
+def test_a_nul_in_text_is_refused_by_the_name_of_its_column(harness: PostgresHarness, store: OutputStore) -> None:
+    run(harness, "CREATE TABLE flights (n bigint, note text)")
+    rows = pa.record_batch({"n": [0, 1, 2, 3], "note": ["a", None, "b\0c", "\0"]})
+    with refused("INVALID_OUTPUT", "note", "NUL") as caught:
+        write(store, rows)
+    assert caught.value.numbers["row"] == "2"
+    assert harness.rows() == []

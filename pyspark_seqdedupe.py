@@ -1,7 +1,0 @@
-"""Spark looks here for the data source `seqdedupe`: it imports every module named `pyspark_*` that it finds."""
-
-from spark.source import SeqdedupeDataSource
-
-
-class DefaultSource(SeqdedupeDataSource):
-    """What Spark finds by itself, with no `register` call."""

@@ -1,0 +1,7 @@
+"""Spark looks here for the data source `seqdedupe`: it imports every module named `pyspark_*` that it finds."""
+
+from seqdedupe_spark.source import SeqdedupeDataSource
+
+
+class DefaultSource(SeqdedupeDataSource):
+    """What Spark finds by itself, with no `register` call."""

@@ -1,0 +1,191 @@
+"""An audit's first look, at every message, range by range: what is missing, and who has late messages.
+
+`summarise` makes a few numbers a producer of a range, and keeps the links that may prove something. `TopicMerge` puts
+a topic's ranges together in order. It finds what is missing, and the producers that have *late* messages (an ID not
+above all before it of the producer) with the span of IDs that these have: `audit_late` judges them.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from seqdedupe.batch import Batch, Int32s, Int64s
+from seqdedupe.client.reader import StoredBatch
+from seqdedupe.limits import LINK_LEFT_OUT, MAX_SEQUENCE_ID, NO_SEQUENCE_ID
+from seqdedupe_spark.dedupe import ProducerNumbers, grown
+
+EXAMPLES = 5
+"""How many of each kind a report shows of a topic: those that stand first."""
+
+# Columns of a producer's numbers in a range.
+ROWS, LOW, HIGH, LATE_LOW, LATE_HIGH, UNLINKED = range(6)
+_NEW = np.array([0, MAX_SEQUENCE_ID, NO_SEQUENCE_ID, MAX_SEQUENCE_ID, NO_SEQUENCE_ID, 0], np.int64)
+
+_LINK_COLUMNS = ("index", "sequence_id", "link", "before")
+_PRODUCER_COLUMNS = ("rows", "low", "high", "late_low", "late_high", "unlinked")
+SUMMARY = pa.schema(
+    [("range", pa.int32()), ("producer", pa.binary())]
+    + [(name, pa.int64()) for name in (*_LINK_COLUMNS, *_PRODUCER_COLUMNS)]
+)
+"""A row for each producer of a range, and one more for each link in it that names an ID above all before it.
+
+`index` and `sequence_id` are the message's that has the `link`, and `before` is the highest ID of its producer before
+it in the range (-1 in the producer's first row, which alone has the numbers from `rows` on).
+"""
+
+
+def summarise(number: int, stored: Iterable[StoredBatch]) -> pa.RecordBatch:
+    """What a range is in short, as `SUMMARY`; `number` is the range's."""
+    producers = ProducerNumbers()
+    table: Int64s = np.empty((0, len(_NEW)), np.int64)
+    told = [np.empty((0, 5), np.int64)]
+    for s in stored:
+        batch = s.batch
+        numbers = producers.of(batch.producer_names)
+        table = grown(table, len(producers), _NEW)
+        of_batch = table[numbers]
+        before = of_batch[:, HIGH].copy()
+        links = batch.previous_sequence_ids
+        first_rows = _add(of_batch, batch, before)
+        table[numbers] = of_batch
+        tells = (before < 0) | (links > before)
+        if tells.any():
+            first_ids = batch.sequence_ids[first_rows]
+            told.append(np.stack([numbers, s.base_index + first_rows, first_ids, links, before], 1)[tells])
+    number_of_row, *link_columns = np.concatenate(told).T
+    is_first = link_columns[-1] < 0
+    summaries = np.where(is_first[:, None], table[number_of_row], 0).T
+    names = pa.array(producers.names(), pa.binary()).take(pa.array(number_of_row))
+    ranges = np.full(len(is_first), number, np.int32)
+    return pa.record_batch([ranges, names, *link_columns, *summaries], SUMMARY)
+
+
+def _add(of_batch: Int64s, batch: Batch, before: Int64s) -> Int64s:
+    """Adds a batch to its producers' numbers; returns each one's first row. A producer's IDs rise within it."""
+    ids, indexes, count = batch.sequence_ids, indexes_of(batch), len(of_batch)
+    first_rows = np.empty(count, np.int64)
+    first_rows[indexes[::-1]] = np.arange(len(ids))[::-1]
+    first_ids = ids[first_rows]
+    last_ids = np.empty(count, np.int64)
+    last_ids[indexes] = ids
+    of_batch[:, ROWS] += np.bincount(indexes, minlength=count)
+    of_batch[:, LOW] = np.minimum(of_batch[:, LOW], first_ids)
+    of_batch[:, HIGH] = np.maximum(before, last_ids)
+    of_batch[:, UNLINKED] += batch.previous_sequence_ids == LINK_LEFT_OUT
+    is_late = first_ids <= before
+    if is_late.any():
+        late_rows = np.flatnonzero(ids <= before[indexes])
+        of_batch[is_late, LATE_LOW] = np.minimum(of_batch[is_late, LATE_LOW], first_ids[is_late])
+        np.maximum.at(of_batch[:, LATE_HIGH], indexes[late_rows], ids[late_rows])
+    return first_rows
+
+
+def indexes_of(batch: Batch) -> Int32s:
+    """Each row's place in the list of producers."""
+    return batch.producer_indexes if len(batch.epochs) > 1 else np.zeros(len(batch), np.int32)
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A message whose link proves that another one before it is missing."""
+
+    index: int
+    producer: bytes
+    sequence_id: int
+    link: int
+    before: int
+    """The highest ID of the producer that stands before; -1: none."""
+
+
+@dataclass
+class Suspects:
+    """The producers of a range whose late messages are to be judged; their numbers and spans of IDs in columns."""
+
+    names: list[bytes]
+    numbers: Int64s
+    low: Int64s
+    high: Int64s
+    before: Int64s
+    """The highest ID of each producer before the range."""
+
+
+class TopicMerge:
+    """Puts together what `summarise` found in the ranges of a topic, which are added in order, without a gap.
+
+    A hole is a link above every ID of its producer that stands before it. With `first_links_prove` that is so for a
+    producer of which nothing stands before too; with `links_prove` false no link proves anything. Holds about 250
+    bytes a producer, 16 for each range that it is in, and 300 a hole among the examples.
+    """
+
+    def __init__(self, *, links_prove: bool = True, first_links_prove: bool = True) -> None:
+        self.producers = ProducerNumbers()
+        self.messages = 0
+        self.missing = 0
+        self.unlinked = 0
+        self.incomplete: set[int] = set()
+        """The numbers of the producers of which something is missing."""
+        self.holes: list[Hole] = []
+        """The first of what is missing."""
+        self._links_prove = links_prove
+        self._first_links_prove = first_links_prove
+        self._table: Int64s = np.empty((0, len(_NEW)), np.int64)
+        self._before: list[tuple[Int64s, Int64s]] = []
+
+    def add(self, summary: pa.Table) -> None:
+        """Adds the next range."""
+        numbers = self.producers.of_list(summary["producer"].to_pylist())
+        self._table = grown(self._table, len(self.producers), _NEW)
+        columns = {name: summary[name].to_numpy() for name in (*_LINK_COLUMNS, *_PRODUCER_COLUMNS)}
+        self._add_links(numbers, columns)
+        is_first = columns["rows"] > 0
+        self._add_producers(numbers[is_first], {name: columns[name][is_first] for name in _PRODUCER_COLUMNS})
+
+    def suspects(self) -> Iterator[Suspects | None]:
+        """For each range what to look for in it a second time; None: nothing."""
+        is_suspect = self._table[:, LATE_HIGH] >= 0
+        names = self.producers.names() if is_suspect.any() else []
+        for numbers, before in self._before:
+            chosen = is_suspect[numbers]
+            if not chosen.any():
+                yield None
+                continue
+            those = numbers[chosen]
+            low, high = self._table[those, LATE_LOW], self._table[those, LATE_HIGH]
+            yield Suspects([names[number] for number in those], those, low, high, before[chosen])
+
+    def _add_links(self, numbers: Int64s, columns: dict[str, Int64s]) -> None:
+        links = columns["link"]
+        before = np.maximum(self._table[numbers, HIGH], columns["before"])
+        is_hole = (links > before) & ((before >= 0) | self._first_links_prove) & self._links_prove
+        self.missing += int(is_hole.sum())
+        found = np.flatnonzero(is_hole)
+        self.incomplete.update(numbers[found].tolist())
+        first = found[np.argsort(columns["index"][found])][: EXAMPLES - len(self.holes)]
+        names = self.producers.names() if len(first) else []
+        self.holes += [
+            Hole(
+                int(columns["index"][row]),
+                names[numbers[row]],
+                int(columns["sequence_id"][row]),
+                int(links[row]),
+                int(before[row]),
+            )
+            for row in first
+        ]
+
+    def _add_producers(self, numbers: Int64s, columns: dict[str, Int64s]) -> None:
+        mine = self._table[numbers]
+        before = mine[:, HIGH].copy()
+        low, high = columns["low"], columns["high"]
+        is_late = low <= before
+        late_low = np.minimum(columns["late_low"], np.where(is_late, low, MAX_SEQUENCE_ID))
+        late_high = np.maximum(columns["late_high"], np.where(is_late, np.minimum(before, high), NO_SEQUENCE_ID))
+        mine[:, HIGH] = np.maximum(before, high)
+        mine[:, LATE_LOW] = np.minimum(mine[:, LATE_LOW], late_low)
+        mine[:, LATE_HIGH] = np.maximum(mine[:, LATE_HIGH], late_high)
+        self._table[numbers] = mine
+        self._before.append((numbers, before))
+        self.messages += int(columns["rows"].sum())
+        self.unlinked += int(columns["unlinked"].sum())

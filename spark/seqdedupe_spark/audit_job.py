@@ -1,0 +1,262 @@
+"""Does a topic hold each message once? `python -m seqdedupe_spark.audit_job TOPIC …`
+
+Of each topic, from its first message left to the last one there is when the audit starts, it tells exactly:
+
+- **doubled**: second copies of a (producer, sequence ID);
+- **out of order**: messages that come for the first time, but after a higher ID of their producer;
+- **missing**: links that prove that a message is not there. Gaps in the IDs are legal and prove nothing. But each
+  stored batch says, per producer, the highest ID below its first one that the producer had sent before, and the sidecar
+  stores it only after that message or a later one. If no ID as high stands before it in the log, a message is missing:
+  that one, or whichever higher one had moved the watermark over it. Counted are such links; for each of them at
+  least one message is missing.
+
+Not proved: that a message which was never sent should have been; that what a producer sent last is there (no link names
+it yet); anything where a link was left out; and, once retention has trimmed the topic's start, what links say of the
+time before a producer's first message left. Then a second copy counts only if the first one is still there too. A
+trimmed topic with deduplication off proves nothing by links: a message that came late may hide a higher one that was
+trimmed. A topic into which watermarks were imported has first links that name what it never held; those are reported.
+"""
+
+import json
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import click
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+
+from seqdedupe.client.blocking import Client
+from seqdedupe.client.client import TopicEnds
+from seqdedupe.client.reader import StoredBatch
+from seqdedupe.command import address_option
+from seqdedupe.errors import error
+from seqdedupe.message_id import MessageId
+from seqdedupe.names import topic_name
+from seqdedupe_spark import planning
+from seqdedupe_spark.audit.late import DOUBLED, OUT_OF_ORDER, ROWS_SCHEMA, Judgement, judge, suspect_rows
+from seqdedupe_spark.audit.ranges import SUMMARY, TopicMerge, summarise
+from seqdedupe_spark.audit.report import Example, Finding, Report, TopicReport
+from seqdedupe_spark.command import run_command
+from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.options import Selection
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.reading import read_stored
+from seqdedupe_spark.session import start_session
+from seqdedupe_spark.sharing import split
+
+MIN_RANGE_MESSAGES = 50_000
+"""A range that a task looks at has about so many messages at least."""
+
+RANGES_PER_CORE = 2
+"""There are at most so many ranges for each of Spark's tasks at a time, and one more a topic."""
+
+CLEAN = 0
+FOUND_SOMETHING = 1
+COULD_NOT_BE_DONE = 2
+"""Exit statuses."""
+
+Read = Callable[[Range], Iterable[StoredBatch]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A topic to audit, from `ends.first_index` to `ends.last`."""
+
+    topic: str
+    ends: TopicEnds
+    deduplication_enabled: bool
+
+    @property
+    def links(self) -> str:
+        """What links prove of it, see `TopicReport`."""
+        if self.ends.first_index == 0:
+            return "all"
+        return "after_first" if self.deduplication_enabled else "none"
+
+    def merge(self) -> TopicMerge:
+        return TopicMerge(links_prove=self.links != "none", first_links_prove=self.links == "all")
+
+
+def audit(spark: SparkSession, selection: Selection, service_url: str) -> Report:
+    """Audits the topics that are there, up to their ends now; exact.
+
+    Every message is read once, and the ranges with late messages a second time. The driver holds about 400 bytes a
+    producer, and 100 for each range that a producer is in while they come in (`spark.driver.maxResultSize` limits
+    that) or link that is proof of something missing; what is doubled or out of order Spark sorts, on disk if it has to.
+
+    Raises NotFoundError, UnavailableError, PositionError if a topic is trimmed while it is audited, or made anew.
+    """
+    return audit_targets(spark, find_targets(selection, service_url), partial(read_stored, service_url))
+
+
+def find_targets(selection: Selection, service_url: str) -> list[Target]:
+    """The topics that are there, with their ends now. Raises NotFoundError, UnavailableError."""
+    with Client(service_url) as client:
+        listing = planning.Listing(client)
+        return [_target(client, listing, topic) for topic in listing.select(selection)]
+
+
+def _target(client: Client, listing: planning.Listing, topic: str) -> Target:
+    ends = listing.ends(topic) or planning.patiently(lambda: client.ends(topic))
+    return Target(topic, ends, listing.deduplication_enabled(topic))
+
+
+def audit_targets(spark: SparkSession, targets: Sequence[Target], read: Read) -> Report:
+    """As `audit`, of what `read`, which Spark pickles, gives for a range."""
+    ranges = _plan(spark, targets)
+    merges = {target.topic: target.merge() for target in targets}
+    for one, summary in zip(ranges, _summaries(spark, ranges, read), strict=True):
+        merges[one.topic].add(summary)
+    judgement = _judge(spark, targets, ranges, merges, read)
+    return Report([_report(n, target, merges[target.topic], judgement) for n, target in enumerate(targets)])
+
+
+def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[Range]:
+    """Ranges in the order of the targets, and each one's in the order of its messages."""
+    whole = [Range(target.topic, planning.earliest(target.ends), target.ends.last) for target in targets]
+    whole = [one for one in whole if len(one)]
+    at_most = RANGES_PER_CORE * spark.sparkContext.defaultParallelism
+    return split(whole, max(min(sum(map(len, whole)) // MIN_RANGE_MESSAGES, at_most), 1)) if whole else []
+
+
+def _summaries(spark: SparkSession, ranges: Sequence[Range], read: Read) -> Iterator[pa.Table]:
+    """What `summarise` makes of each range."""
+
+    def look(number: int, one: Range) -> Iterator[pa.RecordBatch]:
+        yield summarise(number, read(one))
+
+    with typed_failures():
+        table = _on_workers(spark, list(enumerate(ranges)), look, SUMMARY).toArrow()
+    cuts = np.searchsorted(table["range"].to_numpy(), np.arange(len(ranges) + 1))
+    for first, stop in pairwise(cuts.tolist()):
+        yield table.slice(first, stop - first)
+
+
+def _judge(
+    spark: SparkSession, targets: Sequence[Target], ranges: Sequence[Range], merges: dict[str, TopicMerge], read: Read
+) -> Judgement:
+    """Judges the late messages of all topics; without any, Spark has nothing to do."""
+    numbers = {target.topic: number for number, target in enumerate(targets)}
+    suspects = (each for target in targets for each in merges[target.topic].suspects())
+    works = [(numbers[one.topic], one, found) for one, found in zip(ranges, suspects, strict=True) if found is not None]
+    judgement = Judgement()
+    if not works:
+        return judgement
+
+    def look_again(topic: int, one: Range, found: Any) -> Iterator[pa.RecordBatch]:
+        return suspect_rows(topic, read(one), found)
+
+    def decide(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield pa.record_batch({"judgement": [pickle.dumps(judge(batches))]})
+
+    key = ("topic", "producer", "sequence_id")
+    rows = _on_workers(spark, works, look_again, ROWS_SCHEMA).repartition(*key).sortWithinPartitions(*key, "index")
+    with typed_failures():
+        for row in rows.mapInArrow(decide, "judgement binary").collect():
+            judgement.merge(pickle.loads(row[0]))
+    return judgement
+
+
+def _on_workers(
+    spark: SparkSession,
+    works: Sequence[tuple[Any, ...]],
+    do: Callable[..., Iterator[pa.RecordBatch]],
+    schema: pa.Schema,
+) -> DataFrame:
+    """What `do` yields for each of the works, in their order. A task is sent its own ones only."""
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for work in batch.column(0).to_pylist():
+                yield from do(*pickle.loads(work))
+
+    types = {pa.int32(): "int", pa.int64(): "bigint", pa.binary(): "binary"}
+    columns = ", ".join(f"`{column.name}` {types[column.type]}" for column in schema)
+    pickled = pa.table({"work": pa.array([pickle.dumps(work) for work in works], pa.binary())})
+    return spark.createDataFrame(pickled).mapInArrow(run, columns)
+
+
+def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement) -> TopicReport:
+    names = merge.producers.names()
+    ends = target.ends
+
+    def message_id(index: int) -> str:
+        return str(MessageId.of(ends.last.incarnation, index))
+
+    def late(kind: str) -> Finding:
+        counts = [count for (one, topic, _), count in judgement.counts.items() if (one, topic) == (kind, number)]
+        finding = Finding(sum(counts), len(counts))
+        for one in judgement.examples.get((kind, number), []):
+            where = {"first_message_id": message_id(one.other)} if kind == DOUBLED else {"higher_before": one.other}
+            name = names[one.producer].decode()
+            finding.examples.append(Example(name, one.sequence_id, message_id(one.index), **where))
+        return finding
+
+    holes = [
+        Example(
+            hole.producer.decode(),
+            hole.sequence_id,
+            message_id(hole.index),
+            link=hole.link,
+            highest_before=hole.before if hole.before >= 0 else None,
+        )
+        for hole in merge.holes
+    ]
+    return TopicReport(
+        topic=target.topic,
+        incarnation=ends.last.incarnation,
+        first_index=ends.first_index,
+        end_index=ends.last.index + 1,
+        producers=len(names),
+        links=target.links,
+        unlinked=merge.unlinked,
+        doubled=late(DOUBLED),
+        out_of_order=late(OUT_OF_ORDER),
+        missing=Finding(merge.missing, len(merge.incomplete), holes),
+    )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("topics", nargs=-1)
+@click.option("--topics-pattern", metavar="REGEX", help="Audit the topics whose whole names, full or short, match.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/spark-audit.md describes it.")
+@address_option
+def main(topics: tuple[str, ...], topics_pattern: str | None, as_json: bool, address: str) -> int:
+    """Tell what is doubled, out of order or missing in TOPICS. The exit status is 0 if nothing is, 1 if something is,
+    2 if that could not be found out."""
+    if bool(topics) == bool(topics_pattern):
+        raise click.UsageError("Name topics, or give --topics-pattern.")
+    targets = find_targets(selection_of(topics, topics_pattern), address)
+    report = audit_targets(start_session("seqdedupe audit"), targets, partial(read_stored, address))
+    if as_json:
+        click.echo(json.dumps(report.as_json(), ensure_ascii=False))
+    else:
+        click.echo("\n".join(report.lines()))
+    return CLEAN if report.is_clean else FOUND_SOMETHING
+
+
+def selection_of(topics: Sequence[str], pattern: str | None) -> Selection:
+    """The topics of these names, or those that match the pattern. Raises INVALID_OPTION, INVALID_TOPIC_NAME."""
+    if pattern is None:
+        return Selection("TOPICS", tuple(topic_name(topic) for topic in topics))
+    try:
+        re.compile(pattern)
+    except re.error as e:
+        raise error("INVALID_OPTION", f"--topics-pattern: {pattern!r} is not a regular expression: {e}") from e
+    return Selection("--topics-pattern", pattern=pattern)
+
+
+def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.audit_job") -> int:
+    """Runs the command, with this process's arguments if none are given; returns the exit status."""
+    return run_command(main, name, arguments=arguments, failed=COULD_NOT_BE_DONE)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main())

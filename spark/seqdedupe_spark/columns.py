@@ -1,0 +1,228 @@
+"""The columns of messages: their names and types, and Arrow batches of them, made from the log's own columns."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import pyarrow as pa
+
+from seqdedupe.batch import Binary, Int64s
+from seqdedupe.client.reader import StoredBatch
+from seqdedupe_spark.ranges import partition_of
+
+TIME = pa.timestamp("us", "UTC")
+
+SCHEMA = pa.schema(
+    {
+        "value": pa.binary(),
+        "__key": pa.binary(),
+        "__topic": pa.string(),
+        "__messageId": pa.binary(),
+        "__publishTime": TIME,
+        "__eventTime": TIME,
+        "__messageProperties": pa.map_(pa.string(), pa.string()),
+        "__producerName": pa.string(),
+        "__sequenceId": pa.int64(),
+        "__index": pa.int64(),
+        "__partition": pa.int32(),
+        "__incarnation": pa.int64(),
+    }
+)
+"""All columns, with the names of the Pulsar connector where it has them."""
+
+_PROPERTIES = SCHEMA.field("__messageProperties").type
+
+_MAX_TIME_MS = (2**63 - 1) // 1000
+"""The last millisecond that microseconds in 64 bits hold; its negative is the first."""
+
+_ID = np.dtype([("tag1", "u1"), ("ledger", "<i8"), ("tag2", "u1"), ("entry", "<i8"), ("tail", "u1", 2)])
+"""The encoding of a message ID: ledger, entry (left out if it is 0), batch index -1."""
+
+_ENTRY = slice(_ID.fields["tag2"][1], _ID.fields["tail"][1])  # type: ignore[index]
+
+
+def plain(schema: pa.Schema) -> pa.Schema:
+    """The same columns, named without the leading `__`."""
+    return pa.schema([field.with_name(_plain_name(field)) for field in schema])
+
+
+def _plain_name(field: pa.Field) -> str:
+    return str(field.name).removeprefix("__")
+
+
+def to_arrow(stored: Sequence[StoredBatch], topic: str, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
+    """The rows of at least one stored batch of a topic (full name), all in one; of its columns those of `schema`.
+
+    `schema` has columns of SCHEMA or of `plain(SCHEMA)`, in any order. No payload or key, no event time (0), and a
+    time that microseconds in 64 bits do not hold are null. Values of a single batch are not copied.
+    """
+    rows = _Rows(stored, topic, np.array([len(one) for one in stored]))
+    columns = [_MAKERS[_plain_name(field)](rows) for field in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a column is made from."""
+
+    stored: Sequence[StoredBatch]
+    topic: str
+    counts: Int64s
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+    def indexes(self) -> Int64s:
+        first = np.array([one.base_index for one in self.stored])
+        return np.repeat(first - np.cumsum(self.counts) + self.counts, self.counts) + np.arange(len(self))
+
+
+def _array(kind: pa.DataType, column: Binary, count: int) -> pa.Array:
+    """The column as it is, without a copy; all null where it is left out."""
+    if not column:
+        return pa.nulls(count, kind)
+    validity = pa.py_buffer(column.validity) if column.validity else None
+    return pa.Array.from_buffers(kind, count, [validity, pa.py_buffer(column.offsets), pa.py_buffer(column.data)])
+
+
+def _joined(arrays: list[pa.Array]) -> pa.Array:
+    return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
+
+
+def _joined_numbers(columns: list[Int64s]) -> Int64s:
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def _values(rows: _Rows) -> pa.Array:
+    return _joined([_array(pa.binary(), one.batch.payloads, len(one)) for one in rows.stored])
+
+
+def _keys(rows: _Rows) -> pa.Array:
+    if not any(one.batch.keys for one in rows.stored):
+        return pa.nulls(len(rows), pa.binary())
+    return _joined([_array(pa.binary(), one.batch.keys, len(one)) for one in rows.stored])
+
+
+def _topics(rows: _Rows) -> pa.Array:
+    return _repeated(rows.topic, len(rows))
+
+
+@lru_cache(4)
+def _repeated(text: str, count: int) -> pa.Array:
+    """Kept, because most batches of a topic have one size, and often one producer."""
+    return pa.repeat(text, count)
+
+
+def _message_ids(rows: _Rows) -> pa.Array:
+    count, indexes = len(rows), rows.indexes()
+    ids = np.empty(count, _ID)
+    ids["tag1"], ids["tag2"], ids["tail"] = 0x09, 0x11, (0x18, 0x01)
+    ids["ledger"] = np.repeat(np.array([one.incarnation for one in rows.stored]), rows.counts)
+    ids["entry"] = indexes
+    offsets = np.arange(0, (count + 1) * _ID.itemsize, _ID.itemsize, dtype=np.int32)
+    data = ids.view(np.uint8)
+    if not indexes.all():
+        kept = np.ones((count, _ID.itemsize), bool)
+        kept[indexes == 0, _ENTRY] = False
+        offsets[1:], data = np.cumsum(kept.sum(axis=1)), data[kept.ravel()]
+    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+
+
+def _times(times_ms: Int64s, are_there: "np.ndarray | None" = None) -> pa.Array:
+    fit = (times_ms >= -_MAX_TIME_MS) & (times_ms <= _MAX_TIME_MS)
+    missing = ~fit if are_there is None else ~(fit & are_there)
+    return pa.array(times_ms * np.int64(1000), mask=missing if missing.any() else None).view(TIME)
+
+
+def _publish_times(rows: _Rows) -> pa.Array:
+    return _times(np.repeat(np.array([one.publish_time_ms for one in rows.stored]), rows.counts))
+
+
+def _event_times(rows: _Rows) -> pa.Array:
+    columns = [one.batch.event_times_ms for one in rows.stored]
+    if not any(len(column) for column in columns):
+        return pa.nulls(len(rows), TIME)
+    times = _joined_numbers(
+        [
+            column if len(column) else np.zeros(len(one), np.int64)
+            for one, column in zip(rows.stored, columns, strict=True)
+        ]
+    )
+    return _times(times, times != 0)
+
+
+def _properties(rows: _Rows) -> pa.Array:
+    if not any(len(one.batch.property_offsets) for one in rows.stored):
+        return _no_properties(len(rows))
+    counts, names, values = [np.zeros(1, np.int32)], [], []
+    for one in rows.stored:
+        offsets = one.batch.property_offsets
+        if not len(offsets):
+            counts.append(np.zeros(len(one), np.int32))
+            continue
+        counts.append(np.diff(offsets))
+        names.append(_array(pa.string(), one.batch.property_names, int(offsets[-1])))
+        values.append(_array(pa.string(), one.batch.property_values, int(offsets[-1])))
+    offsets = pa.array(np.cumsum(np.concatenate(counts), dtype=np.int32))
+    return pa.MapArray.from_arrays(offsets, _joined(names), _joined(values), _PROPERTIES)
+
+
+@lru_cache(4)
+def _no_properties(count: int) -> pa.Array:
+    nothing = pa.array([], pa.string())
+    return pa.MapArray.from_arrays(pa.array(np.zeros(count + 1, np.int32)), nothing, nothing, _PROPERTIES)
+
+
+def _producer_names(rows: _Rows) -> pa.Array:
+    alone = {one.batch.producer_names.data if len(one.batch.epochs) == 1 else b"" for one in rows.stored}
+    if len(alone) == 1 and (name := alone.pop()):
+        return _repeated(name.decode(), len(rows))
+    producers = np.array([len(one.batch.epochs) for one in rows.stored])
+    names = _joined(
+        [
+            _array(pa.string(), one.batch.producer_names, count)
+            for one, count in zip(rows.stored, producers.tolist(), strict=True)
+        ]
+    )
+    indexes = np.repeat(np.cumsum(producers) - producers, rows.counts)
+    if producers.max() > 1:
+        indexes += np.concatenate(
+            [
+                one.batch.producer_indexes if len(one.batch.producer_indexes) else np.zeros(len(one), np.int32)
+                for one in rows.stored
+            ]
+        )
+    return names.take(pa.array(indexes))
+
+
+def _sequence_ids(rows: _Rows) -> pa.Array:
+    return pa.array(_joined_numbers([one.batch.sequence_ids for one in rows.stored]))
+
+
+def _indexes(rows: _Rows) -> pa.Array:
+    return pa.array(rows.indexes())
+
+
+def _partitions(rows: _Rows) -> pa.Array:
+    return pa.array(np.full(len(rows), partition_of(rows.topic), np.int32))
+
+
+def _incarnations(rows: _Rows) -> pa.Array:
+    return pa.array(np.repeat(np.array([one.incarnation for one in rows.stored]), rows.counts))
+
+
+_MAKERS: dict[str, Callable[[_Rows], pa.Array]] = {
+    "value": _values,
+    "key": _keys,
+    "topic": _topics,
+    "messageId": _message_ids,
+    "publishTime": _publish_times,
+    "eventTime": _event_times,
+    "messageProperties": _properties,
+    "producerName": _producer_names,
+    "sequenceId": _sequence_ids,
+    "index": _indexes,
+    "partition": _partitions,
+    "incarnation": _incarnations,
+}

@@ -1,0 +1,104 @@
+"""The watermark rule in a worker: of a topic that was written with duplicates, each message once.
+
+It needs no shuffle and no state of Spark's: a producer's messages for a topic partition stand in that partition, and
+one number a producer is all that has to be remembered.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+import numpy as np
+
+from seqdedupe.batch import Batch, Binary, Int64s
+from seqdedupe.client.reader import StoredBatch
+from seqdedupe.limits import NO_SEQUENCE_ID
+
+_FIRST_CAPACITY = 64
+
+
+class Deduplicator:
+    """Tells which messages of one topic partition count: those whose sequence ID is above all before of their producer.
+
+    That is the sidecar's own rule, so the first copy of (producer, sequence ID) counts, and a message that comes late,
+    after a higher ID of its producer, does not. `watermarks` are the highest IDs before the first batch; batches are
+    given in the log's order, none twice. Exact; holds about 150 bytes a producer.
+    """
+
+    def __init__(self, watermarks: Mapping[str, int]) -> None:
+        self._producers = ProducerNumbers(name.encode() for name in watermarks)
+        self._highest: Int64s = np.fromiter(watermarks.values(), np.int64, len(watermarks))
+        self._before = self._highest.copy()
+
+    def keep(self, stored: StoredBatch) -> Int64s | None:
+        """The rows that count, rising, possibly none; None if all do."""
+        batch = stored.batch
+        numbers = self._producers.of(batch.producer_names)
+        self._highest = grown(self._highest, len(self._producers), NO_SEQUENCE_ID)
+        # Within a batch the IDs of one producer rise strictly, so that only what came before the batch can make a row
+        # count or not, and each producer's last row is its new watermark.
+        return self._keep_of_one(batch, numbers[0]) if len(numbers) == 1 else self._keep_of_many(batch, numbers)
+
+    def changed(self) -> dict[str, int]:
+        """The watermarks that have risen since the start."""
+        before = grown(self._before, len(self._highest), NO_SEQUENCE_ID)[: len(self._highest)]
+        risen = np.flatnonzero(self._highest > before)
+        names = self._producers.names() if len(risen) else []
+        return {names[number].decode(): int(self._highest[number]) for number in risen}
+
+    def _keep_of_one(self, batch: Batch, number: np.int64) -> Int64s | None:
+        ids = batch.sequence_ids
+        highest = self._highest[number]
+        if ids[-1] > highest:
+            self._highest[number] = ids[-1]
+        return None if ids[0] > highest else np.arange(np.searchsorted(ids, highest, "right"), len(ids))
+
+    def _keep_of_many(self, batch: Batch, numbers: Int64s) -> Int64s | None:
+        of_rows = numbers[batch.producer_indexes]
+        is_new = batch.sequence_ids > self._highest[of_rows]
+        if is_new.all():
+            self._highest[of_rows] = batch.sequence_ids
+            return None
+        kept = np.flatnonzero(is_new)
+        self._highest[of_rows[kept]] = batch.sequence_ids[kept]
+        return kept
+
+
+class ProducerNumbers:
+    """Numbers producers from 0 in the order in which their names first come."""
+
+    def __init__(self, names: Iterable[bytes] = ()) -> None:
+        self._number_of = {name: number for number, name in enumerate(names)}
+
+    def __len__(self) -> int:
+        return len(self._number_of)
+
+    def names(self) -> list[bytes]:
+        """All names, by number."""
+        return list(self._number_of)
+
+    def of(self, names: Binary) -> Int64s:
+        """The numbers of a batch's producers, new ones for names that are new."""
+        data, number_of = names.data, self._number_of
+        try:
+            return np.array([number_of[data[start:end]] for start, end in pairwise(names.offsets.tolist())], np.int64)
+        except KeyError:
+            return self.of_list(split(names))
+
+    def of_list(self, names: list[bytes]) -> Int64s:
+        """The numbers of these producers."""
+        number_of = self._number_of
+        return np.array([number_of.setdefault(name, len(number_of)) for name in names], np.int64)
+
+
+def split(names: Binary) -> list[bytes]:
+    """A batch's producer names one by one."""
+    return [names.data[start:end] for start, end in pairwise(names.offsets.tolist())]
+
+
+def grown(rows: Int64s, count: int, new: int | Int64s) -> Int64s:
+    """These rows, or at least twice as many if they are fewer than `count`; those that are added are `new`."""
+    if count <= len(rows):
+        return rows
+    more = np.empty((max(count - len(rows), len(rows), _FIRST_CAPACITY), *rows.shape[1:]), np.int64)
+    more[:] = new
+    return np.concatenate([rows, more])

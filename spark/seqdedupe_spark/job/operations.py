@@ -1,0 +1,54 @@
+"""What an operator does to a job's positions."""
+
+from seqdedupe.client.blocking import Client
+from seqdedupe.errors import ConfigurationError, InvalidRequestError, error
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from seqdedupe_spark import planning
+from seqdedupe_spark.job.positions import FIRST_START
+from seqdedupe_spark.stores.contract import OutputStore, Stored, StoreFactory
+
+
+def positions_of(store: StoreFactory, job: str) -> dict[str, Stored]:
+    """The stored positions of a job, by topic. Raises INVALID_OPTION if no job has ever stored one there."""
+    with store() as opened:
+        return {topic: stored for topic, stored in sorted(_stored(opened, job).items()) if topic != FIRST_START}
+
+
+def _stored(store: OutputStore, job: str) -> dict[str, Stored]:
+    try:
+        return store.positions(job)
+    except ConfigurationError as e:
+        raise error("INVALID_OPTION", f"store: no job has its positions there: {e.message}") from e
+
+
+def reset_position(
+    store: StoreFactory, job: str, topic: str, place: str, service_url: str
+) -> tuple[Stored | None, Stored]:
+    """Stores a topic's position anew, in the next epoch, and drops its watermarks; what was stored, and what is now.
+
+    `place` is earliest, latest, or a message ID or position: the last message that is not to be read. A run that was
+    planned before it commits nothing any more. Raises INVALID_OPTION, NotFoundError, or PositionError if the topic
+    cannot be read on from there.
+    """
+    topic = topic_name(topic)
+    with Client(service_url) as client, store() as opened:
+        position = _position(client, topic, place)
+        while True:
+            before = _stored(opened, job).get(topic)
+            after = Stored(position, before.epoch + 1 if before else 0)
+            if opened.replace(job, topic, before, after):
+                return before, after
+
+
+def _position(client: Client, topic: str, place: str) -> Position:
+    ends = client.ends(topic)
+    if place in ("earliest", "latest"):
+        return planning.earliest(ends) if place == "earliest" else ends.last
+    try:
+        position = Position.parse(place)
+    except InvalidRequestError as e:
+        raise error("INVALID_OPTION", f"to: {e.message}") from e
+    if loss := planning.find_loss(topic, position, ends):
+        raise loss.error()
+    return position

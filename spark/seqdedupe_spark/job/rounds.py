@@ -1,0 +1,269 @@
+"""The reader job: rounds that are planned from the stored positions, until the topics are read."""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+
+from seqdedupe.client.blocking import Client
+from seqdedupe.client.connection import Backoff
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.message_id import Position
+from seqdedupe_spark.columns import SCHEMA, plain
+from seqdedupe_spark.job.frames import DataFrameTransform, FrameTask, run_tasks, sql
+from seqdedupe_spark.job.positions import Positions, Standing
+from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
+from seqdedupe_spark.options import Options
+from seqdedupe_spark.planning import Waiting
+from seqdedupe_spark.stores.contract import Binding, Stored, StoreFactory
+
+GIVE_UP_SECONDS = 120.0
+"""Rounds that fail for so long, though another try should help, end the run."""
+
+READ_TIMEOUT_SECONDS = 20.0
+"""A task to which no message has come for so long ends, unless the source says otherwise: the round is planned again,
+where the sidecar is waited for, and a job that was told to stop does."""
+
+TRIGGER_SECONDS = 1.0
+"""The pause of a job that follows its topics and has read all there is."""
+
+_FIRST_DELAY_SECONDS = 0.05
+_LONGEST_DELAY_SECONDS = 5.0
+
+_MAY_BE_ACCEPTED = {"POSITION_TRIMMED", "POSITION_OF_ANOTHER_INCARNATION", "TOPIC_NOT_FOUND"}
+"""Losses that planning again goes on after, if the source allows it."""
+
+_LOCAL = re.compile(r"local(\[.*\])?")
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """What a job is. `job` names its positions: another name starts anew.
+
+    `source` says what is read, as for the data source: topics, where the first start begins (earliest if it says
+    nothing), how much a round takes at most, whether lost data is an error. With `transaction` "topic" each topic's
+    rows and position are one transaction, with "batch" a whole round's are.
+    """
+
+    job: str
+    source: Options
+    store: StoreFactory
+    table: str
+    deduplicate: bool = False
+    transaction: Literal["topic", "batch"] = "topic"
+
+
+@dataclass
+class Round:
+    """What a round has done, and where the topics stand after it."""
+
+    read: int = 0
+    written: int = 0
+    duplicates: int = 0
+    standings: dict[str, Standing] = field(default_factory=dict)
+
+    def count(self, report: Report) -> None:
+        """Adds what a task has done."""
+        self.read += report.read
+        self.written += report.written
+        self.duplicates += report.duplicates
+
+    @property
+    def lag(self) -> int:
+        """How many messages are left to read, of those that were there when the round was planned."""
+        return sum(standing.lag for standing in self.standings.values())
+
+
+class ReaderJob:
+    """Reads topics into a table, each message once, whatever happens to it and however many of it run.
+
+    `transform` makes a RecordBatch of rows from one of messages, row by row; it is called with no rows first, to learn
+    the columns. Or `frame` makes a DataFrame from that of the messages: a function, or SQL over the view `messages`;
+    the columns for topic, partition and index have to stay, and it has to work row by row, unless the job's transaction
+    is the batch. With neither the messages are written as they are.
+
+    An object belongs to one thread, `stop` apart. Raises ConfigurationError (INVALID_OPTION, INVALID_OUTPUT,
+    UNSUPPORTED_PLAN, UNSUPPORTED_STORE, JOB_CHANGED, OUTPUT_MISSING) from the first round, before it reads.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession | None,
+        config: JobConfig,
+        transform: Transform | None = None,
+        *,
+        frame: DataFrameTransform | str | None = None,
+    ) -> None:
+        if frame is not None and (config.deduplicate or transform is not None):
+            why = "transform" if transform is not None else "deduplicate"
+            raise error("INVALID_OPTION", f"{why} cannot be used together with a DataFrame or SQL")
+        self.config = config
+        self.total = Round()
+        """What it has done so far. In a round that failed too, some topics may have been read."""
+        self.spark = spark
+        """The session; where there is none yet, to be set before the first round."""
+        self._transform = transform
+        self._frame = sql(frame) if isinstance(frame, str) else frame
+        source = config.source
+        self._columns: pa.Schema = plain(SCHEMA) if source.plain_column_names else SCHEMA
+        self._client = Client(source.service_url)
+        self._positions = Positions(config.job, config.table, source)
+        self._output: Output | None = None
+        self._stopping = threading.Event()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Spark Connect runs foreachBatch's function elsewhere, with a session of its own.
+        return _unpickled, (self.config, self._transform, self._frame)
+
+    def run(
+        self,
+        *,
+        follow: bool = False,
+        trigger_seconds: float = TRIGGER_SECONDS,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> Round:
+        """Rounds until all is read that was there at the start, or with `follow` until `stop`; returns `total`.
+
+        While the database or the sidecar is away it waits, from the start on, and says so in the log; a topic that
+        recovers is waited for without a limit. Raises UnavailableError when rounds have failed for GIVE_UP_SECONDS, and
+        at once what trying again cannot cure. What was committed stays so: run again, it goes on there.
+        """
+        ends: dict[str, Position] | None = None
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            done = self._round_at_last()
+            if done is None:
+                break
+            if on_round is not None:
+                on_round(done)
+            if ends is None:
+                ends = {topic: standing.end for topic, standing in done.standings.items()}
+            if not follow and _has_reached(done.standings, ends):
+                break
+            if follow and not done.lag:
+                self._stopping.wait(max(began + trigger_seconds - time.monotonic(), 0))
+        return self.total
+
+    def stop(self) -> None:
+        """Lets `run` end after its round, or without it if it waits. Any thread, or a signal's handler, may call it."""
+        self._stopping.set()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping.is_set()
+
+    def foreach_batch(self, frame: DataFrame, batch_id: int) -> None:
+        """For `writeStream.foreachBatch` of any stream, which is only the clock: neither its rows nor its checkpoint
+        count. Each call reads all that the job's topics hold at that time, as `run` does."""
+        if self.spark is None:
+            self.spark = frame.sparkSession
+        self.run()
+
+    def run_round(self) -> Round:
+        """One round: plans it from the stored positions, and has it read and written.
+
+        Raises SeqdedupeError; topics whose transactions were committed nevertheless are counted in `total`.
+        """
+        spark = self._session()
+        output = self._prepare(spark)
+        with output.store() as store:
+            listing, standings = self._positions.look(self._client, store, self._stopping.is_set)
+        steps = self._positions.plan(listing, standings)
+        done = Round(standings=standings)
+        self.total.standings = standings
+        if steps:
+            failures = self._take(spark, output, steps, done)
+            if failures:
+                # One that another try cannot cure is what has to be known.
+                raise min(failures, key=lambda failure: isinstance(failure, UnavailableError))
+        return done
+
+    def _take(self, spark: SparkSession, output: Output, steps: Sequence[Step], done: Round) -> list[SeqdedupeError]:
+        """Has the steps taken, counts what was done, and returns what went wrong."""
+        is_one = self.config.transaction == "batch"
+        groups = [steps] if is_one else [[step] for step in steps]
+        url = self.config.source.service_url
+        timeout = self.config.source.read_timeout_seconds or READ_TIMEOUT_SECONDS
+        if self._frame is not None:
+            task = FrameTask(url, self._columns, self._frame, timeout)
+            reports = task.run(spark, output, steps, one_transaction=is_one)
+        else:
+            run = RangeTask(output, url, self._columns, self._transform, self.config.deduplicate, timeout).run
+            reports = run_tasks(spark, run, groups)
+        for group, report in zip(groups, reports, strict=True):
+            if report.failure is None:
+                done.count(report)
+                self.total.count(report)
+                for step in group:
+                    self._positions.committed(step)
+                    stored, end = Stored(step.range.end, step.epoch), done.standings[step.range.topic].end
+                    done.standings[step.range.topic] = Standing(stored, end)
+        return [report.failure for report in reports if report.failure is not None]
+
+    def _round_at_last(self) -> Round | None:
+        """A round; one that fails though another try should help is followed by others, for so long. None if it was
+        told to stop before one succeeded."""
+        backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), Waiting()
+        began = time.monotonic()
+        while True:
+            try:
+                return self.run_round()
+            except SeqdedupeError as e:
+                is_lost = e.reason in _MAY_BE_ACCEPTED and not self.config.source.fail_on_data_loss
+                if e.reason == "RECOVERING":
+                    began = time.monotonic()
+                is_late = time.monotonic() > began + GIVE_UP_SECONDS
+                if is_late or not (is_lost or isinstance(e, UnavailableError)):
+                    raise
+                if self._stopping.is_set():
+                    return None
+                waiting.say(e)
+                self._stopping.wait(max(backoff.next_seconds(), e.retry_delay_ms / 1000))
+
+    def _session(self) -> SparkSession:
+        if self.spark is None:
+            raise error("INVALID_OPTION", f"job {self.config.job!r} has no Spark session")
+        return self.spark
+
+    def _prepare(self, spark: SparkSession) -> Output:
+        """Checks what was told, and makes the tables; once."""
+        if self._output is not None:
+            return self._output
+        config = self.config
+        if not config.job:
+            raise error("INVALID_OPTION", "job: a job needs a name")
+        if self._frame is not None:
+            schema = FrameTask(config.source.service_url, self._columns, self._frame).output_schema(spark)
+        else:
+            schema = output_schema(self._transform, self._columns)
+        with config.store() as store:
+            master = spark.conf.get("spark.master", "") or ""
+            if store.is_local and not _LOCAL.fullmatch(master):
+                raise error(
+                    "UNSUPPORTED_STORE", f"store: processes of one machine alone can use it, master is {master}"
+                )
+            if config.deduplicate and not store.keeps_watermarks:
+                raise error("UNSUPPORTED_STORE", "deduplicate: this store cannot hold watermarks")
+            self._positions.bind(store, Binding(config.table, config.deduplicate))
+            store.prepare(config.table, schema)
+        self._output = Output(config.store, config.job, config.table, schema)
+        return self._output
+
+
+def _unpickled(config: JobConfig, transform: Transform | None, frame: DataFrameTransform | None) -> ReaderJob:
+    return ReaderJob(None, config, transform, frame=frame)
+
+
+def _has_reached(standings: dict[str, Standing], ends: dict[str, Position]) -> bool:
+    """Whether every topic is read up to that end, or is not the topic any more that had it."""
+    for topic, end in ends.items():
+        position = standings[topic].stored.position if topic in standings else end
+        if position.incarnation == end.incarnation and position.index < end.index:
+            return False
+    return True

@@ -1,0 +1,238 @@
+"""The options of the data source: text from a user, checked, as one value that can be pickled."""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+
+NAMES = (
+    "service.url",
+    "topic",
+    "topics",
+    "topicsPattern",
+    "startingOffsets",
+    "startingTime",
+    "endingOffsets",
+    "endingTime",
+    "maxOffsetsPerTrigger",
+    "maxBytesPerTrigger",
+    "minPartitions",
+    "failOnDataLoss",
+    "plainColumnNames",
+    "readTimeoutSeconds",
+)
+"""All options. Spark does not keep the case of their names."""
+
+_ELSEWHERE = {
+    "assign": "topics",
+    "endingoffsetsbytimestamp": "endingTime",
+    "endingtimestamp": "endingTime",
+    "kafka.bootstrap.servers": "service.url",
+    "maxmessagespertrigger": "maxOffsetsPerTrigger",
+    "path": "topic",
+    "startingoffsetsbytimestamp": "startingTime",
+    "startingtimestamp": "startingTime",
+    "subscribe": "topics",
+    "subscribepattern": "topicsPattern",
+}
+"""What says the same in other connectors."""
+
+_OF_TABLE = "option."
+"""What Spark puts before the options of CREATE TABLE, which it gives together with properties of its own."""
+
+_ADDRESS = re.compile(r"unix:.+|[^/\s]+:\d{1,5}")
+_MAX_INT64 = 2**63 - 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which topics: those with these full names, or those that match the pattern. `option` is what said so."""
+
+    option: str
+    names: tuple[str, ...] = ()
+    pattern: str | None = None
+
+
+@dataclass(frozen=True)
+class Time:
+    """The place of a publish time in each topic: before the first message published then or later."""
+
+    milliseconds: int
+
+
+End = Literal["earliest", "latest"]
+Place = End | Time | Mapping[str, Position | int | End]
+"""Where to start or stop in each topic; topics in the mapping have full names. A number is the index of the first
+message to be read, or of the first one that is not."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is taken at most at once, of all topics together. None: no limit."""
+
+    messages: int | None = None
+    size_bytes: int | None = None
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user said, or the defaults; `starting` and `ending` are None where nothing was said."""
+
+    selection: Selection
+    service_url: str = DEFAULT_ADDRESS
+    starting: Place | None = None
+    ending: Place | None = None
+    limits: Limits = NO_LIMITS
+    min_partitions: int = 1
+    fail_on_data_loss: bool = True
+    plain_column_names: bool = False
+    read_timeout_seconds: int | None = None
+
+
+def parse(options: Mapping[str, str]) -> Options:
+    """The options, in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong one."""
+    given = _Given(options)
+    return Options(
+        selection=_selection(given),
+        service_url=given.take("service.url", address, DEFAULT_ADDRESS),
+        starting=_place(given, "startingOffsets", "startingTime", ("earliest", "latest")),
+        ending=_place(given, "endingOffsets", "endingTime", ("latest",)),
+        limits=Limits(given.take("maxOffsetsPerTrigger", _count, None), given.take("maxBytesPerTrigger", _count, None)),
+        min_partitions=given.take("minPartitions", _count, 1),
+        fail_on_data_loss=given.take("failOnDataLoss", _flag, True),
+        plain_column_names=given.take("plainColumnNames", _flag, False),
+        read_timeout_seconds=given.take("readTimeoutSeconds", _count, None),
+    )
+
+
+def of_table(given: Mapping[str, str]) -> dict[str, str]:
+    """The options that `CREATE TABLE … USING seqdedupe OPTIONS (…)` was given, if these are those of a table."""
+    return {name.removeprefix(_OF_TABLE): value for name, value in given.items() if name.startswith(_OF_TABLE)}
+
+
+def address(text: str) -> str:
+    """Checks the form of a sidecar's address. Raises ValueError."""
+    if not _ADDRESS.fullmatch(text):
+        raise ValueError("it should be host:port or unix:path, without a scheme")
+    return text
+
+
+class _Given:
+    """What a user said, by name."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        said = {name.lower(): str(value) for name, value in options.items()}
+        self._values = of_table(said) or said
+        known = {name.lower(): name for name in NAMES}
+        for name in self._values.keys() - known.keys():
+            near = difflib.get_close_matches(name, known, 1)
+            instead = _ELSEWHERE.get(name) or (known[near[0]] if near else None)
+            advice = f"did you mean {instead}?" if instead else f"there are {', '.join(NAMES)}"
+            raise error("INVALID_OPTION", f"there is no option {name}: {advice}")
+
+    def one_of(self, *names: str) -> str | None:
+        """The one of these that was said; None if none was."""
+        said = [name for name in names if name.lower() in self._values]
+        if len(said) > 1:
+            raise error("INVALID_OPTION", f"{' and '.join(said)} contradict each other: give one of them")
+        return said[0] if said else None
+
+    def take(self, name: str, convert: Callable[[str], T], default: T) -> T:
+        """The value; `convert` raises ValueError, which says what is wrong with it."""
+        text = self._values.get(name.lower())
+        if text is None:
+            return default
+        try:
+            return convert(text.strip())
+        except (ValueError, SeqdedupeError) as e:
+            why = e.message if isinstance(e, SeqdedupeError) else e
+            raise error("INVALID_OPTION", f"{name} is {text[:80]!r}: {why}") from e
+
+
+def _selection(given: _Given) -> Selection:
+    option = given.one_of("topic", "topics", "topicsPattern")
+    if option is None:
+        raise error("INVALID_OPTION", "which topics? Give one of the options topic, topics and topicsPattern")
+    if option == "topicsPattern":
+        return Selection(option, pattern=given.take(option, _pattern, ""))
+    return Selection(option, names=given.take(option, _one_topic if option == "topic" else _topics, ()))
+
+
+def _place(given: _Given, offsets: str, time: str, words: tuple[End, ...]) -> Place | None:
+    if given.one_of(offsets, time) == time:
+        return given.take(time, lambda text: Time(_number(text, 0)), None)
+
+    return given.take(offsets, lambda text: _word(text, words) or _places(text, words), None)
+
+
+def _word(text: str, words: tuple[End, ...]) -> End | None:
+    return next((word for word in words if word == text.lower()), None)
+
+
+def _places(text: str, words: tuple[End, ...]) -> dict[str, Position | int | End]:
+    forms = f'{" or ".join(words)}, or JSON, as {{"topic": "message ID"}} or {{"topic": index}}'
+    try:
+        pairs = json.loads(text, object_pairs_hook=tuple)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"it should be {forms}") from e
+    if not isinstance(pairs, tuple):
+        raise ValueError(f"it should be {forms}")
+    places: dict[str, Position | int | End] = {}
+    for topic, value in pairs:
+        name = topic_name(topic)
+        if name in places:
+            raise ValueError(f"{name} is in it twice")
+        places[name] = _place_in(name, value, words)
+    return places
+
+
+def _place_in(name: str, value: object, words: tuple[End, ...]) -> Position | int | End:
+    if isinstance(value, str):
+        return _word(value, words) or Position.parse(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT64:
+        raise ValueError(f"that of {name} is neither an index from 0 up nor a text")
+    return value
+
+
+def _one_topic(text: str) -> tuple[str, ...]:
+    return (topic_name(text),)
+
+
+def _topics(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(topic_name(name.strip()) for name in text.split(",")))
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as e:
+        raise ValueError(f"it is not a regular expression: {e}") from e
+    return text
+
+
+def _count(text: str) -> int:
+    return _number(text, 1)
+
+
+def _number(text: str, least: int) -> int:
+    if not re.fullmatch(r"\d{1,19}", text, re.ASCII) or not least <= int(text) <= _MAX_INT64:
+        raise ValueError(f"it should be a whole number from {least} to 2^63 - 1")
+    return int(text)
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("it should be true or false")
+    return text.lower() == "true"

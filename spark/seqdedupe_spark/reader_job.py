@@ -1,0 +1,268 @@
+"""`python -m seqdedupe_spark.reader_job`: topics into a table, each message once. As a library: `ReaderJob`."""
+
+import importlib
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+from seqdedupe.command import address_option, say
+from seqdedupe.errors import UnavailableError, error
+from seqdedupe_spark import options
+from seqdedupe_spark.command import run_command
+from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.job.operations import positions_of, reset_position
+from seqdedupe_spark.job.progress import Progress, summary, text
+from seqdedupe_spark.job.range_task import Transform
+from seqdedupe_spark.job.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
+from seqdedupe_spark.session import start_session
+from seqdedupe_spark.source import SeqdedupeDataSource
+from seqdedupe_spark.stores.urls import from_url
+
+__all__ = ["JobConfig", "ReaderJob", "Round"]
+
+Command = Callable[..., Any]
+
+_job = click.option("--job", required=True, metavar="NAME", help="The job: its positions are stored under this name.")
+_store = click.option("--store", "store_url", required=True, metavar="URL", help="sqlite:///FILE, postgresql://…, …")
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/spark.md describes it.")
+
+_SOURCE_OPTIONS = {
+    "address": "service.url",
+    "topic": "topic",
+    "topics": "topics",
+    "topics_pattern": "topicsPattern",
+    "starting_offsets": "startingOffsets",
+    "starting_time": "startingTime",
+    "max_offsets_per_trigger": "maxOffsetsPerTrigger",
+    "max_bytes_per_trigger": "maxBytesPerTrigger",
+    "fail_on_data_loss": "failOnDataLoss",
+    "plain_column_names": "plainColumnNames",
+    "read_timeout_seconds": "readTimeoutSeconds",
+}
+"""The data source's options that a job takes too."""
+
+_CLOCK_OPTIONS = ("service.url", "topic", "topics", "topicsPattern")
+
+
+def _source_options(command: Command) -> Command:
+    for option in reversed(
+        [
+            address_option,
+            click.option("--topic", metavar="TOPIC", help="One topic, or all partitions of one."),
+            click.option("--topics", metavar="TOPIC,…", help="Several."),
+            click.option("--topics-pattern", metavar="REGEX", help="All whose full or short name matches."),
+            click.option("--starting-offsets", metavar="earliest|latest|JSON", help="Where the first start begins."),
+            click.option(
+                "--starting-time", metavar="MS", help="Or: what was published then or later, in ms since 1970."
+            ),
+            click.option("--max-offsets-per-trigger", metavar="N", help="Messages in a round at most, of all topics."),
+            click.option("--max-bytes-per-trigger", metavar="N", help="Bytes in a round at most, about."),
+            click.option(
+                "--fail-on-data-loss/--no-fail-on-data-loss",
+                default=True,
+                show_default=True,
+                help="Whether messages that are gone before they were read are an error, or a warning.",
+            ),
+            click.option(
+                "--read-timeout-seconds",
+                metavar="N",
+                help="A task to which no message has come for so long ends, and is planned again; default: 20.",
+            ),
+            click.option("--plain-column-names", is_flag=True, help="Columns without the leading __."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Read topics into a table, each message once, however often the job is killed, started again or run twice."""
+
+
+@cli.command(short_help="Run the job.")
+@_job
+@_store
+@click.option("--table", required=True, help="Where the rows go; made if it is missing.")
+@_source_options
+@click.option("--transform", metavar="MODULE:FUNCTION", help="Makes an Arrow RecordBatch of rows of one of messages.")
+@click.option("--sql", metavar="TEXT|@FILE", help="Or: a query over the view messages, which works row by row.")
+@click.option("--deduplicate", is_flag=True, help="Drop messages that the topic itself holds twice.")
+@click.option(
+    "--transaction",
+    type=click.Choice(["topic", "batch"]),
+    default="topic",
+    show_default=True,
+    help="What is committed at once: a topic's part of a round, or all of it.",
+)
+@click.option("--follow", is_flag=True, help="Go on when all is read, until SIGTERM or Ctrl-C.")
+@click.option(
+    "--trigger-seconds",
+    type=click.FloatRange(min=0),
+    default=TRIGGER_SECONDS,
+    show_default=True,
+    help="With --follow: from one look for new messages to the next.",
+)
+@click.option("--checkpoint-location", metavar="DIR", help="Run as a streaming query with this checkpoint.")
+@click.option("--master", metavar="URL", help="Spark's master; default: spark-submit's, else this machine.")
+@_as_json
+def run(
+    job: str,
+    store_url: str,
+    table: str,
+    transform: str | None,
+    sql: str | None,
+    deduplicate: bool,
+    transaction: Any,
+    follow: bool,
+    trigger_seconds: float,
+    checkpoint_location: str | None,
+    master: str | None,
+    as_json: bool,
+    **source: Any,
+) -> None:
+    """Read all there is now, or with --follow also what comes later, and write it.
+
+    SIGTERM ends it after the round; Ctrl-C or kill -9 at once, without harm. Started again it goes on where the
+    database is.
+    """
+    given = {name: str(source[key]) for key, name in _SOURCE_OPTIONS.items() if source[key] is not None}
+    config = JobConfig(job, options.parse(given), from_url(store_url), table, deduplicate, transaction)
+    function = _imported(transform) if transform else None
+    reader = ReaderJob(None, config, function, frame=_text(sql) if sql else None)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    began = time.monotonic()
+    reader.spark = spark = start_session(f"seqdedupe {job}", master)
+
+    def stop(*_: object) -> None:
+        reader.stop()
+        say("seqdedupe job", "SIGTERM: it ends after its round")
+
+    signal.signal(signal.SIGTERM, stop)
+    progress = Progress(sys.stderr)
+    try:
+        if checkpoint_location is None:
+            reader.run(follow=follow, trigger_seconds=trigger_seconds, on_round=progress.show)
+        else:
+            _stream(spark, reader, given, checkpoint_location, follow, trigger_seconds, progress)
+    finally:
+        progress.close()
+    seconds = time.monotonic() - began
+    click.echo(json.dumps(summary(reader.total, seconds)) if as_json else text(reader.total, seconds))
+
+
+def _stream(
+    spark: SparkSession,
+    reader: ReaderJob,
+    given: dict[str, str],
+    checkpoint: str,
+    follow: bool,
+    trigger_seconds: float,
+    progress: Progress,
+) -> None:
+    """Runs the job as a streaming query, which is the clock only: whenever it ticks, all there is is read, from the
+    stored positions. What its checkpoint takes for read and the database does not have is read before or after it."""
+    clock = {name: value for name, value in given.items() if name in _CLOCK_OPTIONS}
+    clock |= {"startingOffsets": "earliest", "failOnDataLoss": "false"}
+
+    def tick(frame: DataFrame, batch_id: int) -> None:
+        reader.run(on_round=progress.show)
+
+    spark.dataSource.register(SeqdedupeDataSource)
+    writer = spark.readStream.format("seqdedupe").options(**clock).load().writeStream.foreachBatch(tick)
+    writer = writer.option("checkpointLocation", checkpoint)
+    if follow:
+        writer = writer.trigger(processingTime=f"{trigger_seconds} seconds")
+    else:
+        writer = writer.trigger(availableNow=True)
+    if follow:
+        reader.run(on_round=progress.show)
+    is_over = False
+    while not is_over and not reader.is_stopping:
+        with suppress(UnavailableError):
+            _run_query(writer, reader)
+            is_over = True
+        # If the sidecar or the database is away this waits for longer than a query does.
+        reader.run(on_round=progress.show)
+
+
+def _run_query(writer: DataStreamWriter, reader: ReaderJob) -> None:
+    with typed_failures():
+        query = writer.start()
+        while not query.awaitTermination(1):
+            if reader.is_stopping:
+                query.stop()
+
+
+def _imported(name: str) -> Transform:
+    """The function `module:function`. Raises INVALID_OPTION."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise error("INVALID_OPTION", f"--transform {name}: {e}") from e
+    if not callable(found):
+        raise error("INVALID_OPTION", f"--transform {name}: that is no function")
+    return found  # type: ignore[no-any-return]
+
+
+def _text(value: str) -> str:
+    return Path(value[1:]).read_text() if value.startswith("@") else value
+
+
+@cli.command(short_help="Show where the job is.")
+@_job
+@_store
+@_as_json
+def positions(job: str, store_url: str, as_json: bool) -> None:
+    """Show the stored position and epoch of each of the job's topics."""
+    found = positions_of(from_url(store_url, create=False), job)
+    if as_json:
+        for topic, stored in found.items():
+            click.echo(json.dumps({"topic": topic, "position": str(stored.position), "epoch": stored.epoch}))
+    else:
+        for topic, stored in found.items():
+            click.echo(f"{topic}  {stored.position}  epoch {stored.epoch}")
+        if not found:
+            click.echo(f"no positions of job {job} are stored there")
+
+
+@cli.command(short_help="Set where the job goes on.")
+@_job
+@_store
+@click.option("--topic", required=True, help="The topic: the full name of one partition.")
+@click.option(
+    "--to", "place", required=True, metavar="earliest|latest|MESSAGE_ID", help="The last message not to read."
+)
+@address_option
+@_as_json
+def reset(job: str, store_url: str, topic: str, place: str, address: str, as_json: bool) -> None:
+    """Set a topic's position, in a new epoch: runs under way end with POSITION_RESET. Rows stay as they are."""
+    before, after = reset_position(from_url(store_url, create=False), job, topic, place, address)
+    was = f"{before.position}, epoch {before.epoch}" if before else "none"
+    if as_json:
+        old = {"position": str(before.position), "epoch": before.epoch} if before else None
+        new = {"position": str(after.position), "epoch": after.epoch}
+        click.echo(json.dumps({"topic": topic, "before": old, "after": new}))
+    else:
+        click.echo(f"{topic}: {after.position}, epoch {after.epoch} (before: {was})")
+
+
+def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.reader_job") -> int:
+    """Runs the command, with this process's arguments if none are given; returns the exit status."""
+    return run_command(cli, name, arguments=arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main())

@@ -1,0 +1,74 @@
+"""The Spark session of a command."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from seqdedupe.errors import error
+
+LEAST_JAVA = 17
+"""The oldest Java that Spark runs on."""
+
+DEFAULT_MASTER = "local[*,4]"
+"""All cores of this machine, and as many tries of a task as on a cluster."""
+
+_SOURCE_FOLDER = str(Path(__file__).absolute().parents[1])
+"""Where `pyspark_seqdedupe` lies: Spark's search for data sources looks into the folders of the path only, and an
+editable install is none."""
+
+_LOGGING = Path(__file__).with_name("log4j2.properties").absolute()
+
+_GATEWAY = "PYSPARK_GATEWAY_PORT"
+"""Set by spark-submit: there is a JVM, and it knows its master."""
+
+_REMOTE = "SPARK_REMOTE"
+"""Set for Spark Connect: the JVM is elsewhere."""
+
+_JAVA_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
+
+
+def start_session(name: str, master: str | None = None) -> SparkSession:
+    """The session of spark-submit or of Spark Connect where there is one, else a new one on `master`.
+
+    Raises INVALID_CONFIGURATION, before anything is started, if there is no Java. Workers on this machine can import
+    what is in the current directory, and find the data source.
+    """
+    if not (_GATEWAY in os.environ or _REMOTE in os.environ):
+        check_java()
+        master = master or DEFAULT_MASTER
+        if "SPARK_CONF_DIR" not in os.environ:
+            os.environ.setdefault("SPARK_SUBMIT_OPTS", f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}")
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ["PYTHONPATH"] = workers_path(os.getcwd())
+    builder = SparkSession.builder.appName(name)
+    if _REMOTE not in os.environ:
+        builder = builder.config("spark.ui.showConsoleProgress", "false")
+    return (builder.master(master) if master else builder).getOrCreate()
+
+
+def workers_path(*folders: str | Path) -> str:
+    """The PYTHONPATH for Spark's own Python processes: these folders, that of the data source, and what it was."""
+    return os.pathsep.join([*map(str, folders), _SOURCE_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def check_java() -> None:
+    """Raises INVALID_CONFIGURATION, with the package to install, unless there is a Java that Spark runs on."""
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home, "bin", "java")) if home else shutil.which("java")
+    try:
+        said = subprocess.run([java or "java", "-version"], capture_output=True, text=True, check=False).stderr
+    except OSError:
+        said = ""
+    found = _JAVA_VERSION.search(said)
+    if found is None or int(found[1]) < LEAST_JAVA:
+        what = f"Java {found[1]} is too old" if found else "there is no Java"
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"Spark needs Java {LEAST_JAVA} or newer, and {what}",
+            hint=f"Install it: apt install openjdk-{LEAST_JAVA}-jre-headless",
+        )

@@ -1,0 +1,274 @@
+"""The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream."""
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from seqdedupe.client import blocking
+from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, error
+from seqdedupe.message_id import Position
+from seqdedupe_spark import options as user_options
+from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
+from seqdedupe_spark.options import NO_LIMITS, Options
+from seqdedupe_spark.planning import Listing, Loss
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.reading import joined, read_range, read_stored
+from seqdedupe_spark.sharing import packed, split
+
+NAME = "seqdedupe"
+
+_OPTIONS = "seqdedupe.options"
+"""The metadata of a table's first column: Spark keeps no other part of what CREATE TABLE said for who reads it."""
+
+_log = logging.getLogger(__name__)
+
+
+class SeqdedupeDataSource(DataSource):
+    """`spark.read.format("seqdedupe")` and `spark.readStream.format("seqdedupe")`.
+
+    Raises ConfigurationError (INVALID_OPTION) for what cannot be, before anything is read.
+    """
+
+    @classmethod
+    def name(cls) -> str:
+        return NAME
+
+    def schema(self) -> StructType:
+        schema = from_arrow_schema(_all_columns(user_options.parse(self.options)))
+        if given := user_options.of_table(self.options):
+            schema.fields[0].metadata = {_OPTIONS: given}
+        return schema
+
+    def _parsed(self, schema: StructType) -> Options:
+        """The options; of a table, those that it was created with and those of the query."""
+        given: dict[str, str] = next(
+            (field.metadata[_OPTIONS] for field in schema if _OPTIONS in (field.metadata or {})), {}
+        )
+        return user_options.parse(given | dict(self.options))
+
+    def reader(self, schema: StructType) -> "BatchReader":
+        options = self._parsed(schema)
+        if options.limits != NO_LIMITS:
+            raise error(
+                "INVALID_OPTION", "maxOffsetsPerTrigger and maxBytesPerTrigger are for streams: a batch has all"
+            )
+        return BatchReader(options, wanted_columns(schema, options))
+
+    def streamReader(self, schema: StructType) -> "StreamReader":  # noqa: N802
+        options = self._parsed(schema)
+        if options.ending is not None:
+            raise error("INVALID_OPTION", "endingOffsets and endingTime are for batches: a stream has no end")
+        return StreamReader(options, wanted_columns(schema, options))
+
+
+def _all_columns(options: Options) -> pa.Schema:
+    return plain(SCHEMA) if options.plain_column_names else SCHEMA
+
+
+def wanted_columns(schema: StructType, options: Options) -> pa.Schema:
+    """What Spark expects to be given for a schema: some of the columns, by name, with their own types.
+
+    Raises ConfigurationError (INVALID_OPTION) that names the column that is none or has another type.
+    """
+    known = from_arrow_schema(_all_columns(options))
+    if not schema.fields:
+        raise error("INVALID_OPTION", f"schema: it has no column; there are {', '.join(known.names)}")
+    for field in schema.fields:
+        if field.name not in known.names:
+            raise error("INVALID_OPTION", f"schema: there is no column {field.name}, but {', '.join(known.names)}")
+        kind = known[field.name].dataType
+        if field.dataType != kind:
+            named = f"{field.dataType.simpleString()}, it should be {kind.simpleString()}"
+            raise error("INVALID_OPTION", f"schema: column {field.name} is {named}")
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+class _Reading:
+    """What both readers do. It is pickled for every task, so it holds no connection."""
+
+    def __init__(self, options: Options, schema: pa.Schema) -> None:
+        self.options = options
+        self.schema = schema
+        self._told: set[str] = set()
+
+    def client(self) -> blocking.Client:
+        return blocking.Client(self.options.service_url)
+
+    def ranges(self, listing: Listing, starts: Mapping[str, Position], ends: Mapping[str, Position]) -> list[Range]:
+        """What is to be read between positions, as far as it is there."""
+        ranges = []
+        for topic, end in ends.items():
+            start = starts[topic]
+            if start == end:
+                continue
+            first, last = self._left(listing, topic, start), self._left(listing, topic, end)
+            if first is None or last is None:
+                continue
+            if first.incarnation != last.incarnation:
+                raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew just now: try again")
+            if first.index < last.index:
+                ranges.append(Range(topic, first, last))
+        return split(ranges, self.options.min_partitions)
+
+    def _left(self, listing: Listing, topic: str, position: Position) -> Position | None:
+        """The position, or that of what is left after it if the loss may be accepted; None if nothing is."""
+        loss = listing.find_loss(topic, position)
+        if loss is None:
+            return position
+        self.accept(loss)
+        return loss.next
+
+    def tasks(self, ranges: list[Range]) -> list[InputPartition]:
+        """A task for each range; small ones share tasks."""
+        parts = packed([len(one) for one in ranges], self.options.min_partitions)
+        return [InputPartition([ranges[number] for number in part]) for part in parts]
+
+    def accept(self, loss: Loss) -> None:
+        """Says once what is skipped, if that is allowed; raises it otherwise."""
+        if self.options.fail_on_data_loss or not loss.may_be_accepted:
+            raise loss.error()
+        if loss.message not in self._told:
+            self._told.add(loss.message)
+            _log.warning("failOnDataLoss is false, reading goes on: %s", loss.message)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The messages of a task's ranges. Spark gives None where there is none at all."""
+        ranges: list[Range] = partition.value or []
+        for one in ranges:
+            if self.options.fail_on_data_loss:
+                yield from read_range(self.options.service_url, one, self.schema, self.options.read_timeout_seconds)
+            else:
+                yield from self._read_what_is_left(one)
+
+    def _read_what_is_left(self, range: Range) -> Iterator[pa.RecordBatch]:
+        """The same; what is lost while it reads is skipped."""
+        start: Position | None = range.start
+        options = self.options
+        while start is not None and start.incarnation == range.incarnation and start.index < range.end.index:
+            try:
+                left = Range(range.topic, start, range.end)
+                for stored in joined(read_stored(options.service_url, left, options.read_timeout_seconds)):
+                    start = stored[-1].position(len(stored[-1]) - 1)
+                    yield to_arrow(stored, range.topic, self.schema)
+            except (PositionError, NotFoundError):
+                with self.client() as client:
+                    found = Listing(client).look(range.topic, start)
+                if not isinstance(found, Loss):
+                    raise
+                self.accept(found)
+                start = found.next
+
+
+class BatchReader(_Reading, DataSourceReader):
+    """Reads all there is between two places, planned once."""
+
+    def partitions(self) -> list[InputPartition]:
+        options = self.options
+        with self.client() as client:
+            listing = Listing(client)
+            names = listing.select(options.selection)
+            if not names:
+                raise error("TOPIC_NOT_FOUND", f"topicsPattern: no topic matches {options.selection.pattern}")
+            starts = listing.resolve(names, options.starting or "earliest", "startingOffsets")
+            ends = listing.resolve(names, options.ending or "latest", "endingOffsets")
+            return self.tasks(self.ranges(listing, starts, ends))
+
+
+class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads from where it is to the end, again and again. Its offsets are positions, by topic."""
+
+    def __init__(self, options: Options, schema: pa.Schema) -> None:
+        super().__init__(options, schema)
+        self._initial: dict[str, str] | None = None
+        self._stops: dict[str, Position] | None = None
+        self._ends: dict[str, Position] = {}
+
+    def initialOffset(self) -> dict[str, str]:  # noqa: N802
+        # Spark asks twice, and "latest" must mean the same both times.
+        if self._initial is None:
+            options = self.options
+            with self.client() as client:
+                listing = Listing(client)
+                names = listing.select(options.selection)
+                place = options.starting or "latest"
+                self._initial = _offsets(listing.resolve(names, place, "startingOffsets"))
+        return self._initial
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        limits = self.options.limits
+        if limits.messages is not None:
+            return ReadMaxRows(limits.messages)
+        return ReadAllAvailable() if limits.size_bytes is None else ReadMaxBytes(limits.size_bytes)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._stops = {}
+
+    def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
+        starts = _positions(start)
+        ranges = []
+        with self.client() as client:
+            listing = Listing(client)
+            names = listing.select(self.options.selection, known=starts)
+            starts |= listing.resolve([name for name in names if name not in starts], "earliest", "")
+            for topic in names:
+                found = listing.look(topic, starts[topic])
+                if isinstance(found, Loss):
+                    self.accept(found)
+                    starts[topic] = found.next or starts[topic]
+                    continue
+                self._ends[topic] = found
+                if (stop := self._stop(topic, found)).index > starts[topic].index:
+                    ranges.append(Range(topic, starts[topic], stop))
+            limits = NO_LIMITS if isinstance(limit, ReadAllAvailable) else self.options.limits
+            ranges = listing.within(ranges, limits)
+        return _offsets(starts | {range.topic: range.end for range in ranges})
+
+    def _stop(self, topic: str, end: Position) -> Position:
+        """With the trigger `availableNow`, the end of the topic when it was first seen."""
+        if self._stops is None:
+            return end
+        stop = self._stops.get(topic)
+        if stop is None or stop.incarnation != end.incarnation:
+            stop = self._stops[topic] = end
+        return stop
+
+    def reportLatestOffset(self) -> dict[str, str] | None:  # noqa: N802
+        return _offsets(self._ends) or None
+
+    def partitions(self, start: dict[str, str], end: dict[str, str]) -> list[InputPartition]:
+        starts, ends = _positions(start), _positions(end)
+        with self.client() as client:
+            listing = Listing(client)
+            for topic in ends.keys() - starts.keys():
+                starts[topic] = self._start_of_new(listing, topic, ends[topic].incarnation)
+            return self.tasks(self.ranges(listing, starts, ends))
+
+    def _start_of_new(self, listing: Listing, topic: str, incarnation: int) -> Position:
+        """A topic that was found later starts with what is left of it."""
+        start = Position.start(incarnation)
+        found = listing.look(topic, start)
+        if isinstance(found, Loss) and found.reason == "POSITION_TRIMMED" and found.next:
+            return found.next
+        return start
+
+
+def _offsets(positions: Mapping[str, Position]) -> dict[str, str]:
+    return {topic: str(position) for topic, position in sorted(positions.items())}
+
+
+def _positions(offsets: Mapping[str, str]) -> dict[str, Position]:
+    try:
+        return {topic: Position.parse(text) for topic, text in offsets.items()}
+    except InvalidRequestError as e:
+        raise error("INVALID_POSITION", f"the checkpoint's offsets are not this source's: {e.message}") from e

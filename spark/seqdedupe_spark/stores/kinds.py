@@ -1,0 +1,189 @@
+"""What the stores share: kinds of Arrow types, names of tables, when a table fits a schema, values as cells."""
+
+import base64
+import datetime
+import decimal
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.types as t
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.message_id import Position
+from seqdedupe_spark.stores.contract import Stored
+
+
+class Kind(Enum):
+    """The Arrow types that a store tells apart, but for their width."""
+
+    NULL = auto()
+    BOOLEAN = auto()
+    INTEGER = auto()
+    FLOAT = auto()
+    DECIMAL = auto()
+    TEXT = auto()
+    BINARY = auto()
+    TIMESTAMP = auto()
+    """An instant: with a time zone."""
+    LOCAL_TIMESTAMP = auto()
+    DATE = auto()
+    JSON = auto()
+    """A map, a list or a struct."""
+
+
+_KINDS: tuple[tuple[Kind, Callable[[pa.DataType], bool]], ...] = (
+    (Kind.NULL, t.is_null),
+    (Kind.BOOLEAN, t.is_boolean),
+    (Kind.INTEGER, t.is_integer),
+    (Kind.FLOAT, t.is_floating),
+    (Kind.DECIMAL, t.is_decimal),
+    (Kind.TEXT, lambda kind: t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind)),
+    (
+        Kind.BINARY,
+        lambda kind: (
+            t.is_binary(kind) or t.is_large_binary(kind) or t.is_binary_view(kind) or t.is_fixed_size_binary(kind)
+        ),
+    ),
+    (Kind.TIMESTAMP, lambda kind: t.is_timestamp(kind) and kind.tz is not None),
+    (Kind.LOCAL_TIMESTAMP, t.is_timestamp),
+    (Kind.DATE, t.is_date),
+    (Kind.JSON, t.is_nested),
+)
+
+
+class Column(NamedTuple):
+    """A column of a table that is there."""
+
+    type: str
+    """As the database names it."""
+    is_required: bool
+    """Whether it takes no null and has no default."""
+
+
+def kind_of(field: pa.Field) -> Kind:
+    """The kind of a column. Raises INVALID_OUTPUT if no store takes it."""
+    for kind, belongs in _KINDS:
+        if belongs(field.type):
+            return kind
+    raise error("INVALID_OUTPUT", f"column {field.name!r}: no store takes the type {field.type}")
+
+
+def to_cells(stored: Stored) -> list[object]:
+    """Epoch, incarnation, index and the whole position, as the tables of positions have them."""
+    position = stored.position
+    return [stored.epoch, position.incarnation, position.index, str(position)]
+
+
+def from_cells(epoch: int, position: str) -> Stored:
+    """What is stored, of the cells that say it all."""
+    return Stored(Position.parse(position), epoch)
+
+
+def split_name(table: str) -> list[str]:
+    """The parts of `name` or `schema.name`. Raises INVALID_OUTPUT."""
+    parts = table.split(".")
+    if len(parts) > 2 or not all(parts) or "\0" in table:
+        raise error("INVALID_OUTPUT", f"the table's name {table[:80]!r} is not name or schema.name")
+    return parts
+
+
+def quoted(*parts: str) -> str:
+    """These parts of one name, for SQL."""
+    return ".".join('"' + part.replace('"', '""') + '"' for part in parts)
+
+
+def check_schema(schema: pa.Schema) -> None:
+    """Raises INVALID_OUTPUT if no table can have these columns."""
+    if not len(schema):
+        raise error("INVALID_OUTPUT", "the rows have no columns")
+    doubled = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if doubled:
+        raise error("INVALID_OUTPUT", f"the rows have columns of the same name: {', '.join(doubled)}")
+    for field in schema:
+        kind_of(field)
+
+
+def check_table(
+    table: str, schema: pa.Schema, columns: Mapping[str, Column], fits: Callable[[pa.Field, str], bool]
+) -> None:
+    """Raises INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
+    problems = []
+    for field in schema:
+        column = columns.get(field.name)
+        if column is None:
+            problems.append(f"{field.name} ({field.type}) is missing")
+        elif kind_of(field) is not Kind.NULL and not fits(field, column.type):
+            problems.append(f"{field.name} is {column.type or 'untyped'}, which does not take {field.type}")
+    problems += [
+        f"{name} takes no null and has no default, but the rows do not have it"
+        for name, column in columns.items()
+        if column.is_required and name not in schema.names
+    ]
+    if problems:
+        raise error("INVALID_OUTPUT", f"table {table} does not fit the rows: {'; '.join(problems)}")
+
+
+BAD_VALUES = (pa.ArrowException, KeyError, TypeError, ValueError)
+"""What conversion raises for a value that cannot be converted."""
+
+
+def bad_value(name: str, row: int, cause: object) -> SeqdedupeError:
+    """The error for a column with a value that cannot be written."""
+    what = f"column {name!r} has a value that cannot be written: {one_line(cause)}"
+    return error("INVALID_OUTPUT", what, row=row)
+
+
+def first_bad(convert: Callable[[pa.Array], object], column: pa.Array) -> int:
+    """The row of the first value that cannot be converted, of a column that has one."""
+    first, count = 0, len(column)
+    while count > 1:
+        half = count // 2
+        try:
+            convert(column.slice(first, half))
+        except BAD_VALUES:
+            count = half
+        else:
+            first, count = first + half, count - half
+    return first
+
+
+@contextmanager
+def in_batch(number: int) -> Iterator[None]:
+    """Completes an error that names a row: it is one of this batch."""
+    try:
+        yield
+    except SeqdedupeError as e:
+        if "row" in e.numbers:
+            e.numbers["batch"] = str(number)
+        raise
+
+
+def one_line(cause: object) -> str:
+    """What a database says, on one line."""
+    return " ".join(str(cause).split())
+
+
+def json_texts(column: pa.Array) -> list[str | None]:
+    """Maps (as objects), lists and structs as JSON: bytes in base64, times in ISO 8601, decimals as text.
+
+    Raises KeyError for a key that a map has twice, TypeError or ValueError for what JSON does not have, such as NaN.
+    """
+    values = column.to_pylist(maps_as_pydicts="strict")
+    return [
+        None if value is None else json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+        for value in values
+    ]
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    raise TypeError(f"there is no JSON for {type(value).__name__}")

@@ -1,0 +1,304 @@
+"""A PostgreSQL database: rows go in by binary COPY, positions by compare-and-set."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+from psycopg import Connection
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
+
+from seqdedupe.errors import error
+from seqdedupe_spark.stores.contract import (
+    FORMAT_VERSION,
+    Advance,
+    Binding,
+    OutputStore,
+    Stored,
+    Watermarks,
+    check_format,
+    check_replacement,
+)
+from seqdedupe_spark.stores.kinds import (
+    Column,
+    check_schema,
+    check_table,
+    from_cells,
+    in_batch,
+    one_line,
+    quoted,
+    split_name,
+    to_cells,
+)
+from seqdedupe_spark.stores.postgres_rows import copy_in, declared_type, fits
+
+IDLE_TIMEOUT_SECONDS = 60
+"""So long may the next batch of rows be in coming; then the server ends the transaction, and lets go of its locks."""
+
+LOCK_TIMEOUT_SECONDS = 30
+"""How long to wait for another transaction, such as one that moves the same position."""
+
+_CONNECTION: dict[str, Any] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+    "application_name": "seqdedupe",
+    "client_encoding": "UTF8",
+}
+"""What a DSN may say otherwise: without these a write into a network that swallows all would never end."""
+
+_SESSION = (
+    f"SET idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_SECONDS}s'; "
+    f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'; "
+    "SET tcp_keepalives_idle = 30; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"
+)
+
+_LINE = re.compile(r"^COPY .*, line (\d+)", re.MULTILINE)
+"""Where PostgreSQL says which row of a COPY it refuses."""
+
+_PREPARE_LOCK = 0x5E9DED09E
+"""The advisory lock of those who make tables: CREATE TABLE IF NOT EXISTS alone fails when two run it at once."""
+
+_OWN_TABLES = (
+    "CREATE TABLE IF NOT EXISTS seqdedupe_positions (job text, topic text, epoch bigint NOT NULL, "
+    "incarnation bigint NOT NULL, message_index bigint NOT NULL, position text NOT NULL, PRIMARY KEY (job, topic))",
+    "CREATE TABLE IF NOT EXISTS seqdedupe_watermarks (job text, topic text, producer_name text, "
+    "sequence_id bigint NOT NULL, PRIMARY KEY (job, topic, producer_name))",
+    "CREATE TABLE IF NOT EXISTS seqdedupe_jobs (job text PRIMARY KEY, format_version integer NOT NULL, "
+    "output_table text NOT NULL, deduplicate boolean NOT NULL)",
+)
+
+_COLUMNS = (
+    "SELECT attname, format_type(atttypid, atttypmod), attnotnull AND NOT atthasdef AND attidentity = '' "
+    "FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
+)
+
+_BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED; "
+"""With it a statement that has waited for a position looks at what it has become."""
+
+# Each of these fails with a division by zero, and takes the transaction with it, unless it changes one row.
+_INSERT = (
+    "WITH moved AS (INSERT INTO seqdedupe_positions (job, topic, epoch, incarnation, message_index, position) "
+    "VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING RETURNING 1) SELECT 1 / count(*) FROM moved; "
+)
+_MOVE = (
+    "WITH moved AS (UPDATE seqdedupe_positions SET (epoch, incarnation, message_index, position) = (%s, %s, %s, %s) "
+    "WHERE job = %s AND topic = %s AND (epoch, incarnation, message_index, position) = (%s, %s, %s, %s) RETURNING 1) "
+    "SELECT 1 / count(*) FROM moved; "
+)
+_RAISE = (
+    "INSERT INTO seqdedupe_watermarks SELECT %s, %s, * FROM unnest(%s::text[], %s::bigint[]) "
+    "ON CONFLICT (job, topic, producer_name) DO UPDATE SET sequence_id = excluded.sequence_id; "
+)
+_FORGET = "DELETE FROM seqdedupe_watermarks WHERE job = %s AND topic = %s; "
+
+
+class PostgresStore(OutputStore):
+    """Rows and positions in one PostgreSQL database, reached by a URL or a libpq connection string.
+
+    It connects when it is first used, and again after the connection was lost. Rows are sent while they are read, one
+    COPY for each batch, so that between batches the server may end a transaction that stalls. How durable a commit is
+    the server's `synchronous_commit` says.
+    """
+
+    def __init__(self, dsn: str) -> None:
+        """Raises ConfigurationError (INVALID_OPTION), which does not quote the password."""
+        try:
+            self._dsn = make_conninfo("", **(_CONNECTION | conninfo_to_dict(dsn)))
+        except psycopg.ProgrammingError:
+            # What libpq says here may quote it.
+            raise error("INVALID_OPTION", "the store's PostgreSQL URL cannot be read") from None
+        self._open: Connection | None = None
+
+    def _connection(self) -> Connection:
+        if self._open is None or self._open.closed:
+            connection = psycopg.connect(self._dsn, autocommit=True)
+            try:
+                connection.execute(_SESSION)
+            except psycopg.Error:
+                connection.close()
+                raise
+            self._open = connection
+        return self._open
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+
+    def bind(self, job: str, binding: Binding) -> Binding:
+        with self._using() as connection:
+            if not _columns_of(connection, ["seqdedupe_jobs"]):
+                with connection.transaction():
+                    _make_tables(connection)
+            _check_format_of_positions(connection)
+            found = self._bound(connection, job)
+            if found is None:
+                connection.execute(
+                    "INSERT INTO seqdedupe_jobs VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING",
+                    (job, FORMAT_VERSION, *binding),
+                )
+                found = self._bound(connection, job)
+        version, *bound = found or (FORMAT_VERSION, *binding)
+        check_format(version, "the PostgreSQL database")
+        return Binding(*bound)
+
+    def _bound(self, connection: Connection, job: str) -> tuple[Any, ...] | None:
+        return connection.execute(
+            "SELECT format_version, output_table, deduplicate FROM seqdedupe_jobs WHERE job = %s", (job,)
+        ).fetchone()
+
+    def has_table(self, table: str) -> bool:
+        with self._using() as connection:
+            return bool(_columns_of(connection, split_name(table)))
+
+    def prepare(self, table: str, schema: pa.Schema) -> None:
+        parts = split_name(table)
+        check_schema(schema)
+        declared = ", ".join(f"{quoted(field.name)} {declared_type(field)}" for field in schema)
+        with self._using() as connection, connection.transaction():
+            columns = _columns_of(connection, parts)
+            if not columns or not _columns_of(connection, ["seqdedupe_jobs"]):
+                _make_tables(connection, f"CREATE TABLE IF NOT EXISTS {quoted(*parts)} ({declared})")
+                columns = _columns_of(connection, parts)
+        check_table(table, schema, columns, fits)
+
+    def positions(self, job: str) -> dict[str, Stored]:
+        with self._using() as connection:
+            rows = connection.execute(
+                "SELECT topic, epoch, position FROM seqdedupe_positions WHERE job = %s", (job,)
+            ).fetchall()
+        return {topic: from_cells(*rest) for topic, *rest in rows}
+
+    def watermarks(self, job: str, topic: str) -> tuple[Stored | None, dict[str, int]]:
+        with self._using() as connection, connection.transaction():
+            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            row = connection.execute(
+                "SELECT epoch, position FROM seqdedupe_positions WHERE job = %s AND topic = %s", (job, topic)
+            ).fetchone()
+            rows = connection.execute(
+                "SELECT producer_name, sequence_id FROM seqdedupe_watermarks WHERE job = %s AND topic = %s",
+                (job, topic),
+            ).fetchall()
+        return from_cells(*row) if row else None, dict(rows)
+
+    def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
+        check_replacement(topic, expected, new)
+        if expected is None:
+            statement, values = _INSERT, [job, topic, *to_cells(new)]
+        else:
+            statement, values = _MOVE, [*to_cells(new), job, topic, *to_cells(expected)]
+        with self._using() as connection:
+            try:
+                _commit(connection, statement + _FORGET, [*values, job, topic])
+            except psycopg.errors.DivisionByZero:
+                return False
+        return True
+
+    def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
+        parts = split_name(table)
+        rows = 0
+        with _errors():
+            # This very connection until the end: after a new one the rows sent so far would be missing.
+            connection = self._connection()
+            columns = _columns_of(connection, parts)
+        try:
+            for number, batch in enumerate(batches):
+                if len(batch):
+                    with in_batch(number), _errors():
+                        check_table(table, batch.schema, columns, fits)
+                        if connection.info.transaction_status is TransactionStatus.IDLE:
+                            connection.execute(_BEGIN)
+                        copy_in(connection, parts, batch, columns)
+                    rows += len(batch)
+            changed = [advance.changed_watermarks() for advance in advances]
+            with _errors():
+                _move(connection, job, list(zip(advances, changed, strict=True)))
+        finally:
+            _roll_back(connection)
+        return rows
+
+    @contextmanager
+    def _using(self) -> Iterator[Connection]:
+        with _errors():
+            connection = self._connection()
+            try:
+                yield connection
+            finally:
+                _roll_back(connection)
+
+
+def _move(connection: Connection, job: str, moves: list[tuple[Advance, Watermarks]]) -> None:
+    """Moves the positions, which must be the starts of the ranges, raises the watermarks, and commits."""
+    statements, values = "", []
+    # In one order, so that two never wait for each other.
+    for advance, watermarks in sorted(moves, key=lambda move: move[0].range.topic):
+        topic, start, end = advance.range.topic, advance.range.start, advance.range.end
+        statements += _MOVE
+        values += [*to_cells(Stored(end, advance.epoch)), job, topic, *to_cells(Stored(start, advance.epoch))]
+        if watermarks:
+            statements += _RAISE
+            values += [job, topic, list(watermarks), list(watermarks.values())]
+    try:
+        _commit(connection, statements, values)
+    except psycopg.errors.DivisionByZero as e:
+        ranges = ", ".join(str(advance.range) for advance, _ in moves)
+        raise error(
+            "POSITION_CHANGED", f"a position of job {job!r} is no longer the start of its range: {ranges}"
+        ) from e
+
+
+def _commit(connection: Connection, statements: str, values: Sequence[object]) -> None:
+    """Runs the statements and commits, in one message to the server.
+
+    It takes the locks that others wait for and lets go of them with no word from here in between: a writer that stalls
+    holds none of them.
+    """
+    begin = _BEGIN if connection.info.transaction_status is TransactionStatus.IDLE else ""
+    psycopg.ClientCursor(connection).execute((begin + statements + "COMMIT").encode(), values)
+
+
+def _make_tables(connection: Connection, *more: str) -> None:
+    """Makes the tables of our own, and others, where they are missing."""
+    connection.execute("SELECT pg_advisory_xact_lock(%s)", (_PREPARE_LOCK,))
+    _check_format_of_positions(connection)
+    for statement in (*_OWN_TABLES, *more):
+        connection.execute(statement.encode())
+
+
+def _check_format_of_positions(connection: Connection) -> None:
+    columns = _columns_of(connection, ["seqdedupe_positions"])
+    if columns and "position" not in columns:
+        check_format(1, "the PostgreSQL database")
+
+
+def _columns_of(connection: Connection, parts: Sequence[str]) -> dict[str, Column]:
+    """The columns of a table; none if it is missing."""
+    rows = connection.execute(_COLUMNS, (quoted(*parts),)).fetchall()
+    return {name: Column(declared, required) for name, declared, required in rows}
+
+
+def _roll_back(connection: Connection) -> None:
+    """Ends a transaction that is open."""
+    if connection.info.transaction_status is not TransactionStatus.IDLE:
+        try:
+            connection.rollback()
+        except psycopg.Error:
+            connection.close()
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (psycopg.OperationalError, psycopg.InternalError) as e:
+        raise error("OUTPUT_UNAVAILABLE", f"the PostgreSQL database cannot be used: {one_line(e)}") from e
+    except psycopg.Error as e:
+        failure = error("INVALID_OUTPUT", f"PostgreSQL refuses: {one_line(e)}")
+        if line := _LINE.search(e.diag.context or ""):
+            failure.numbers["row"] = str(int(line[1]) - 1)
+        raise failure from e
