@@ -12,7 +12,14 @@ import numpy as np
 
 from seqdedupe import wire
 from seqdedupe.batch import Batch, decode
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, new_channel, typed_errors
+from seqdedupe.client.connection import (
+    CALL_TIMEOUT_SECONDS,
+    Backoff,
+    SidecarAddress,
+    check_not_forked,
+    new_channel,
+    typed_errors,
+)
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
@@ -119,8 +126,8 @@ class Reader:
     It starts after a position or message ID, at an index, with the earliest message left, or with the latest: the
     first one published after it has connected. It ends with the last message that was there when it connected, with
     `follow` never, or before `stop_index`, waiting for messages that are not there yet. Over a lost connection it
-    reads on by itself, for as long as it takes, without skipping or doubling a message: `position` is that of the last
-    one handed out.
+    reads on by itself, and for a topic that recovers it waits, for as long as it takes, without skipping or doubling a
+    message: `position` is that of the last one handed out.
 
     Raises `PositionError` if that cannot be (the messages are trimmed, or the topic was made anew), `NotFoundError`
     for an unknown topic, `DamagedError` for what is damaged where it reads.
@@ -128,7 +135,7 @@ class Reader:
 
     def __init__(
         self,
-        address: str,
+        address: SidecarAddress,
         topic: str,
         start: Start = "earliest",
         *,
@@ -224,6 +231,7 @@ class Reader:
 
     async def fetch(self) -> bool:
         """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
+        check_not_forked()
         while not self._closed:
             try:
                 if self.take_record():
@@ -296,7 +304,7 @@ class Reader:
             if self._next_index is not None and self._next_index > self._stop_index:
                 raise error(
                     "POSITION_UNKNOWN",
-                    f"index {self._next_index} is behind the end of {self.topic}, whose next one is {self._stop_index}",
+                    f"index {self._next_index} is after the end of {self.topic}, whose next one is {self._stop_index}",
                     index=self._next_index,
                     end_index=self._stop_index,
                 )
