@@ -11,7 +11,8 @@ from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.topics import producers, snapshot, topics, version
-from seqdedupe.command import run_command, say
+from seqdedupe.command import run_command, say_failure
+from seqdedupe.errors import error
 
 NAME = "seqdedupe"
 
@@ -35,4 +36,6 @@ def main() -> None:
 def _defect(kind: type[BaseException], defect: BaseException, trace: TracebackType | None) -> None:
     where = traceback.extract_tb(trace)[-1] if trace else None
     place = f" at {where.filename}:{where.lineno}" if where else ""
-    say(NAME, f"{kind.__name__}: {defect}{place} [INTERNAL] This is a defect: please report it.")
+    say_failure(
+        NAME, error("INTERNAL", f"{kind.__name__}: {defect}{place}", hint="This is a defect: please report it.")
+    )

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from seqdedupe.cli.options import common, connect, print_json, print_table
+from seqdedupe.cli.options import common, connect, connect_to, print_json, print_table
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -76,7 +76,7 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
     """List the topics. The commands below create, delete and show one, and set its policy."""
     if context.invoked_subcommand is not None:
         if any(context.get_parameter_source(name) is _GIVEN for name in ("address", "as_json")):
-            raise click.UsageError(f"Options go behind {context.invoked_subcommand!r}.", context)
+            raise click.UsageError(f"Options come after {context.invoked_subcommand!r}.", context)
         return
     with connect(address) as client:
         found = client.admin.topics()
@@ -104,7 +104,7 @@ def create(name: str, deduplication: bool, address: str, as_json: bool) -> None:
 @common
 def delete(name: str, address: str, as_json: bool) -> None:
     """Delete a topic with its messages and producers, for good and without asking."""
-    with connect(address) as client:
+    with connect_to(address, name) as client:
         client.admin.delete_topic(name)
     if as_json:
         print_json({"deleted": topic_name(name)})
@@ -117,7 +117,7 @@ def delete(name: str, address: str, as_json: bool) -> None:
 @common
 def show(name: str, address: str, as_json: bool) -> None:
     """Show a topic."""
-    with connect(address) as client:
+    with connect_to(address, name) as client:
         _print_topic(client.admin.topic(name), as_json)
 
 
@@ -127,7 +127,7 @@ def show(name: str, address: str, as_json: bool) -> None:
 @common
 def policy(name: str, deduplication: bool, address: str, as_json: bool) -> None:
     """Set a topic's policy, durable when this returns, and show the topic."""
-    with connect(address) as client:
+    with connect_to(address, name) as client:
         _print_topic(client.admin.set_topic_policy(name, deduplication_enabled=deduplication), as_json)
 
 
@@ -136,7 +136,7 @@ def policy(name: str, deduplication: bool, address: str, as_json: bool) -> None:
 @common
 def producers(topic: str, address: str, as_json: bool) -> None:
     """List a topic's producers with their highest sequence IDs, in the order in which they first came."""
-    with connect(address) as client:
+    with connect_to(address, topic) as client:
         found = client.admin.producers(topic)
     if as_json:
         print_json([{"name": p.name, "persisted": p.persisted, "pushed": p.pushed, "epoch": p.epoch} for p in found])
@@ -149,7 +149,7 @@ def producers(topic: str, address: str, as_json: bool) -> None:
 @common
 def snapshot(topic: str, address: str, as_json: bool) -> None:
     """Take a snapshot of a topic; returns when it is durable."""
-    with connect(address) as client:
+    with connect_to(address, topic) as client:
         position = client.admin.snapshot(topic)
     if as_json:
         print_json({"topic": topic_name(topic), "position": position_json(position)})

@@ -248,7 +248,7 @@ class Outbox:
         given_up = error(
             "OUTCOME_UNKNOWN",
             f"{what}{because}; {up_to}, {self.rows_without_receipt} messages have no receipt",
-            hint=None if why is None else f"{why.hint} Then send again with the same sequence IDs.",
+            hint=None if why is None else why.hint,
             durable_sequence_id=durable,
             messages_without_receipt=self.rows_without_receipt,
         )
