@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pyspark.sql import SparkSession
+from seqdedupe_spark.options import Selection
+from seqdedupe_spark.planning import plan, topics
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.session import workers_path
 
 from seqdedupe.client import ProducerConfig, blocking
 from seqdedupe.message_id import Position
-from spark.options import Selection
-from spark.planning import plan, topics
-from spark.ranges import Range
 
 CORES = 2
 BATCH_ROWS = 256
@@ -26,7 +27,7 @@ _REPOSITORY = Path(__file__).parents[1]
 @contextmanager
 def session(**keys: str) -> Iterator[SparkSession]:
     """A session on CORES cores, whose workers find the modules of this repository."""
-    os.environ |= {"PYTHONPATH": str(_REPOSITORY), "PYSPARK_PYTHON": sys.executable}
+    os.environ |= {"PYTHONPATH": workers_path(_REPOSITORY), "PYSPARK_PYTHON": sys.executable}
     quiet = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false", "spark.log.level": "ERROR"}
     spark = SparkSession.builder.master(f"local[{CORES}]").config(map=dict(quiet | keys)).getOrCreate()
     try:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from broker_sidecar.config import Config
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.files import sync_folder
-from seqdedupe.log.embedded.log import EmbeddedLogs
+from seqdedupe.format.records import SECRET_BYTES
+from seqdedupe.log.contract import LogName, Logs
+from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
@@ -30,14 +31,6 @@ EXIT_FATAL = 70
 
 def _clock_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(path.parent)
 
 
 def _fatal(why: str) -> None:
@@ -60,11 +53,11 @@ class Topics:
         self._creating: dict[str, asyncio.Task[Topic]] = {}
         self._changing_record = asyncio.Lock()
         self._rebuild_store = rebuild_store
-        self._data = data = Path(config.data_directory)
+        data = Path(config.data_directory)
         size = config.default_retention_size_in_mb
         minutes = config.default_retention_time_in_minutes
         self._store = Store.open(data / "store")
-        self._logs = EmbeddedLogs(
+        self._logs: Logs = EmbeddedLogs(
             data / "logs",
             clock_ms=_clock_ms,
             fatal=_fatal,
@@ -78,9 +71,9 @@ class Topics:
     async def open_all(self) -> None:
         """Opens the store and every log. Raises `DamagedError`: the sidecar must not serve then."""
         known = {record.incarnation for record in self._store.topics()}
-        for incarnation in self._logs.incarnations():
-            if incarnation not in known:
-                await self._orphan(incarnation)
+        for log in await self._logs.list():
+            if log.incarnation not in known:
+                await self._orphan(log)
         records = self._store.topics()
         of_name = Counter(record.name for record in records)
         for record in records:
@@ -108,30 +101,21 @@ class Topics:
             # So that the next start needs no rebuilding.
             await asyncio.gather(*(topic.snapshot_in_background() for topic in self._live.values()))
 
-    async def _orphan(self, incarnation: int) -> None:
-        name_file = self._name_file(incarnation)
-        name = topic_name(name_file.read_text()) if name_file.exists() else f"rebuilt-{incarnation}"
+    async def _orphan(self, log: LogName) -> None:
+        name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
         if not self._rebuild_store:
             raise error(
                 "STORE_MISSING",
                 f"there is a log of the topic {name}, of which the store knows nothing",
                 topic=name,
-                incarnation=incarnation,
+                incarnation=log.incarnation,
             )
         logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
-        await self._store.put_topic(TopicRecord(topic_name(name), incarnation, TopicState.ACTIVE))
-
-    def _name_file(self, incarnation: int) -> Path:
-        """Where a log's folder says which topic it is of, for the case that the store is lost."""
-        return self._data / "logs" / str(incarnation) / "topic"
+        await self._store.put_topic(TopicRecord(name, log.incarnation, TopicState.ACTIVE))
 
     async def _open_topic(self, record: TopicRecord) -> Topic:
         if record.state is TopicState.CREATING:
-            try:
-                await self._logs.create(record.incarnation)
-                await asyncio.to_thread(_write_synced, self._name_file(record.incarnation), record.name)
-            except OSError as e:
-                raise error("LOG_REFUSED", f"the log of topic {record.name} cannot be made: {e}") from e
+            await self._logs.create(record.incarnation, record.name, secrets.token_bytes(SECRET_BYTES))
             record = replace(record, state=TopicState.ACTIVE)
             await self._store.put_topic(record)
         snapshots = Snapshots(self._store, record.incarnation)

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from seqdedupe_spark.session import check_java
+
 from demo.check import Tally, check, check_rows
 from demo.flights import ORIGINS, TOTAL
 from demo.job import KILL_AT, ReaderJob, audit
@@ -20,7 +22,6 @@ from demo.producer import TOPIC
 from demo.run import Run
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError
-from spark.session import check_java
 
 READY_TIMEOUT_SECONDS = 30.0
 
@@ -29,7 +30,7 @@ To try next:
   {bin}/python -m demo --no-deduplication                  the same without deduplication: see the doubles
   {bin}/seqdedupe serve --data-directory data              a sidecar of your own; then, in another terminal:
   {bin}/seqdedupe publish FILE --topic t --producer p      any file of lines or CSV; stop it, start it again
-  {bin}/python -m spark.reader_job run --job j --topic t --store sqlite:///t.db --table t      and into a table"""
+  {bin}/seqdedupe job run --job j --topic t --store sqlite:///t.db --table t     and into a table"""
 
 
 def _arguments() -> argparse.Namespace:

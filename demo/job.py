@@ -84,7 +84,7 @@ class ReaderJob:
             yield from database.execute(f"SELECT * FROM {TABLE} ORDER BY rowid")
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "spark.reader_job", "run", "--job", "demo", "--table", TABLE]
+        command = [sys.executable, "-m", "seqdedupe_spark.reader_job", "run", "--job", "demo", "--table", TABLE]
         command += ["--store", f"sqlite:///{self._database}", "--address", self._address, "--topic", TOPIC]
         command += ["--transform", "demo.rows:rows", "--checkpoint-location", str(self._checkpoint)]
         command += ["--max-offsets-per-trigger", str(self._flights // ROUNDS + 1)]
@@ -117,6 +117,6 @@ class ReaderJob:
 
 def audit(address: str) -> tuple[int, str]:
     """Runs the audit; returns its exit status and its report, or why there is none."""
-    command = [sys.executable, "-m", "spark.audit_job", "--address", address, TOPIC]
+    command = [sys.executable, "-m", "seqdedupe_spark.audit_job", "--address", address, TOPIC]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout or done.stderr

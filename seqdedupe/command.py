@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -32,14 +33,17 @@ address_option = click.option(
 )
 
 
-def run_command(command: click.Command, name: str, *, failed: int = FAILED) -> int:
-    """Runs the command of this process; returns the exit status that it returned, or 0.
+def run_command(
+    command: click.Command, name: str, *, arguments: Sequence[str] | None = None, failed: int = FAILED
+) -> int:
+    """Runs the command, of this process if no arguments are given; returns the exit status that it returned, or 0.
 
     An error is one line on stderr, with `--json` of JSON, and status `failed`, 2 for wrong usage, or 130 if the
     command was interrupted.
     """
+    as_json = says_json(sys.argv[1:] if arguments is None else arguments)
     try:
-        status: Any = command.main(prog_name=name, standalone_mode=False)
+        status: Any = command.main(arguments, prog_name=name, standalone_mode=False)
         return status or 0
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
@@ -48,29 +52,45 @@ def run_command(command: click.Command, name: str, *, failed: int = FAILED) -> i
         return WRONG_USAGE
     except click.ClickException as e:
         path = e.ctx.command_path if isinstance(e, click.UsageError) and e.ctx else name
-        _say_error(name, "WRONG_USAGE", e.format_message(), f"See {path} --help.")
+        hint = f"See {path} --help."
+        if as_json:
+            _say_json(reason="WRONG_USAGE", message=e.format_message(), hint=hint)
+        else:
+            say(name, f"{e.format_message()} {hint}")
         return e.exit_code
     except SeqdedupeError as e:
-        say_failure(name, e)
+        say_failure(name, e, as_json=as_json)
         return INTERRUPTED if e.reason == "INTERRUPTED" else failed
     except OSError as e:
-        _say_error(name, "OS_ERROR", str(e))
+        if as_json:
+            _say_json(reason="OS_ERROR", message=str(e), hint="")
+        else:
+            say(name, str(e))
         return failed
 
 
-def say_failure(name: str, failure: SeqdedupeError) -> None:
-    """The error on stderr: a line for a person, or with `--json` an object."""
-    retry_delay_ms = None if failure.retry_delay_ms == NEVER else failure.retry_delay_ms
-    more = {"retry_delay_ms": retry_delay_ms, "numbers": failure.numbers}
-    _say_error(name, failure.reason, failure.message, failure.hint, line=f"{failure} {failure.hint}", **more)
+def says_json(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON, also one that is wrong in other respects."""
+    return "--json" in takewhile("--".__ne__, arguments)
 
 
-def _say_error(name: str, reason: str, message: str, hint: str = "", line: str | None = None, **more: Any) -> None:
-    """The form of the JSON is documented: keep it stable."""
-    if "--json" in takewhile("--".__ne__, sys.argv[1:]):
-        click.echo(json_text({"error": {"reason": reason, "message": message, "hint": hint} | more}), err=True)
-    else:
-        say(name, f"{message} {hint}" if line is None else line)
+def say_failure(name: str, failure: SeqdedupeError, *, as_json: bool) -> None:
+    """The error on stderr, in one line: for a person, or as JSON."""
+    if not as_json:
+        say(name, f"{failure} {failure.hint}")
+        return
+    _say_json(
+        reason=failure.reason,
+        message=failure.message,
+        hint=failure.hint,
+        retry_delay_ms=None if failure.retry_delay_ms == NEVER else failure.retry_delay_ms,
+        numbers=failure.numbers,
+    )
+
+
+def _say_json(**values: Any) -> None:
+    """The form is documented: keep it stable."""
+    click.echo(json_text({"error": values}), err=True)
 
 
 def say(name: str, message: str) -> None:

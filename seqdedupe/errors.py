@@ -146,6 +146,12 @@ REASONS: dict[str, Reason] = {
         "See why the log refuses writes (is the disk full?); retries go on.",
         250,
     ),
+    "LOG_UNREADABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the log's files cannot be read (too many open files? a failing disk?); it is tried again.",
+        250,
+    ),
     "QUEUE_FULL": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Send less at once, or use a stream, which waits.", 50
     ),

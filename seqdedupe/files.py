@@ -11,3 +11,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a small file that only its owner may read, and makes it durable. Raises OSError.
+
+    A power cut meanwhile may leave it short or empty.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(file, data)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    sync_folder(path.parent)

@@ -34,14 +34,13 @@ def test_the_program_publishes_and_reads_back(sidecar: Sidecar) -> None:
 def test_the_commands_do_what_they_are_shown_for(sidecar: Sidecar, tmp_path: Path) -> None:
     shown = [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
     commands = [shlex.split(line.partition("#")[0]) for line in shown if not line.startswith("make")]
-    assert [command[1] for command in commands] == ["serve", "publish", "read", "topics", "-m", "-m"]
+    assert [command[1] for command in commands] == ["serve", "publish", "read", "topics", "job", "job"]
     (tmp_path / "events.csv").write_text("id,what\n" + "".join(f"{i},event {i}\n" for i in range(5)))
     environment = os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address}
-    programs: dict[str, str | Path] = {"seqdedupe": COMMAND, "python": sys.executable}
     output = []
     for command in commands[1:]:
         ran = subprocess.run(
-            [programs[command[0]], *command[1:]],
+            [COMMAND, *command[1:]],
             cwd=tmp_path,
             env=environment,
             capture_output=True,

@@ -7,11 +7,12 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.job import job
 from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.topics import producers, snapshot, topics, version
-from seqdedupe.command import run_command, say_failure
+from seqdedupe.command import run_command, say_failure, says_json
 from seqdedupe.errors import error
 
 NAME = "seqdedupe"
@@ -23,7 +24,7 @@ def cli() -> None:
     """Effectively-once publishing: run a sidecar, publish files, read topics."""
 
 
-for _command in (serve, publish, read, topics, producers, snapshot, version):
+for _command in (serve, publish, read, topics, producers, snapshot, job, version):
     cli.add_command(_command)
 
 
@@ -36,6 +37,5 @@ def main() -> None:
 def _defect(kind: type[BaseException], defect: BaseException, trace: TracebackType | None) -> None:
     where = traceback.extract_tb(trace)[-1] if trace else None
     place = f" at {where.filename}:{where.lineno}" if where else ""
-    say_failure(
-        NAME, error("INTERNAL", f"{kind.__name__}: {defect}{place}", hint="This is a defect: please report it.")
-    )
+    failure = error("INTERNAL", f"{kind.__name__}: {defect}{place}", hint="This is a defect: please report it.")
+    say_failure(NAME, failure, as_json=says_json(sys.argv[1:]))

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from seqdedupe.core.recent import NEW_NUMBERS, RECENT_MESSAGES, find, find_duplicates, persist
 from seqdedupe.core.replay import list_names, persist_all
 from seqdedupe.core.rule import EPOCH, NUMBERS, PERSISTED, PUSHED, decide, first_ids, refusal
-from seqdedupe.format.columns import EPOCHS, LINKS, NAME_OFFSETS, NAMES, PRODUCERS, ROWS
+from seqdedupe.format.columns import EPOCHS, LINKS, NAME_OFFSETS, NAMES, PRODUCERS, ROWS, start
 
 _FIRST_CAPACITY = 64
 _GROWTH = 1.25
@@ -110,9 +110,9 @@ class Producers:
         return [
             (
                 name,
-                _load64(raw, places[2 * EPOCHS] + 8 * p),
+                _load64(raw, start(places, EPOCHS) + 8 * p),
                 int(first[p]),
-                _load64(raw, places[2 * LINKS] + 8 * p),
+                _load64(raw, start(places, LINKS) + 8 * p),
             )
             for p, name in enumerate(_names(raw, places))
         ]
@@ -177,8 +177,7 @@ def _load64(raw: bytes, at: int) -> int:
 
 
 def _names(encoded: bytes, places: Int64s) -> list[bytes]:
-    at = int(places[2 * NAME_OFFSETS])
     producers = int(places[PRODUCERS])
-    offsets = np.frombuffer(encoded, np.int32, producers + 1, at).tolist()
-    start = int(places[2 * NAMES])
-    return [encoded[start + offsets[p] : start + offsets[p + 1]] for p in range(producers)]
+    offsets = np.frombuffer(encoded, np.int32, producers + 1, start(places, NAME_OFFSETS)).tolist()
+    names = int(start(places, NAMES))
+    return [encoded[names + offsets[p] : names + offsets[p + 1]] for p in range(producers)]

@@ -15,8 +15,9 @@ from seqdedupe.format.columns import (
     SEQUENCE_IDS,
     load32,
     load64,
+    start,
 )
-from seqdedupe.format.jit import kernel
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 
 RECENT_MESSAGES = 65_536
 
@@ -28,19 +29,21 @@ INDEX = 1
 BEFORE = 2
 
 
-@kernel("int", "bytes", "int64s", "int64s", "int64s2", "uint8s", "int64s2", "int")
-def persist(raw, places, slots, numbers, dirty, ring, entered):  # type: ignore[no-untyped-def]
+@kernel()
+def persist(
+    raw: Bytes, places: Int64s, slots: Int64s, numbers: Int64s2, dirty: Uint8s, ring: Int64s2, entered: int
+) -> int:
     """A batch is in the log: merges its IDs and epochs by maximum and enters its rows. Live and in replay the same.
 
     `entered` counts the messages that entered the ring before; returns that count afterwards.
     """
-    ids = places[2 * SEQUENCE_IDS]
-    indexes = places[2 * PRODUCER_INDEXES]
+    ids = start(places, SEQUENCE_IDS)
+    indexes = start(places, PRODUCER_INDEXES)
     alone = places[PRODUCERS] == 1
     for p in range(places[PRODUCERS]):
         slot = slots[p]
         dirty[slot] |= NEW_NUMBERS
-        numbers[slot, EPOCH] = max(numbers[slot, EPOCH], load64(raw, places[2 * EPOCHS] + 8 * p))
+        numbers[slot, EPOCH] = max(numbers[slot, EPOCH], load64(raw, start(places, EPOCHS) + 8 * p))
     slot = slots[0]
     for row in range(places[ROWS]):
         if not alone:
@@ -57,27 +60,36 @@ def persist(raw, places, slots, numbers, dirty, ring, entered):  # type: ignore[
     return entered
 
 
-@kernel("int", "int", "int", "int64s2", "int64s2", "int")
-def find(sequence_id, slot, numbers, ring, entered):  # type: ignore[no-untyped-def]
+@kernel()
+def find(sequence_id: int, slot: int, numbers: Int64s2, ring: Int64s2, entered: int) -> int:
     """The index of the newest message with this ID of this producer, or -1 if it is not known (any more)."""
     here = numbers[slot, NEWEST]
     while here >= 0 and here >= entered - RECENT_MESSAGES:
         place = here % RECENT_MESSAGES
         if ring[place, SEQUENCE_ID] == sequence_id:
-            return ring[place, INDEX]
+            return int(ring[place, INDEX])
         here = ring[place, BEFORE]
     return -1
 
 
-@kernel("int", "bytes", "int64s", "int64s", "int64s2", "int64s2", "int", "uint8s", "int64s")
-def find_duplicates(raw, places, slots, numbers, ring, entered, verdicts, found):  # type: ignore[no-untyped-def]
+@kernel()
+def find_duplicates(
+    raw: Bytes,
+    places: Int64s,
+    slots: Int64s,
+    numbers: Int64s2,
+    ring: Int64s2,
+    entered: int,
+    verdicts: Uint8s,
+    found: Int64s,
+) -> int:
     """For each row with verdict DUP the index of the original, else -1, into `found`; returns how many are known.
 
     Rows are gone through from the last to the first: a producer's IDs fall then, and so they do along its chain in
     the ring (unless deduplication was off), so one walk serves all its rows.
     """
-    ids = places[2 * SEQUENCE_IDS]
-    indexes = places[2 * PRODUCER_INDEXES]
+    ids = start(places, SEQUENCE_IDS)
+    indexes = start(places, PRODUCER_INDEXES)
     alone = places[PRODUCERS] == 1
     chain = slots.copy()
     for p in range(places[PRODUCERS]):

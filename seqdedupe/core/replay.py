@@ -3,21 +3,21 @@
 import numpy as np
 
 from seqdedupe.core.recent import persist
-from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS
-from seqdedupe.format.jit import kernel, load32
+from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, size, start
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel, load32
 
 
-@kernel("bool", "bytes", "int", "int", "int")
-def same_bytes(raw, one, other, size):  # type: ignore[no-untyped-def]
+@kernel()
+def same_bytes(raw: Bytes, one: int, other: int, count: int) -> bool:
     """Whether the same bytes stand at two places of a buffer."""
-    for i in range(size):  # noqa: SIM110 (numba compiles the loop, not the generator)
+    for i in range(count):  # noqa: SIM110 (numba compiles the loop, not the generator)
         if raw[one + i] != raw[other + i]:
             return False
     return True
 
 
-@kernel("int", "bytes", "int64s2", "int", "int64s2", "int64s")
-def name_places(raw, table, count, places_of_names, first_name):  # type: ignore[no-untyped-def]
+@kernel()
+def name_places(raw: Bytes, table: Int64s2, count: int, places_of_names: Int64s2, first_name: Int64s) -> int:
     """Where the producer names of `count` scanned records stand: start and end of each, in `places_of_names`.
 
     `first_name[k]` is the place in that list of record k's first name. A record whose names are those of the batch
@@ -30,15 +30,15 @@ def name_places(raw, table, count, places_of_names, first_name):  # type: ignore
         if places[ROWS] == 0:
             continue
         producers = places[PRODUCERS]
-        offsets = places[2 * NAME_OFFSETS]
-        names = places[2 * NAMES]
+        offsets = start(places, NAME_OFFSETS)
+        names = start(places, NAMES)
         if before >= 0:
             earlier = table[before]
             if (
                 earlier[PRODUCERS] == producers
-                and earlier[2 * NAMES + 1] == places[2 * NAMES + 1]
-                and same_bytes(raw, earlier[2 * NAME_OFFSETS], offsets, 4 * producers + 4)
-                and same_bytes(raw, earlier[2 * NAMES], names, places[2 * NAMES + 1])
+                and size(earlier, NAMES) == size(places, NAMES)
+                and same_bytes(raw, start(earlier, NAME_OFFSETS), offsets, 4 * producers + 4)
+                and same_bytes(raw, start(earlier, NAMES), names, size(places, NAMES))
             ):
                 first_name[k] = first_name[before]
                 before = k
@@ -54,8 +54,18 @@ def name_places(raw, table, count, places_of_names, first_name):  # type: ignore
     return listed
 
 
-@kernel("int", "bytes", "int64s2", "int", "int64s", "int64s", "int64s2", "uint8s", "int64s2", "int")
-def persist_all(raw, table, count, slots, first_name, numbers, dirty, ring, entered):  # type: ignore[no-untyped-def]
+@kernel()
+def persist_all(
+    raw: Bytes,
+    table: Int64s2,
+    count: int,
+    slots: Int64s,
+    first_name: Int64s,
+    numbers: Int64s2,
+    dirty: Uint8s,
+    ring: Int64s2,
+    entered: int,
+) -> int:
     """`persist` for every batch among `count` scanned records; `slots` are those of the listed names."""
     for k in range(count):
         places = table[k]

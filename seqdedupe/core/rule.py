@@ -15,8 +15,9 @@ from seqdedupe.format.columns import (
     SEQUENCE_IDS,
     load32,
     load64,
+    start,
 )
-from seqdedupe.format.jit import kernel
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 from seqdedupe.limits import LINK_LEFT_OUT
 
 # Columns of `numbers`.
@@ -38,16 +39,16 @@ LINK_REQUIRED = -3
 PREDECESSOR_MISSING = -4
 
 
-@kernel("int64s", "bytes", "int64s")
-def first_ids(raw, places):  # type: ignore[no-untyped-def]
+@kernel()
+def first_ids(raw: Bytes, places: Int64s) -> Int64s:
     """The first sequence ID of each producer in a batch."""
     producers = places[PRODUCERS]
     first = np.full(producers, -1, np.int64)
-    ids = places[2 * SEQUENCE_IDS]
+    ids = start(places, SEQUENCE_IDS)
     if producers == 1:
         first[0] = load64(raw, ids)
         return first
-    indexes = places[2 * PRODUCER_INDEXES]
+    indexes = start(places, PRODUCER_INDEXES)
     for row in range(places[ROWS]):
         p = load32(raw, indexes + 4 * row)
         if first[p] < 0:
@@ -55,15 +56,15 @@ def first_ids(raw, places):  # type: ignore[no-untyped-def]
     return first
 
 
-@kernel("int", "bytes", "int64s", "int64s", "int64s2", "bool")
-def refusal(raw, places, slots, numbers, link_may_be_left_out):  # type: ignore[no-untyped-def]
+@kernel()
+def refusal(raw: Bytes, places: Int64s, slots: Int64s, numbers: Int64s2, link_may_be_left_out: bool) -> int:
     """Why this frame cannot be admitted, or 0. `slots` are its producers' rows in `numbers`; changes nothing.
 
     A message is admitted only behind its predecessor: if its ID and the one that its producer sent before are both
     above what was pushed, something between them is missing, and taking it would move the watermark over a hole.
     """
-    epochs = places[2 * EPOCHS]
-    links = places[2 * LINKS]
+    epochs = start(places, EPOCHS)
+    links = start(places, LINKS)
     why = 0
     first = first_ids(raw, places)
     for p in range(places[PRODUCERS]):
@@ -81,15 +82,15 @@ def refusal(raw, places, slots, numbers, link_may_be_left_out):  # type: ignore[
     return why
 
 
-@kernel("int", "bytes", "int64s", "int64s", "int64s2", "bool", "uint8s")
-def decide(raw, places, slots, numbers, deduplicate, verdicts):  # type: ignore[no-untyped-def]
+@kernel()
+def decide(raw: Bytes, places: Int64s, slots: Int64s, numbers: Int64s2, deduplicate: bool, verdicts: Uint8s) -> int:
     """The verdict of each row of a frame that `refusal` lets pass; what is new counts as pushed from now on.
 
     Fills `verdicts` (one byte a row) and returns how many rows are new. With `deduplicate` off every row is new;
     the numbers move as ever, by maximum.
     """
-    ids = places[2 * SEQUENCE_IDS]
-    indexes = places[2 * PRODUCER_INDEXES]
+    ids = start(places, SEQUENCE_IDS)
+    indexes = start(places, PRODUCER_INDEXES)
     alone = places[PRODUCERS] == 1
     slot = slots[0]
     new = 0

@@ -1,45 +1,80 @@
-"""Little-endian numbers in raw bytes, and the places where a batch's columns stand.
+"""The places where a batch's columns stand, and little-endian numbers in raw bytes.
 
 A *place row* describes one batch in a buffer: an array of int64 with PLACES elements, filled by `layout` and `scan`.
+Where a column stands is read through `start` and `size` alone; the other elements have a name each.
 """
 
-from seqdedupe.format.jit import load32, load64
+import numpy as np
+
+from seqdedupe.format.jit import Int64s, for_kernels, load32, load64
 
 __all__ = ["load32", "load64"]
 
-# Field numbers of Batch (batch.proto): field f starts at `places[2 * f]` and is `places[2 * f + 1]` bytes long.
-NAME_OFFSETS = 1
-NAMES = 2
-EPOCHS = 3
-LINKS = 4
-PRODUCER_INDEXES = 5
-SEQUENCE_IDS = 6
-EVENT_TIMES = 7
-KEY_OFFSETS = 8
-KEY_VALIDITY = 9
-KEYS = 10
-PROPERTY_OFFSETS = 11
-PROPERTY_NAME_OFFSETS = 12
-PROPERTY_NAMES = 13
-PROPERTY_VALUE_OFFSETS = 14
-PROPERTY_VALUES = 15
-PAYLOAD_OFFSETS = 16
-PAYLOAD_VALIDITY = 17
-PAYLOADS = 18
-FIELDS = 18
+# The columns of a batch, in the order in which they are encoded.
+NAME_OFFSETS = 0
+NAMES = 1
+EPOCHS = 2
+LINKS = 3
+PRODUCER_INDEXES = 4
+SEQUENCE_IDS = 5
+EVENT_TIMES = 6
+KEY_OFFSETS = 7
+KEY_VALIDITY = 8
+KEYS = 9
+PROPERTY_OFFSETS = 10
+PROPERTY_NAME_OFFSETS = 11
+PROPERTY_NAMES = 12
+PROPERTY_VALUE_OFFSETS = 13
+PROPERTY_VALUES = 14
+PAYLOAD_OFFSETS = 15
+PAYLOAD_VALIDITY = 16
+PAYLOADS = 17
+COLUMNS = 18
+
+FIELD_NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18)
+"""Of each column, its field number in `Batch` (batch.proto)."""
 
 # The other elements of a place row.
-ROWS = 38
-PRODUCERS = 39
-COLUMNS_END = 40
+ROWS = 2 * COLUMNS
+PRODUCERS = ROWS + 1
+COLUMNS_END = ROWS + 2
 """Where the payload fields begin: recovery does not read on from here."""
-BAD = 41
+BAD = ROWS + 3
 """The row or producer at which a batch was found wrong, and what it has there instead."""
-BASE_INDEX = 42
-PUBLISH_TIME_MS = 43
-RECORD_START = 44
-RECORD_END = 45
-TERM = 46
+BASE_INDEX = ROWS + 4
+PUBLISH_TIME_MS = ROWS + 5
+RECORD_START = ROWS + 6
+RECORD_END = ROWS + 7
+TERM = ROWS + 8
 """In a marker, its term; 0 in a batch."""
-SYNCED_OFFSET = 47
-PLACES = 48
+SYNCED_OFFSET = ROWS + 9
+PLACES = ROWS + 10
+
+
+@for_kernels
+def start(places: Int64s | list[int], column: int) -> int:
+    """Where in the buffer the column begins; 0 where it is left out."""
+    return places[2 * column]
+
+
+@for_kernels
+def size(places: Int64s | list[int], column: int) -> int:
+    """How many bytes the column has; 0 where it is left out."""
+    return places[2 * column + 1]
+
+
+@for_kernels
+def put(places: Int64s, column: int, start: int, size: int) -> None:
+    """The column stands there."""
+    places[2 * column] = start
+    places[2 * column + 1] = size
+
+
+def _columns_of_fields() -> Int64s:
+    columns = np.full(max(FIELD_NUMBERS) + 1, -1, np.int64)
+    columns[list(FIELD_NUMBERS)] = range(COLUMNS)
+    return columns
+
+
+COLUMN_OF_FIELD = _columns_of_fields()
+"""The column of each field number, -1 where there is none."""

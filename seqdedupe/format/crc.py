@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from seqdedupe.format.jit import crc_step, kernel, load32, load64
+from seqdedupe.format.jit import Bytes, crc_step, kernel, load32, load64
 
 _POLYNOMIAL = 0x82F63B78
 
@@ -24,8 +24,8 @@ TABLES = _tables()
 
 if crc_step is None:
 
-    @kernel("int", "int", "bytes", "int", "int")
-    def crc32c(before, raw, start, end):  # type: ignore[no-untyped-def]
+    @kernel()
+    def crc32c(before: int, raw: Bytes, start: int, end: int) -> int:
         """The checksum of what `before` is the checksum of (0: nothing) followed by `raw[start:end]`."""
         crc = before ^ 0xFFFFFFFF
         at = start
@@ -64,8 +64,8 @@ else:
 
     LANES = _lane_tables()
 
-    @kernel("int", "int", "bytes", "int", "int")
-    def crc32c(before, raw, start, end):  # type: ignore[no-untyped-def]
+    @kernel()
+    def crc32c(before: int, raw: Bytes, start: int, end: int) -> int:
         """The same, by the processor's instruction: many times as fast."""
         crc = before ^ 0xFFFFFFFF
         at = start

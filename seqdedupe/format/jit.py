@@ -1,8 +1,8 @@
 """Kernels: plain loops over arrays, compiled where numba is installed.
 
-A kernel is written once, as Python that numba understands. With numba (the sidecar has it) it is compiled when its
-module is imported, from an explicit signature. Without numba the plain function is the kernel; the tests import
-this package a second time without it, as their oracle.
+A kernel is written once, as annotated Python that numba understands. With numba (the sidecar has it) it is compiled
+when its module is imported, for the types that its annotations name. Without numba the plain function is the kernel;
+the tests import this package a second time without it, as their oracle.
 
 Compiling all of them takes seconds, so what was compiled is kept in the user's cache folder (`$XDG_CACHE_HOME` or
 `~/.cache`), under a name made of a hash of their sources: numba alone would not notice that a kernel which
@@ -13,21 +13,34 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# What a kernel takes and returns, beside int and bool.
+Bytes = Annotated[npt.NDArray[np.uint8], "what was received or read: nobody may change it"]
+Uint8s = npt.NDArray[np.uint8]
+Int64s = npt.NDArray[np.int64]
+Int64s2 = Annotated[npt.NDArray[np.int64], "of two dimensions"]
 
 try:
     import numba
     from llvmlite import binding, ir
     from numba import njit
     from numba.core import cgutils, types
-    from numba.extending import intrinsic
+    from numba.extending import intrinsic, register_jitable
 except ImportError:
 
-    def kernel(result: str, *arguments: str, nogil: bool = False) -> Callable[[F], Any]:
+    def kernel(*, nogil: bool = False) -> Callable[[F], F]:
         """Leaves the function as it is."""
         return lambda function: function
+
+    def for_kernels(function: F) -> F:
+        """Leaves the function as it is."""
+        return function
 
     def load32(raw: Any, at: int) -> int:
         """The signed 32-bit little-endian number at this place of a buffer."""
@@ -42,13 +55,12 @@ except ImportError:
 
 else:
     _TYPES = {
-        "int": types.int64,
-        "bool": types.boolean,
-        # What was received or read: bytes that nobody may change.
-        "bytes": types.Array(types.uint8, 1, "C", readonly=True),
-        "uint8s": types.Array(types.uint8, 1, "C"),
-        "int64s": types.Array(types.int64, 1, "C"),
-        "int64s2": types.Array(types.int64, 2, "C"),
+        int: types.int64,
+        bool: types.boolean,
+        Bytes: types.Array(types.uint8, 1, "C", readonly=True),
+        Uint8s: types.Array(types.uint8, 1, "C"),
+        Int64s: types.Array(types.int64, 1, "C"),
+        Int64s2: types.Array(types.int64, 2, "C"),
     }
 
     def _cache_folder() -> Path | None:
@@ -73,13 +85,25 @@ else:
     if _CACHE is not None:
         numba.config.CACHE_DIR = str(_CACHE)  # type: ignore[attr-defined]
 
-    def kernel(result: str, *arguments: str, nogil: bool = False) -> Callable[[F], Any]:
-        """Compiles the function for this result and these argument types, by their names in `_TYPES`.
+    def kernel(*, nogil: bool = False) -> Callable[[F], F]:
+        """Compiles the function for the types in its annotations.
 
         `nogil` lets other threads run meanwhile: for what takes long, and is called in a thread.
         """
-        signature = _TYPES[result](*(_TYPES[name] for name in arguments))
-        return njit(signature, cache=_CACHE is not None, error_model="numpy", nogil=nogil)
+
+        def compiled(function: F) -> F:
+            hints = get_type_hints(function, include_extras=True)
+            result = _TYPES[hints.pop("return")]
+            signature = result(*(_TYPES[hint] for hint in hints.values()))
+            dispatcher: Any = njit(signature, cache=_CACHE is not None, error_model="numpy", nogil=nogil)(function)
+            return cast(F, dispatcher)
+
+        return compiled
+
+    def for_kernels(function: F) -> F:
+        """Kernels may call this plain function: it is compiled into them, and stays plain for everybody else."""
+        plain: F = register_jitable(function)
+        return plain
 
     def _load(bits: int) -> Any:
         # One unaligned load, where composing the number from bytes costs compile time in every kernel.

@@ -8,10 +8,11 @@ import numpy as np
 
 from seqdedupe.format.columns import (
     BAD,
+    COLUMN_OF_FIELD,
+    COLUMNS,
     COLUMNS_END,
     EPOCHS,
     EVENT_TIMES,
-    FIELDS,
     KEY_OFFSETS,
     KEY_VALIDITY,
     KEYS,
@@ -32,8 +33,11 @@ from seqdedupe.format.columns import (
     SEQUENCE_IDS,
     load32,
     load64,
+    put,
+    size,
+    start,
 )
-from seqdedupe.format.jit import kernel
+from seqdedupe.format.jit import Bytes, Int64s, kernel
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
 
 # What is wrong with a batch.
@@ -58,94 +62,98 @@ PAYLOAD_TOO_LARGE = 15
 _ONE_BYTE_VARINT = 0x80
 
 
-@kernel("bool", "bytes", "int", "int", "int", "int")
-def offsets_fit(raw, start, size, values, blob_size):  # type: ignore[no-untyped-def]
-    """Whether these are `values + 1` offsets from 0 that never fall and end at the blob's size."""
-    if size != 4 * (values + 1) or load32(raw, start) != 0:
+@kernel()
+def offsets_fit(raw: Bytes, places: Int64s, offsets: int, values: int, blob_bytes: int) -> bool:
+    """Whether this column holds `values + 1` offsets from 0 that never fall and end at the blob's size."""
+    at = start(places, offsets)
+    if size(places, offsets) != 4 * (values + 1) or load32(raw, at) != 0:
         return False
     before = 0
     for i in range(1, values + 1):
-        here = load32(raw, start + 4 * i)
+        here = load32(raw, at + 4 * i)
         if here < before:
             return False
         before = here
-    return before == blob_size
+    return before == blob_bytes
 
 
-@kernel("int", "bytes", "int", "int", "int64s")
-def walk(raw, start, end, places):  # type: ignore[no-untyped-def]
-    """Finds the fields of a canonically encoded batch in `raw[start:end]`."""
-    for i in range(2 * FIELDS + 2):
-        places[i] = 0
+@kernel()
+def walk(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
+    """Finds the fields of a canonically encoded batch in `raw[begin:end]`."""
+    for column in range(COLUMNS):
+        put(places, column, 0, 0)
     places[COLUMNS_END] = end
-    at = start
-    last = 0
+    at = begin
+    last = -1
     while at < end:
+        tag_at = at
         tag = int(raw[at])
         at += 1
         if tag >= _ONE_BYTE_VARINT:
-            if at >= end or int(raw[at]) != 1:
+            if at >= end or int(raw[at]) == 0 or int(raw[at]) >= _ONE_BYTE_VARINT:
                 return NOT_CANONICAL
-            tag = tag - _ONE_BYTE_VARINT + (1 << 7)
+            tag = tag & 0x7F | int(raw[at]) << 7
             at += 1
         field = tag >> 3
-        if tag & 7 != 2 or field <= last or field > FIELDS:
+        if tag & 7 != 2 or field >= COLUMN_OF_FIELD.shape[0]:
             return NOT_CANONICAL
-        if field >= PAYLOAD_OFFSETS and last < PAYLOAD_OFFSETS:
-            places[COLUMNS_END] = at - 2
-        last = field
-        size = 0
+        column = COLUMN_OF_FIELD[field]
+        if column <= last:
+            return NOT_CANONICAL
+        if column >= PAYLOAD_OFFSETS and last < PAYLOAD_OFFSETS:
+            places[COLUMNS_END] = tag_at
+        last = column
+        bytes_long = 0
         shift = 0
         while True:
             if at >= end or shift > 28:
                 return NOT_CANONICAL
             byte = int(raw[at])
             at += 1
-            size |= (byte & 0x7F) << shift
+            bytes_long |= (byte & 0x7F) << shift
             if byte < _ONE_BYTE_VARINT:
                 if byte == 0:
                     return NOT_CANONICAL
                 break
             shift += 7
-        if size > end - at:
+        if bytes_long > end - at:
             return NOT_CANONICAL
-        places[2 * field] = at
-        places[2 * field + 1] = size
-        at += size
+        put(places, column, at, bytes_long)
+        at += bytes_long
     return CANONICAL
 
 
-@kernel("int", "bytes", "int64s")
-def check_producers(raw, places):  # type: ignore[no-untyped-def]
+@kernel()
+def check_producers(raw: Bytes, places: Int64s) -> int:
     """The columns of producers, and which row is whose."""
-    producers = places[2 * EPOCHS + 1] // 8
+    producers = size(places, EPOCHS) // 8
     places[PRODUCERS] = producers
     if producers < 1 or producers > places[ROWS]:
         return BAD_NAMES
-    if places[2 * EPOCHS + 1] != 8 * producers or places[2 * LINKS + 1] != 8 * producers:
+    if size(places, EPOCHS) != 8 * producers or size(places, LINKS) != 8 * producers:
         return BAD_NAMES
-    offsets = places[2 * NAME_OFFSETS]
-    if not offsets_fit(raw, offsets, places[2 * NAME_OFFSETS + 1], producers, places[2 * NAMES + 1]):
+    offsets = start(places, NAME_OFFSETS)
+    if not offsets_fit(raw, places, NAME_OFFSETS, producers, size(places, NAMES)):
         return BAD_NAMES
     for p in range(producers):
-        size = load32(raw, offsets + 4 * p + 4) - load32(raw, offsets + 4 * p)
-        if size < 1 or size > MAX_NAME_BYTES:
+        name_bytes = load32(raw, offsets + 4 * p + 4) - load32(raw, offsets + 4 * p)
+        if name_bytes < 1 or name_bytes > MAX_NAME_BYTES:
             places[BAD] = p
             return BAD_NAME_LENGTH
     if producers == 1:
-        if places[2 * PRODUCER_INDEXES + 1] != 0:
+        if size(places, PRODUCER_INDEXES) != 0:
             return NOT_CANONICAL
-    elif places[2 * PRODUCER_INDEXES + 1] != 4 * places[ROWS]:
+    elif size(places, PRODUCER_INDEXES) != 4 * places[ROWS]:
         return BAD_PRODUCER_COLUMN
     return CANONICAL
 
 
-@kernel("int", "bytes", "int64s")
-def check_order(raw, places):  # type: ignore[no-untyped-def]
+@kernel()
+def check_order(raw: Bytes, places: Int64s) -> int:
     """Each producer's sequence IDs: in range, and rising strictly."""
     rows = places[ROWS]
     producers = places[PRODUCERS]
-    ids = places[2 * SEQUENCE_IDS]
+    ids = start(places, SEQUENCE_IDS)
     if producers == 1:
         before = -1
         for row in range(rows):
@@ -155,7 +163,7 @@ def check_order(raw, places):  # type: ignore[no-untyped-def]
                 return BAD_SEQUENCE_ID if here < 0 else NOT_ASCENDING
             before = here
         return CANONICAL
-    indexes = places[2 * PRODUCER_INDEXES]
+    indexes = start(places, PRODUCER_INDEXES)
     highest = np.full(producers, -1, np.int64)
     for row in range(rows):
         p = load32(raw, indexes + 4 * row)
@@ -174,46 +182,40 @@ def check_order(raw, places):  # type: ignore[no-untyped-def]
     return CANONICAL
 
 
-@kernel("int", "bytes", "int64s")
-def check_values(raw, places):  # type: ignore[no-untyped-def]
+@kernel()
+def check_values(raw: Bytes, places: Int64s) -> int:
     """Event times, keys, properties and payloads."""
     rows = places[ROWS]
-    if places[2 * EVENT_TIMES + 1] != 0 and places[2 * EVENT_TIMES + 1] != 8 * rows:
+    if size(places, EVENT_TIMES) != 0 and size(places, EVENT_TIMES) != 8 * rows:
         return BAD_EVENT_TIMES
     bitmap = (rows + 7) // 8
-    validity = places[2 * KEY_VALIDITY + 1]
-    if places[2 * KEY_OFFSETS + 1] == 0:
-        if places[2 * KEYS + 1] != 0 or validity != 0:
+    validity = size(places, KEY_VALIDITY)
+    if size(places, KEY_OFFSETS) == 0:
+        if size(places, KEYS) != 0 or validity != 0:
             return BAD_KEYS
-    elif (validity != 0 and validity != bitmap) or not offsets_fit(
-        raw, places[2 * KEY_OFFSETS], places[2 * KEY_OFFSETS + 1], rows, places[2 * KEYS + 1]
-    ):
+    elif (validity != 0 and validity != bitmap) or not offsets_fit(raw, places, KEY_OFFSETS, rows, size(places, KEYS)):
         return BAD_KEYS
-    names = places[2 * PROPERTY_NAME_OFFSETS + 1]
-    values = places[2 * PROPERTY_VALUE_OFFSETS + 1]
-    if places[2 * PROPERTY_OFFSETS + 1] == 0:
-        if names != 0 or values != 0 or places[2 * PROPERTY_NAMES + 1] != 0 or places[2 * PROPERTY_VALUES + 1] != 0:
+    names = size(places, PROPERTY_NAME_OFFSETS)
+    values = size(places, PROPERTY_VALUE_OFFSETS)
+    if size(places, PROPERTY_OFFSETS) == 0:
+        if names != 0 or values != 0 or size(places, PROPERTY_NAMES) != 0 or size(places, PROPERTY_VALUES) != 0:
             return BAD_PROPERTIES
     else:
         properties = names // 4 - 1
         if (
             properties < 0
-            or not offsets_fit(raw, places[2 * PROPERTY_OFFSETS], places[2 * PROPERTY_OFFSETS + 1], rows, properties)
-            or not offsets_fit(
-                raw, places[2 * PROPERTY_NAME_OFFSETS], names, properties, places[2 * PROPERTY_NAMES + 1]
-            )
-            or not offsets_fit(
-                raw, places[2 * PROPERTY_VALUE_OFFSETS], values, properties, places[2 * PROPERTY_VALUES + 1]
-            )
+            or not offsets_fit(raw, places, PROPERTY_OFFSETS, rows, properties)
+            or not offsets_fit(raw, places, PROPERTY_NAME_OFFSETS, properties, size(places, PROPERTY_NAMES))
+            or not offsets_fit(raw, places, PROPERTY_VALUE_OFFSETS, properties, size(places, PROPERTY_VALUES))
         ):
             return BAD_PROPERTIES
-    validity = places[2 * PAYLOAD_VALIDITY + 1]
-    offsets = places[2 * PAYLOAD_OFFSETS]
+    validity = size(places, PAYLOAD_VALIDITY)
+    offsets = start(places, PAYLOAD_OFFSETS)
     if (validity != 0 and validity != bitmap) or not offsets_fit(
-        raw, offsets, places[2 * PAYLOAD_OFFSETS + 1], rows, places[2 * PAYLOADS + 1]
+        raw, places, PAYLOAD_OFFSETS, rows, size(places, PAYLOADS)
     ):
         return BAD_PAYLOADS
-    if places[2 * PAYLOADS + 1] > MAX_PAYLOAD_BYTES:
+    if size(places, PAYLOADS) > MAX_PAYLOAD_BYTES:
         for row in range(rows):
             if load32(raw, offsets + 4 * row + 4) - load32(raw, offsets + 4 * row) > MAX_PAYLOAD_BYTES:
                 places[BAD] = row
@@ -221,15 +223,15 @@ def check_values(raw, places):  # type: ignore[no-untyped-def]
     return CANONICAL
 
 
-@kernel("int", "bytes", "int", "int", "int64s")
-def layout_columns(raw, start, end, places):  # type: ignore[no-untyped-def]
+@kernel()
+def layout_columns(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
     """`layout` without the payload columns and values: what recovery needs of a batch whose checksum is right."""
-    wrong = walk(raw, start, end, places)
+    wrong = walk(raw, begin, end, places)
     if wrong != CANONICAL:
         return wrong
-    rows = places[2 * SEQUENCE_IDS + 1] // 8
+    rows = size(places, SEQUENCE_IDS) // 8
     places[ROWS] = rows
-    if rows < 1 or places[2 * SEQUENCE_IDS + 1] != 8 * rows:
+    if rows < 1 or size(places, SEQUENCE_IDS) != 8 * rows:
         return NO_ROWS
     if rows > MAX_BATCH_ROWS:
         return TOO_MANY_ROWS
@@ -239,10 +241,10 @@ def layout_columns(raw, start, end, places):  # type: ignore[no-untyped-def]
     return check_order(raw, places)
 
 
-@kernel("int", "bytes", "int", "int", "int64s")
-def layout(raw, start, end, places):  # type: ignore[no-untyped-def]
-    """Fills `places` (a place row) for the batch in `raw[start:end]`; CANONICAL, or what is wrong with it."""
-    wrong = layout_columns(raw, start, end, places)
+@kernel()
+def layout(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
+    """Fills `places` (a place row) for the batch in `raw[begin:end]`; CANONICAL, or what is wrong with it."""
+    wrong = layout_columns(raw, begin, end, places)
     if wrong != CANONICAL:
         return wrong
     return check_values(raw, places)

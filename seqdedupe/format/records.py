@@ -21,11 +21,12 @@ from seqdedupe.format.columns import (
     TERM,
 )
 from seqdedupe.format.crc import crc32c
-from seqdedupe.format.jit import kernel, load32, load64
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, kernel, load32, load64
 from seqdedupe.format.layout import CANONICAL, layout_columns
 
 FORMAT_VERSION = 1
 TOKEN_BYTES = 16
+SECRET_BYTES = 16
 
 # tag of `records`, length in five bytes; then tag and value of fields 1 to 8, 9 and 10; tag and length of the body.
 _CHECKED = struct.Struct("<B5sBIBqBqBqBqBqBIBI")
@@ -175,8 +176,8 @@ def new_table(records: int) -> np.ndarray:
     return np.zeros((records, PLACES), np.int64)
 
 
-@kernel("int", "bytes", "int")
-def padded_length(raw, at):  # type: ignore[no-untyped-def]
+@kernel()
+def padded_length(raw: Bytes, at: int) -> int:
     """The value of a five-byte varint, or -1 if this is none."""
     size = 0
     for i in range(5):
@@ -187,8 +188,8 @@ def padded_length(raw, at):  # type: ignore[no-untyped-def]
     return size
 
 
-@kernel("int", "bytes", "int", "int", "int", "int64s")
-def scan_record(raw, at, incarnation, file_offset, places):  # type: ignore[no-untyped-def]
+@kernel()
+def scan_record(raw: Bytes, at: int, incarnation: int, file_offset: int, places: Int64s) -> int:
     """Reads the record at `at` into a place row: END if it is intact, else INCOMPLETE, DAMAGED or NEWER.
 
     Header and columns are checked, payloads are not. `file_offset` is where the record should say that it stands,
@@ -247,8 +248,8 @@ def scan_record(raw, at, incarnation, file_offset, places):  # type: ignore[no-u
     return END
 
 
-@kernel("int", "bytes", "int", "int", "int", "int64s2", "int64s", nogil=True)
-def scan(raw, incarnation, file_offset, next_index, table, result):  # type: ignore[no-untyped-def]
+@kernel(nogil=True)
+def scan(raw: Bytes, incarnation: int, file_offset: int, next_index: int, table: Int64s2, result: Int64s) -> int:
     """Reads the records of a buffer into `table`, one place row each, up to the first that cannot be read.
 
     `file_offset`: where the buffer begins in its file, or -1 not to check that. `next_index`: the index that the
@@ -278,8 +279,8 @@ def scan(raw, incarnation, file_offset, next_index, table, result):  # type: ign
     return why
 
 
-@kernel("int", "bytes", "int64s")
-def span(raw, result):  # type: ignore[no-untyped-def]
+@kernel()
+def span(raw: Bytes, result: Int64s) -> int:
     """What a slice of whole, checked records without markers covers.
 
     Into `result`: the index of its first message, that behind the first record, where the last record begins, the
@@ -301,8 +302,8 @@ def span(raw, result):  # type: ignore[no-untyped-def]
     return count
 
 
-@kernel("int", "bytes", "int64s2", "int", nogil=True)
-def first_bad_payload(raw, table, records):  # type: ignore[no-untyped-def]
+@kernel(nogil=True)
+def first_bad_payload(raw: Bytes, table: Int64s2, records: int) -> int:
     """The first of so many scanned records whose payload has not its checksum; -1 if all have."""
     for i in range(records):
         start = table[i, RECORD_START]
@@ -312,8 +313,8 @@ def first_bad_payload(raw, table, records):  # type: ignore[no-untyped-def]
     return -1
 
 
-@kernel("int", "bytes", "int", "int", nogil=True)
-def find_record(raw, incarnation, file_offset):  # type: ignore[no-untyped-def]
+@kernel(nogil=True)
+def find_record(raw: Bytes, incarnation: int, file_offset: int) -> int:
     """Where in a buffer, which begins at that offset of its file, a header stands that names this topic and place.
 
     -1 if there is none. Nothing but its tag, incarnation and file offset is looked at.

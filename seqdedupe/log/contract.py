@@ -1,25 +1,62 @@
-"""What a topic needs from its log. `tests/log/conformance.py` is the suite that every log must pass.
+"""What a topic needs from its log, and a sidecar from all its logs.
+
+`tests/log/conformance.py` is the suite that every kind of log must pass.
 
 1. *Append in order*, with the prefix property: if an append is stored, so is every append handed over before it by
    the same writer. After a refused append or one with an unknown outcome the log takes nothing until it is opened
    for writing again.
-2. *Index and message ID*: messages are counted from 0 without gaps.
+2. *Index and message ID*: messages are counted from 0 without gaps. Each has a message ID too, which rises with the
+   index. Only some logs can compute one from the other: an outcome brings the IDs of what was stored, and those of
+   older messages are looked up.
 3. *Read forward* from an index, as stored records.
 4. *Fence*: opening for writing shuts out every earlier writer, and writes a marker. What an earlier writer had under
    way stands before that marker or nowhere.
 5. *An honest outcome* of every append: stored, refused, or unknown.
 
+A log holds three kinds of entries: *batches* of messages; *markers*, with each of which an ownership begins; and
+*control records*, which change the topic's state otherwise. The last two take no index, and readers of messages never
+see them.
+
 Everything is called from one event loop. Batches are canonically encoded (`batch.proto`); records are in the stored
-form (`core.records`).
+form (`format.records`). A log whose files or connection fail for now raises `UnavailableError` where it is read
+(LOG_UNREADABLE), which can be tried again; `DamagedError` says that what stands there is wrong, and always will be.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from seqdedupe.batch import Int32s, Int64s
+from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.message_id import MessageId
+
+REPLAY_STEP_ENTRIES = 8192
+"""So many entries are in one step of a replay at most: they are merged without a pause of the event loop."""
+
+
+class Run(NamedTuple):
+    """The message IDs of rows that stand one after the other.
+
+    The first row has (`ledger_id`, `entry_id`, `batch_index`). In the following rows the entry counts up where
+    `batch_index` is -1 (an entry is one message), else the batch index does.
+    """
+
+    rows: int
+    ledger_id: int
+    entry_id: int
+    batch_index: int = -1
+
+    def message_id(self, row: int) -> MessageId:
+        """That of a row of the run."""
+        if self.batch_index < 0:
+            return MessageId(self.ledger_id, self.entry_id + row, -1)
+        return MessageId(self.ledger_id, self.entry_id, self.batch_index + row)
+
+
+Runs = tuple[Run, ...]
+"""The message IDs of a stored entry's rows: usually one run, more where a ledger rolled over within the batch, none
+for a marker or a control record."""
 
 
 class Failure(Enum):
@@ -34,16 +71,50 @@ class Failure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the oldest unsettled appends since the log was opened for writing."""
+    """What became of the oldest unsettled appends, of batches and control records, since the log was opened."""
 
-    stored: int
-    """So many more of them are durable."""
+    runs: Sequence[Runs]
+    """So many more of them are durable, and these are the message IDs of each one's rows."""
 
     failure: Failure | None = None
     """Set once, and last: all that are left have failed."""
 
     why: str = ""
     """With a failure, one line for a person."""
+
+    @property
+    def stored(self) -> int:
+        """How many more of the appends are durable."""
+        return len(self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Stored entries of a log in their order, read, checked and contiguous."""
+
+    raw: bytes
+    """The records. What `table` says of places is within this buffer."""
+
+    table: Int64s
+    """A place row (`format.columns`) for each entry: BASE_INDEX, ROWS (0 in a marker and in a control record),
+    PUBLISH_TIME_MS, TERM (above 0 in a marker only), and where the columns of a batch stand. Payloads were not
+    looked at. C-contiguous; nobody changes it."""
+
+    runs: Sequence[Runs]
+    """For each entry the message IDs of its rows."""
+
+    @property
+    def next_index(self) -> int:
+        """The index after these entries."""
+        return int(self.table[-1, BASE_INDEX] + self.table[-1, ROWS])
+
+
+class Location(NamedTuple):
+    """Where a message stands."""
+
+    message_id: MessageId
+    ownership: int
+    """The first eight bytes of the token of the marker under which it was written, as an unsigned number."""
 
 
 class Log(Protocol):
@@ -56,15 +127,24 @@ class Log(Protocol):
         """The index of the first message left; that of the next one if none is."""
 
     @property
+    def certain_index(self) -> int:
+        """Everything below this index is durable as far as the log can tell without writing.
+
+        While it is open for writing, and did not fail, that is all that was settled as stored. Before, a process that
+        ended may have left more, which can be read although it would not survive a power cut: it must not be shown
+        to anybody until this process has opened the log for writing.
+        """
+
+    @property
     def size_bytes(self) -> int:
         """What the log takes, in bytes of the stored form."""
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
         """Shuts earlier writers out and writes a marker with this term and token, durable on return.
 
-        From now on `settle` is called, on the event loop and never from within `append`, for what is appended;
+        From now on `settle` is called, on the event loop and never from within an append, for what is appended;
         never again for what an earlier opening left. Raises `UnavailableError` (LOG_REFUSED) if the log cannot be
-        written now; it can be tried again.
+        written now; it can be tried again. Whoever is cancelled here does not know whether the marker was written.
         """
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
@@ -74,23 +154,36 @@ class Log(Protocol):
         heard of it, and what is handed over then counts as failed with it.
         """
 
-    def replay(self, from_index: int) -> AsyncIterator[bytes]:
-        """All records from the one that holds this index on, markers too, up to the end there is now.
+    def append_control(self, body: bytes) -> None:
+        """Hands over a control record (an encoded `Control`), in one order with the batches. Otherwise as `append`."""
 
-        At `first_index` that is everything, the markers before the first message as well.
-        Chunks of whole records. For recovery: whether the end was cut short is checked, payloads are not. With the
-        index of the next message it yields what markers stand behind the last one. Raises `PositionError`
-        (POSITION_TRIMMED) if the index is no longer there, (POSITION_UNKNOWN) if it is above the next one.
+    def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
+        """All entries from the one that holds this index on, up to the end there is now.
+
+        At `first_index` that is everything, the markers before the first message as well. The first entry may begin
+        before `from_index`: a batch is stored whole. At most REPLAY_STEP_ENTRIES a step, scanned and checked for
+        damage and gaps. For recovery: payloads are not checked. With the index of the next message it yields what
+        markers and control records stand after the last one. Raises `PositionError` (POSITION_TRIMMED) if the index
+        is no longer there, (POSITION_AFTER_END) if it is above the next one.
         """
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes | memoryview:
-        """Records without markers, whole, with the messages from `from_index` to at the most `stop_index - 1`.
+        """Records of batches, whole, with the messages from `from_index` to at the most `stop_index - 1`.
 
-        The first record may begin before `from_index` and the last one end behind `stop_index`: the caller cuts.
+        The first record may begin before `from_index` and the last one end after `stop_index`: the caller cuts.
         At least one record, and no more than `max_bytes` unless the first alone is larger. Checksums are checked.
         `first_index <= from_index < stop_index`, and `stop_index` is at most the next index. Raises `PositionError`
         (POSITION_TRIMMED), `DamagedError`.
         """
+
+    async def locate(self, index: int) -> Location:
+        """Where the message with this index stands. It may take a read.
+
+        Raises `PositionError` (POSITION_TRIMMED) below `first_index`, (POSITION_AFTER_END) if there is none yet.
+        """
+
+    async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        """The message IDs at many indexes, as columns: ledgers, entries, batch indexes. Raises as `locate`."""
 
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
         """The index of the first message below `stop_index` published at or after that time, or `stop_index`."""
@@ -98,14 +191,67 @@ class Log(Protocol):
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
         """The index up to which about so many bytes stand from `from_index` on; above it unless that is the end."""
 
+    async def may_trim_to(self, covered_index: int) -> int:
+        """The first index that would be left if retention went on now; changes nothing.
+
+        Everything below `covered_index` is covered by a durable snapshot. The last message of those stays, so the
+        answer is below `covered_index`, or `first_index`.
+        """
+
+    async def trim(self, below_index: int) -> None:
+        """Retention drops what stands below this index, which `may_trim_to` answered; durable on return.
+
+        What cannot be dropped now (a failing disk) stays until it is asked again, without a gap: `first_index` says
+        how far it came.
+        """
+
+    async def close(self) -> None:
+        """Lets go of files and threads. What is in flight must have settled."""
+
+    # Until the topic keeps the runs that it is told of.
+
     def message_id(self, index: int) -> MessageId:
         """The message ID at an index."""
 
     def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         """The message IDs at many indexes, as columns: ledgers, entries, batch indexes."""
 
-    def trim(self, below_index: int) -> None:
-        """Retention may go on: everything below this index is covered by a durable snapshot."""
+
+class LogName(NamedTuple):
+    """A log that is there."""
+
+    incarnation: int
+
+    topic: str | None
+    """The full name of the topic whose log it is; None if the log does not say it (its creation was interrupted)."""
+
+
+class Logs(Protocol):
+    """All topics' logs of one kind."""
+
+    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
+        """Makes an empty log, durable on return. One that is there stays as it is, made whole where creating it was
+        interrupted.
+
+        `secret` is SECRET_BYTES of random bytes (`format.records`) which make this incarnation's records its own.
+        Raises `UnavailableError` (LOG_REFUSED).
+        """
+
+    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> Log:
+        """Opens a log that is there, for reading. Everything below `covered_index` is known to have been stored.
+
+        `secret` is that of the store's record, None if it has none: then the log's own must be there. Raises
+        LOG_DAMAGED, NEWER_FORMAT, OLDER_FORMAT; LOG_UNREADABLE if it cannot be looked at now.
+        """
+
+    async def list(self) -> list[LogName]:
+        """The logs that are there, whole or not, by incarnation: creating or deleting one may have been interrupted.
+
+        Complete or an error: LOG_UNREADABLE, LOG_DAMAGED if a log says a name that is none.
+        """
+
+    async def delete(self, incarnation: int) -> None:
+        """Removes a log that is not open, if it is there, durably. Raises `UnavailableError` (LOG_REFUSED)."""
 
     async def close(self) -> None:
-        """Lets go of files and threads. What is in flight must have settled."""
+        """Lets go of threads and connections. The logs must have been closed."""

@@ -18,6 +18,7 @@ from seqdedupe.format.columns import (
     COLUMNS_END,
     EPOCHS,
     EVENT_TIMES,
+    FIELD_NUMBERS,
     KEY_OFFSETS,
     LINKS,
     NAME_OFFSETS,
@@ -34,6 +35,8 @@ from seqdedupe.format.columns import (
     PROPERTY_VALUES,
     ROWS,
     SEQUENCE_IDS,
+    size,
+    start,
 )
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.topic.sessions import can_have_been_given
@@ -118,9 +121,9 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
         raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
     # Plain numbers: each look into an array of numpy costs as much as ten into a list.
     at: list[int] = places.tolist()
-    if at[2 * PROPERTY_NAMES + 1] or at[2 * PROPERTY_VALUES + 1]:
+    if size(at, PROPERTY_NAMES) or size(at, PROPERTY_VALUES):
         _check_properties(view, places)
-    names = encoded[at[2 * NAME_OFFSETS] : at[2 * NAMES] + at[2 * NAMES + 1]]
+    names = encoded[start(at, NAME_OFFSETS) : start(at, NAMES) + size(at, NAMES)]
     if names != cache.names:
         known = producers.known(encoded, places)
         if known is None:
@@ -131,21 +134,24 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
 
 def _check_properties(view: Uint8s, places: Int64s) -> None:
     for offsets, values in ((PROPERTY_NAME_OFFSETS, PROPERTY_NAMES), (PROPERTY_VALUE_OFFSETS, PROPERTY_VALUES)):
-        if places[2 * values + 1] and not _is_text(view, places, offsets, values):
+        if size(places, values) and not _is_text(view, places, offsets, values):
             raise error("INVALID_BATCH", "the batch is not valid: the names and values of properties are not all UTF-8")
 
 
 def _is_text(view: Uint8s, places: Int64s, offsets: int, values: int) -> bool:
     """Whether every value of a column is UTF-8: its blob is, and no value begins within a character."""
-    start, size = places[2 * values], places[2 * values + 1]
-    blob = view[start : start + size]
+    blob = _column(view, places, values)
     try:
         blob.tobytes().decode()
     except UnicodeDecodeError:
         return False
-    start, size = places[2 * offsets], places[2 * offsets + 1]
-    begins = view[start : start + size].view(np.int32)
+    begins = _column(view, places, offsets).view(np.int32)
     return not (blob[begins[begins < len(blob)]] & 0xC0 == 0x80).any()
+
+
+def _column(view: Uint8s, places: Int64s, column: int) -> Uint8s:
+    at = start(places, column)
+    return view[at : at + size(places, column)]
 
 
 def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> SeqdedupeError:
@@ -252,22 +258,22 @@ def _cut_run(frame: Frame, first: int, end: int) -> bytes | None:
     That has one producer, and no columns but IDs and payloads, so the bytes can be cut as they stand. None for others.
     """
     at: list[int] = frame.places.tolist()
-    if at[PRODUCERS] != 1 or any(at[2 * column + 1] for column in _UNUSUAL_COLUMNS):
+    if at[PRODUCERS] != 1 or any(size(at, column) for column in _UNUSUAL_COLUMNS):
         return None
     encoded = frame.encoded
-    ids, link = at[2 * SEQUENCE_IDS], at[2 * LINKS]
+    ids, link = start(at, SEQUENCE_IDS), start(at, LINKS)
     if first:
         link = ids + 8 * (first - 1)
-    offsets = np.frombuffer(encoded, np.int32, end - first + 1, at[2 * PAYLOAD_OFFSETS] + 4 * first)
-    start, stop = int(offsets[0]), int(offsets[-1])
-    payloads = at[2 * PAYLOADS]
-    before_link = at[2 * EPOCHS] + at[2 * EPOCHS + 1]
+    offsets = np.frombuffer(encoded, np.int32, end - first + 1, start(at, PAYLOAD_OFFSETS) + 4 * first)
+    first_byte, end_byte = int(offsets[0]), int(offsets[-1])
+    payloads = start(at, PAYLOADS)
+    before_link = start(at, EPOCHS) + size(at, EPOCHS)
     return b"".join(
         [
             encoded[:before_link],
-            *wire.length_delimited(LINKS, encoded[link : link + 8]),
-            *wire.length_delimited(SEQUENCE_IDS, encoded[ids + 8 * first : ids + 8 * end]),
-            *wire.length_delimited(PAYLOAD_OFFSETS, (offsets - np.int32(start)).tobytes()),
-            *wire.length_delimited(PAYLOADS, encoded[payloads + start : payloads + stop]),
+            *wire.length_delimited(FIELD_NUMBERS[LINKS], encoded[link : link + 8]),
+            *wire.length_delimited(FIELD_NUMBERS[SEQUENCE_IDS], encoded[ids + 8 * first : ids + 8 * end]),
+            *wire.length_delimited(FIELD_NUMBERS[PAYLOAD_OFFSETS], (offsets - np.int32(first_byte)).tobytes()),
+            *wire.length_delimited(FIELD_NUMBERS[PAYLOADS], encoded[payloads + first_byte : payloads + end_byte]),
         ]
     )

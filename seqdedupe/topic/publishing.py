@@ -419,7 +419,7 @@ class Topic:
     async def snapshot(self) -> None:
         """Takes a snapshot; returns when it is durable. Raises STORE_UNAVAILABLE: the next one makes up for it."""
         await self._snapshotter.take()
-        self.log.trim(self._snapshotter.next_index)
+        await self.log.trim(await self.log.may_trim_to(self._snapshotter.next_index))
 
     async def snapshot_in_background(self) -> None:
         """`snapshot`, with a warning in the log instead of an error."""

@@ -4,7 +4,6 @@ At start the reading begins at the snapshot's position; after an append with an 
 message. Both are this procedure.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +13,10 @@ import numpy.typing as npt
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
-from seqdedupe.format.records import END, FULL, TOKEN_BYTES, marker_token, new_table, scan
-from seqdedupe.log.contract import Log, Outcome
+from seqdedupe.format.records import TOKEN_BYTES, marker_token
+from seqdedupe.log.contract import Entries, Log, Outcome
 
 logger = logging.getLogger("seqdedupe.topic.recovery")
-
-RECORDS_A_STEP = 8192
-"""So many scanned records are merged at once, in one step of the event loop."""
 
 MAX_TERM = 2**31 - 1
 
@@ -43,69 +39,31 @@ def damaged(why: str, index: int) -> SeqdedupeError:
 
 
 class _Replay:
-    """Reads a log forward, checks that nothing is missing, and hands the records on to be merged."""
+    """Reads a log forward and hands its entries on to be merged."""
 
     def __init__(self, log: Log, next_index: int, merge: Merge, skip_below: int) -> None:
         self._log = log
         self.next_index = next_index
         self._merge = merge
         self._skip_below = skip_below
-        self._table = new_table(RECORDS_A_STEP)
-        self._result = np.zeros(2, np.int64)
         self.rows = 0
         self.tokens: dict[bytes, int] = {}
 
     async def run(self) -> None:
         """Reads up to the end there is."""
-        chunks = self._log.replay(self.next_index)
+        async for entries in self._log.replay(self.next_index):
+            self._entries(entries)
 
-        async def read() -> bytes | None:
-            return await anext(chunks, None)
-
-        following = asyncio.ensure_future(read())
-        first = True
-        try:
-            while (chunk := await following) is not None:
-                following = asyncio.ensure_future(read())
-                # So that the next chunk is read, in a thread, while this one is merged.
-                await asyncio.sleep(0)
-                if first and chunk:
-                    self._check_start(chunk)
-                    first = False
-                self._chunk(chunk)
-        finally:
-            following.cancel()
-
-    def _check_start(self, chunk: bytes) -> None:
-        # The first record may begin before the index asked for: a batch is stored whole.
-        scan(np.frombuffer(chunk, np.uint8), self._log.incarnation, -1, -1, self._table[:1], self._result)
-        places = self._table[0]
-        if self._result[0] and places[BASE_INDEX] <= self.next_index <= places[BASE_INDEX] + places[ROWS]:
-            self.next_index = int(places[BASE_INDEX])
-
-    def _chunk(self, chunk: bytes) -> None:
-        while chunk:
-            view = np.frombuffer(chunk, np.uint8)
-            why = scan(view, self._log.incarnation, -1, self.next_index, self._table, self._result)
-            count, end = int(self._result[0]), int(self._result[1])
-            if why not in (END, FULL):
-                raise damaged("a record is damaged or missing", self.next_index)
-            if count == 0:
-                return
-            self._records(chunk, count)
-            chunk = chunk[end:]
-
-    def _records(self, chunk: bytes, count: int) -> None:
-        table = self._table[:count]
+    def _entries(self, entries: Entries) -> None:
+        chunk, table = entries.raw, entries.table
         for k in np.flatnonzero(table[:, TERM] > 0):
             self.tokens[marker_token(chunk, table[k])] = int(table[k, TERM])
-        last = table[count - 1]
-        self.next_index = int(last[BASE_INDEX] + last[ROWS])
+        self.next_index = entries.next_index
         # A batch that is known already is merged a second time only by maximum, but must not enter the ring twice.
         known = int(np.searchsorted(table[:, BASE_INDEX] + table[:, ROWS], self._skip_below, side="right"))
         known = known if self._skip_below > 0 else 0
-        if known < count:
-            self._merge(chunk, np.ascontiguousarray(table[known:]), count - known)
+        if known < len(table):
+            self._merge(chunk, table[known:], len(table) - known)
         self.rows += int(table[known:, ROWS].sum())
 
 

@@ -2,6 +2,9 @@
 
 from seqdedupe.v1 import batch_pb2
 
+TOPIC = "persistent://public/default/t"
+SECRET = bytes(range(16))
+
 
 def encoded_batch(first_id: int, rows: int, payload_bytes: int = 10) -> tuple[bytes, int, int]:
     """A batch of one producer, its rows and column bytes. Payloads differ from row to row and batch to batch."""

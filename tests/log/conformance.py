@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from seqdedupe.errors import PositionError, UnavailableError
-from seqdedupe.log.contract import Failure, Log, Outcome
+from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS, TERM
+from seqdedupe.log.contract import REPLAY_STEP_ENTRIES, Failure, Log, Outcome, Runs
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.log.batches import encoded_batch
@@ -34,7 +35,7 @@ class LogHarness(ABC):
     async def open(self) -> Log:
         """The topic's log: empty the first time; then what an earlier one, which was closed, has left.
 
-        It drops all that `trim` allows, in units of at most about 64 KiB, before it is closed.
+        Its retention would drop all that it may, in units of at most about 64 KiB.
         """
 
     @abstractmethod
@@ -57,11 +58,16 @@ class Owner:
         self.log = log
         self.term = term
         self.token = b"token%011d" % term
-        self.stored = 0
+        self.runs: list[Runs] = []
         self.failure: Failure | None = None
         self.calls = 0
         self._appending = False
         self._heard = asyncio.Event()
+
+    @property
+    def stored(self) -> int:
+        """How many appends were reported as stored."""
+        return len(self.runs)
 
     async def open(self) -> "Owner":
         await self.log.open_for_writing(self.term, self.token, self._settle)
@@ -75,10 +81,9 @@ class Owner:
     def _settle(self, outcome: Outcome) -> None:
         assert not self._appending, "settle is called from within append"
         assert self.failure is None, "something is settled after a failure"
-        assert outcome.stored >= 0
         assert asyncio.get_running_loop()
         self.calls += 1
-        self.stored += outcome.stored
+        self.runs += outcome.runs
         self.failure = outcome.failure
         self._heard.set()
 
@@ -110,8 +115,27 @@ def what(record: batch_pb2.Record) -> tuple[str, int, int]:
     return "batch", record.batch.sequence_ids[0], record.rows
 
 
+def ids_of(runs: Runs) -> list[MessageId]:
+    """The message IDs of rows, one by one."""
+    return [run.message_id(row) for run in runs for row in range(run.rows)]
+
+
 async def replayed(log: Log, from_index: int = 0) -> list[batch_pb2.Record]:
-    return [record for chunk in [chunk async for chunk in log.replay(from_index)] for record in parsed(chunk)]
+    """The records of a replay, by the published schema; what the places say of them is held against that."""
+    found = []
+    async for entries in log.replay(from_index):
+        assert 0 < len(entries.table) == len(entries.runs) <= REPLAY_STEP_ENTRIES
+        assert entries.table.flags.c_contiguous
+        for places, runs in zip(entries.table, entries.runs, strict=True):
+            (record,) = parsed(entries.raw[places[RECORD_START] : places[RECORD_END]])
+            assert record.base_index == places[BASE_INDEX]
+            assert record.rows == places[ROWS] == sum(run.rows for run in runs)
+            assert record.publish_time_ms == places[PUBLISH_TIME_MS]
+            assert record.marker.term == places[TERM]
+            assert all(run.rows for run in runs)
+            found.append(record)
+        assert entries.next_index == record.base_index + record.rows
+    return found
 
 
 class LogConformance:
@@ -361,14 +385,62 @@ class LogConformance:
         assert await log.locate_bytes(10, 1, 300) > 10
         await log.close()
 
-    async def test_message_ids_rise_and_belong_to_this_log(self, harness: LogHarness) -> None:
+    async def test_message_ids_rise_and_are_the_same_whoever_says_them(self, harness: LogHarness) -> None:
         log = await harness.open()
-        ids = [log.message_id(i) for i in range(100)]
-        assert ids == sorted(set(ids))
-        asked = np.array([0, 99, 5, 5], np.int64)
-        assert [MessageId(*map(int, one)) for one in zip(*log.message_ids(asked), strict=True)] == [
-            ids[i] for i in asked
-        ]
+        told: list[MessageId] = []
+        for term in (1, 2):
+            owner = await Owner(log, term).open()
+            for i in range(20):
+                owner.append(1000 * term + 30 * i, 1 + i % 23)
+            await owner.until_stored(20)
+            assert [sum(run.rows for run in runs) for runs in owner.runs] == [1 + i % 23 for i in range(20)]
+            told += [one for runs in owner.runs for one in ids_of(runs)]
+        assert told == sorted(set(told))
+        for _ in range(2):
+            for start in (0, 5, len(told) // 2, len(told) - 1):
+                replays = [entries async for entries in log.replay(start)]
+                base = int(replays[0].table[0, BASE_INDEX])
+                again = [one for entries in replays for runs in entries.runs for one in ids_of(runs)]
+                assert again == told[base:]
+            assert [(await log.locate(index)).message_id for index in range(len(told))] == told
+            asked = np.array([0, 99, 5, 5, len(told) - 1], np.int64)
+            columns = await log.message_ids_at(asked)
+            assert [column.dtype for column in columns] == [np.int64, np.int64, np.int32]
+            assert [MessageId(*map(int, one)) for one in zip(*columns, strict=True)] == [told[i] for i in asked]
+            for index in (-1, len(told), len(told) + 100):
+                with pytest.raises(PositionError):
+                    await log.locate(index)
+            await log.close()
+            log = await harness.open()
+        await log.close()
+
+    async def test_what_is_certain(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        assert log.certain_index == 0
+        owner = await Owner(log, 1).open()
+        for i in range(10):
+            owner.append(10 * i, 5)
+            await owner.until_stored(i + 1)
+            assert log.certain_index == 5 * (i + 1)
+        await log.close()
+        log = await harness.open()
+        # Nothing says of the last group that it was synced.
+        assert 45 <= log.certain_index <= 50
+        await Owner(log, 2).open()
+        assert log.certain_index == 50
+        await log.close()
+
+    async def test_a_replay_that_nobody_finishes(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        for i in range(30):
+            owner.append(10 * i, 5, 100_000)
+        await owner.until_stored(30)
+        for _ in range(3):
+            replay = log.replay(0)
+            assert (await anext(replay)).table[0, BASE_INDEX] == 0
+            await replay.aclose()
+        assert len(await replayed(log)) == 31
         await log.close()
 
     async def test_trimming_keeps_what_it_is_told_to(self, harness: LogHarness) -> None:
@@ -379,10 +451,16 @@ class LogConformance:
             await owner.until_stored(i + 1)
         size = log.size_bytes
         assert size > 800_000
-        log.trim(0)
-        log.trim(1)
-        assert log.first_index == 0
-        log.trim(50)
+        for covered in (0, 1):
+            assert await log.may_trim_to(covered) == 0
+            await log.trim(0)
+        first = await log.may_trim_to(50)
+        assert (log.first_index, log.size_bytes) == (0, size), "asking changed something"
+        assert 49 - 8 <= first <= 49
+        await log.trim(first)
+        assert log.first_index == first
+        await log.trim(first)
+        assert await log.may_trim_to(50) == first
         await log.close()
         log = await harness.open()
         assert 49 - 8 <= log.first_index <= 49

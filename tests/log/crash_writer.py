@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from seqdedupe.log.contract import Outcome
-from seqdedupe.log.embedded.log import EmbeddedLogs
+from seqdedupe.log.embedded.logs import EmbeddedLogs
 from tests.log.batches import encoded_batch
 from tests.log.conformance import replayed
 

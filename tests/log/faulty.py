@@ -1,7 +1,8 @@
 """A log in memory that fails on command, for tests of what stands on a log.
 
 Nothing happens by itself and nothing is random: appended batches stay in flight until the test says what
-becomes of them. `Storage` is the disk or cluster, which survives; a `FaultyLog` is a process's way to it.
+becomes of them. `Storage` is the disk or cluster, which survives; a `FaultyLog` is a process's way to it. Its ledgers
+roll over every few rows, also in the middle of a batch, so that nobody can compute a message ID from an index.
 
     log = FaultyLog(Storage(incarnation=1))
     log.settle(2)             the two oldest in flight are stored and reported
@@ -14,8 +15,9 @@ becomes of them. `Storage` is the disk or cluster, which survives; a `FaultyLog`
 """
 
 import asyncio
+from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import error
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
-from seqdedupe.log.contract import Failure, Outcome
+from seqdedupe.log.contract import Entries, Failure, Location, Outcome, Run, Runs
 from seqdedupe.message_id import MessageId
 
 OTHER_OWNERS_TOKEN = b"another owner..."
@@ -31,29 +33,73 @@ Append = tuple[bytes, int, int]
 
 
 class Storage:
-    """The stored records of one topic, markers too, in order. Tests may look at `records` and damage them."""
+    """The stored records of one topic, markers too, in order. Tests may look at `records` and damage them.
 
-    def __init__(self, incarnation: int, clock_ms: Callable[[], int] | None = None) -> None:
+    A ledger holds `ledger_rows` rows. `packed`: what a batch has in a ledger is one entry, and its rows have batch
+    indexes; else each row is an entry.
+    """
+
+    def __init__(
+        self,
+        incarnation: int,
+        clock_ms: Callable[[], int] | None = None,
+        *,
+        ledger_rows: int = 7,
+        packed: bool = False,
+    ) -> None:
         self.incarnation = incarnation
         self.records: list[bytes] = []
         self.next_index = 0
         self.first_index = 0
         self.writer: FaultyLog | None = None
+        self._ledger_rows = ledger_rows
+        self._packed = packed
+        self._runs: dict[int, Runs] = {}
+        self._bases: list[int] = []
+        self._ledger, self._entry, self._rows_in_ledger = 1000, 0, 0
         self._bytes_ever = 0
         self._publish_time_ms = 0
         self._clock_ms = clock_ms or (lambda: self._publish_time_ms + 1)
 
-    def add_batch(self, batch: bytes, rows: int, column_bytes: int) -> None:
-        """Stores a batch, whoever the owner is."""
+    def add_batch(self, batch: bytes, rows: int, column_bytes: int) -> Runs:
+        """Stores a batch, whoever the owner is; returns its rows' message IDs."""
         header = records.batch_header(
             batch, rows=rows, column_bytes=column_bytes, base_index=self.next_index, **self._place()
         )
         self._add(header + batch)
+        self._runs[self.next_index] = runs = tuple(self._give_ids(rows))
+        self._bases.append(self.next_index)
         self.next_index += rows
+        return runs
 
     def add_marker(self, term: int, token: bytes) -> None:
         """Stores a marker."""
         self._add(records.marker_record(term, token, next_index=self.next_index, **self._place()))
+
+    def _give_ids(self, rows: int) -> Iterator[Run]:
+        while rows:
+            if self._rows_in_ledger == self._ledger_rows:
+                # Ledgers of other topics lie between.
+                self._ledger, self._entry, self._rows_in_ledger = self._ledger + 3, 0, 0
+            count = min(rows, self._ledger_rows - self._rows_in_ledger)
+            yield Run(count, self._ledger, self._entry, 0 if self._packed else -1)
+            self._entry += 1 if self._packed else count
+            self._rows_in_ledger += count
+            rows -= count
+
+    def runs_of(self, places: np.ndarray) -> Runs:
+        """The message IDs of a stored record's rows."""
+        return self._runs[int(places[BASE_INDEX])] if places[ROWS] else ()
+
+    def message_id(self, index: int) -> MessageId:
+        """That of a stored message."""
+        base = self._bases[bisect_right(self._bases, index) - 1]
+        row = index - base
+        for run in self._runs[base]:
+            if row < run.rows:
+                return run.message_id(row)
+            row -= run.rows
+        raise AssertionError(f"there is no message {index}")
 
     def _place(self) -> dict[str, int]:
         self._publish_time_ms = max(self._publish_time_ms, self._clock_ms())
@@ -84,7 +130,7 @@ class FaultyLog:
     """Satisfies `seqdedupe.log.contract.Log`. See the module for the commands.
 
     `automatic` stores and reports every append at the loop's next turn, as a log without faults does.
-    `retention` makes `trim` drop all it may; otherwise it drops nothing. `opening_allowed` is an event that
+    `retention` makes `may_trim_to` allow all it may; otherwise nothing. `opening_allowed` is an event that
     holds `open_for_writing` back while it is cleared.
     """
 
@@ -98,11 +144,10 @@ class FaultyLog:
         self.replay_records = replay_records
         self.opening_allowed = asyncio.Event()
         self.opening_allowed.set()
-        self.trimmed_below = 0
         self.dropped = 0
         """Appends after a failure, which nothing will ever come of."""
         self._in_flight: deque[Append] = deque()
-        self._unreported = 0
+        self._unreported: list[Runs] = []
         self._lands: int | None = 0
         self._failure: Failure | None = None
         self._why = ""
@@ -126,8 +171,7 @@ class FaultyLog:
     def store(self, count: int | None = None) -> None:
         """The oldest `count` in flight (None: all) are durable from now on; nobody is told."""
         for _ in range(len(self._in_flight) if count is None else min(count, len(self._in_flight))):
-            self.storage.add_batch(*self._in_flight.popleft())
-            self._unreported += 1
+            self._unreported.append(self.storage.add_batch(*self._in_flight.popleft()))
 
     def settle(self, count: int | None = None) -> None:
         """The oldest `count` in flight (None: all) are stored and reported, with what was stored before."""
@@ -159,7 +203,7 @@ class FaultyLog:
 
     def report(self) -> None:
         """Reports what has settled and was not reported: receipts that were held back, then the failure."""
-        stored, self._unreported = self._unreported, 0
+        stored, self._unreported = self._unreported, []
         settle = self._settle
         if settle is None or (not stored and self._failure is None):
             return
@@ -196,7 +240,7 @@ class FaultyLog:
     def _land(self) -> None:
         """What is in flight is found stored, as far as it was said to be; the rest is nowhere."""
         self.store(self._lands)
-        self._unreported = 0
+        self._unreported = []
         self.dropped += len(self._in_flight)
         self._in_flight.clear()
 
@@ -213,6 +257,10 @@ class FaultyLog:
     @property
     def first_index(self) -> int:
         return self.storage.first_index
+
+    @property
+    def certain_index(self) -> int:
+        return self.storage.next_index
 
     @property
     def size_bytes(self) -> int:
@@ -249,7 +297,10 @@ class FaultyLog:
         if self.automatic:
             asyncio.get_running_loop().call_soon(self.settle)
 
-    async def replay(self, from_index: int) -> AsyncIterator[bytes]:
+    def append_control(self, body: bytes) -> None:
+        raise NotImplementedError
+
+    async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         self._check_is_there(from_index)
         everything = list(self.storage.records)
         start = 0
@@ -262,13 +313,20 @@ class FaultyLog:
                 start += 1
         for at in range(start, len(everything), self.replay_records):
             await asyncio.sleep(0)
-            yield b"".join(everything[at : at + self.replay_records])
+            yield self._entries(everything[at : at + self.replay_records])
+
+    def _entries(self, several: list[bytes]) -> Entries:
+        raw, table, result = b"".join(several), records.new_table(len(several)), np.zeros(2, np.int64)
+        why = records.scan(np.frombuffer(raw, np.uint8), self.incarnation, -1, -1, table, result)
+        if why != records.END:
+            raise error("LOG_DAMAGED", "a stored record is damaged")
+        return Entries(raw, table, [self.storage.runs_of(places) for places in table])
 
     def _check_is_there(self, index: int) -> None:
         if index < self.first_index:
             raise error("POSITION_TRIMMED", f"index {index} is gone", first_index=self.first_index)
         if index > self.storage.next_index:
-            raise error("POSITION_UNKNOWN", f"index {index} is behind the end")
+            raise error("POSITION_UNKNOWN", f"index {index} is after the end")
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:
         self._check_is_there(from_index)
@@ -303,18 +361,42 @@ class FaultyLog:
                 found = max(found, after)
         return min(found, stop_index)
 
+    async def locate(self, index: int) -> Location:
+        self._check_is_there(index + 1)
+        self._check_is_there(index)
+        await asyncio.sleep(0)
+        return Location(self.storage.message_id(index), 0)
+
+    async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        await asyncio.sleep(0)
+        return self.message_ids(indexes)
+
     def message_id(self, index: int) -> MessageId:
-        return MessageId(self.incarnation, index)
+        return self.storage.message_id(index)
 
     def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        return np.full(len(indexes), self.incarnation), indexes, np.full(len(indexes), -1, np.int32)
+        found = [self.storage.message_id(index) for index in indexes.tolist()]
+        return (
+            np.array([one.ledger_id for one in found], np.int64),
+            np.array([one.entry_id for one in found], np.int64),
+            np.array([one.batch_index for one in found], np.int32),
+        )
 
-    def trim(self, below_index: int) -> None:
-        self.trimmed_below = max(self.trimmed_below, below_index)
-        while self.retention and self.storage.records:
+    async def may_trim_to(self, covered_index: int) -> int:
+        first = self.first_index
+        if self.retention:
+            for record in self.storage.records:
+                places = self.storage.places(record)
+                if places[BASE_INDEX] < covered_index:
+                    first = max(first, int(places[BASE_INDEX]))
+        return first
+
+    async def trim(self, below_index: int) -> None:
+        await asyncio.sleep(0)
+        while self.storage.first_index < below_index:
             places = self.storage.places(self.storage.records[0])
             after = int(places[BASE_INDEX] + places[ROWS])
-            if after >= below_index:
+            if after > below_index:
                 return
             del self.storage.records[0]
             self.storage.first_index = after

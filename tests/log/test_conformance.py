@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.log.contract import Log
-from seqdedupe.log.embedded.log import EmbeddedLogs
+from seqdedupe.log.embedded.logs import EmbeddedLogs
+from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import LogConformance, LogHarness
 from tests.log.faulty import FaultyLog, Storage
 
@@ -30,7 +31,7 @@ class EmbeddedHarness(LogHarness):
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     async def open(self) -> Log:
-        await self._logs.create(INCARNATION)
+        await self._logs.create(INCARNATION, TOPIC, SECRET)
         return await self._logs.open(INCARNATION, 0)
 
     def refuse_writes(self, log: Log) -> None:
@@ -45,8 +46,8 @@ class EmbeddedHarness(LogHarness):
 
 
 class FaultyHarness(LogHarness):
-    def __init__(self) -> None:
-        self._storage = Storage(INCARNATION, lambda: self.now_ms)
+    def __init__(self, *, packed: bool = False) -> None:
+        self._storage = Storage(INCARNATION, lambda: self.now_ms, packed=packed)
 
     async def open(self) -> Log:
         return FaultyLog(self._storage, automatic=True, retention=True)
@@ -70,6 +71,6 @@ class TestEmbeddedLog(LogConformance):
 
 
 class TestFaultyLog(LogConformance):
-    @pytest.fixture
-    def harness(self) -> LogHarness:
-        return FaultyHarness()
+    @pytest.fixture(params=[False, True], ids=["plain", "packed"])
+    def harness(self, request: pytest.FixtureRequest) -> LogHarness:
+        return FaultyHarness(packed=request.param)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from seqdedupe.log.embedded.log import EmbeddedLogs
+from seqdedupe.log.embedded.logs import EmbeddedLogs
+from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import Owner, replayed, what
 
 INCARNATION = 1_700_000_000_000_000
@@ -83,7 +84,7 @@ async def test_a_killed_writer_loses_nothing_that_it_reported(
     tmp_path: Path,
 ) -> None:
     logs = make_logs(tmp_path)
-    await logs.create(INCARNATION)
+    await logs.create(INCARNATION, TOPIC, SECRET)
     assert await kills(logs, start_writers(tmp_path, False), KILLS) == [0] * KILLS
 
 
@@ -93,7 +94,7 @@ async def test_control_a_writer_that_reports_too_early_is_caught(
     tmp_path: Path,
 ) -> None:
     logs = make_logs(tmp_path)
-    await logs.create(INCARNATION)
+    await logs.create(INCARNATION, TOPIC, SECRET)
     assert any(await kills(logs, start_writers(tmp_path, True), CONTROL_KILLS))
 
 
@@ -111,7 +112,7 @@ async def test_a_power_cut_leaves_a_prefix(
     """Of the last group, which was not synced, any sectors are on the disk, at any length of the file."""
     folder = tmp_path_factory.mktemp("power")
     logs = make_logs(folder)
-    await logs.create(INCARNATION)
+    await logs.create(INCARNATION, TOPIC, SECRET)
     log = await logs.open(INCARNATION, 0)
     owner = await Owner(log, 1).open()
     path = folder / str(INCARNATION) / f"{0:020d}.log"

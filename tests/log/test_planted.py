@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.log.contract import Outcome
+from seqdedupe.log.contract import Location, Outcome, Run
 from seqdedupe.log.embedded import tail
+from seqdedupe.message_id import MessageId
 from tests.log import test_damage
 from tests.log.conformance import LogConformance, LogHarness
 from tests.log.faulty import FaultyLog, Storage
@@ -27,7 +28,7 @@ class TakesMoreAfterARefusal(FaultyLog):
 
 
 class DoesNotFence(FaultyLog):
-    """What an earlier opening left is stored behind the marker of the next one."""
+    """What an earlier opening left is stored after the marker of the next one."""
 
     async def open_for_writing(self, term: int, token: bytes, settle: Settle) -> None:
         late = list(self._in_flight)
@@ -65,7 +66,7 @@ class ConfirmsTooEarly(FaultyLog):
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         settle = self._settle
         if settle is not None and not self.failed:
-            settle(Outcome(1))
+            settle(Outcome([(Run(rows, 1000, 0),)]))
         super().append(batch, rows, column_bytes)
 
 
@@ -77,8 +78,29 @@ class SwapsTwo(FaultyLog):
 
 
 class TrimsTheSnapshotsEntry(FaultyLog):
-    def trim(self, below_index: int) -> None:
-        super().trim(below_index + 1 if below_index else 0)
+    async def may_trim_to(self, covered_index: int) -> int:
+        return await super().may_trim_to(covered_index + 1 if covered_index else 0)
+
+
+class ComputesMessageIds(FaultyLog):
+    """As if its ledgers never rolled over."""
+
+    async def locate(self, index: int) -> Location:
+        found = await super().locate(index)
+        return found._replace(message_id=MessageId(1000, index))
+
+
+class ForgetsTheSecondRun(FaultyLog):
+    def store(self, count: int | None = None) -> None:
+        super().store(count)
+        self._unreported = [runs[:1] for runs in self._unreported]
+
+
+class TrimsWhenItIsAsked(FaultyLog):
+    async def may_trim_to(self, covered_index: int) -> int:
+        first = await super().may_trim_to(covered_index)
+        await self.trim(first)
+        return first
 
 
 class ShowsMarkers(FaultyLog):
@@ -127,6 +149,9 @@ async def test_control_a_right_log_passes() -> None:
         ConfirmsTooEarly,
         SwapsTwo,
         TrimsTheSnapshotsEntry,
+        ComputesMessageIds,
+        ForgetsTheSecondRun,
+        TrimsWhenItIsAsked,
         ShowsMarkers,
     ],
 )
@@ -145,6 +170,6 @@ async def test_damage_taken_for_a_torn_tail_is_noticed(
         return found
 
     monkeypatch.setattr(tail, "survey", survey)
-    monkeypatch.setattr(tail, "_synced_behind", lambda *arguments: 0)
+    monkeypatch.setattr(tail, "_synced_after", lambda *arguments: 0)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         await test_damage.test_every_byte_flipped(logs, tmp_path, 0xFF)

@@ -10,6 +10,7 @@ from rocksdict import WriteBatch
 from seqdedupe import batch as batches
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_SEQUENCE_ID
+from seqdedupe.log.contract import Runs
 from seqdedupe.store.db import Store, _Opening
 from seqdedupe.store.records import snapshot_range
 from tests.log.faulty import Storage
@@ -123,8 +124,8 @@ class CheckedStorage(Storage):
     def promise(self, name: str) -> Promised:
         return self.promised.setdefault(name, Promised())
 
-    def add_batch(self, batch: bytes, rows: int, column_bytes: int) -> None:
-        super().add_batch(batch, rows, column_bytes)
+    def add_batch(self, batch: bytes, rows: int, column_bytes: int) -> Runs:
+        runs = super().add_batch(batch, rows, column_bytes)
         decoded = batches.decode(batch)
         names = decoded.names()
         for p, name in enumerate(names):
@@ -139,6 +140,7 @@ class CheckedStorage(Storage):
                 self.links[len(self.rows)] = int(decoded.previous_sequence_ids[p])
                 self._check_link(name, sequence_id, self.links[len(self.rows)])
             self._add_row(Row(name, sequence_id, decoded.payloads[row] or b""))
+        return runs
 
     def _check_link(self, name: str, sequence_id: int, link: int) -> None:
         highest = self.promise(name).highest

@@ -12,10 +12,10 @@ from seqdedupe import batch as batches
 from seqdedupe.core import producers, replay, rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
-from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS
+from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, start
 from seqdedupe.format.records import TOKEN_BYTES
 from seqdedupe.log.contract import Failure
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.topic import recovery
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.publishing import Opened, Refusal, Topic
@@ -66,7 +66,7 @@ def frame_admitted_in_part(patch: pytest.MonkeyPatch) -> None:
 def position_of_the_last_admitted_message(patch: pytest.MonkeyPatch) -> None:
     def last_position(self: Topic) -> Position:
         index = self.next_index - 1
-        message_id = self.log.message_id(index) if index >= 0 else None
+        message_id = MessageId.of(self.log.incarnation, index) if index >= 0 else None
         return Position(self.log.incarnation, message_id, index)
 
     patch.setattr(Topic, "last_position", property(last_position))
@@ -142,10 +142,10 @@ def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
                 continue
             for p in range(places[PRODUCERS]):
                 slot = slots[first_name[k] + p]
-                numbers[slot, EPOCH] = _number(raw, places[2 * EPOCHS] + 8 * p, 8)
+                numbers[slot, EPOCH] = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             for row in range(places[ROWS]):
-                p = _number(raw, places[2 * PRODUCER_INDEXES] + 4 * row, 4) if places[PRODUCERS] > 1 else 0
-                numbers[slots[first_name[k] + p], PERSISTED] = _number(raw, places[2 * SEQUENCE_IDS] + 8 * row, 8)
+                p = _number(raw, start(places, PRODUCER_INDEXES) + 4 * row, 4) if places[PRODUCERS] > 1 else 0
+                numbers[slots[first_name[k] + p], PERSISTED] = _number(raw, start(places, SEQUENCE_IDS) + 8 * row, 8)
         return entered
 
     patch.setattr(producers, "persist_all", persist_all)
@@ -157,7 +157,7 @@ def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
     def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool) -> int:
         believed = numbers.copy()
         for p, slot in enumerate(slots):
-            epoch = _number(raw, places[2 * EPOCHS] + 8 * p, 8)
+            epoch = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             believed[slot, EPOCH] = min(believed[slot, EPOCH], epoch)
         return int(original(raw, places, slots, believed, lone))
 
@@ -195,7 +195,7 @@ def log_trimmed_before_the_snapshot_is_durable(patch: pytest.MonkeyPatch) -> Non
     original = Topic.snapshot
 
     async def snapshot(self: Topic) -> None:
-        self.log.trim(self.confirmed_index)
+        await self.log.trim(await self.log.may_trim_to(self.confirmed_index))
         await original(self)
 
     patch.setattr(Topic, "snapshot", snapshot)

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 from seqdedupe.store import compaction, parts, snapshots
-from seqdedupe.topic import recovery
 from tests.property.actions import Case
 from tests.property.cases import Step, steps_of
 from tests.property.disk import CrashableStore
@@ -27,7 +26,6 @@ def many_cases() -> Iterator[CrashableStore]:
         (module, "PAGE_PRODUCERS", 2) for module in (parts, snapshots, compaction)
     ]
     small += [(snapshots, "MAX_DELTAS", 3), (compaction, "DELTAS_A_STEP", 2), (compaction, "PAGES_A_FLUSH", 1)]
-    small += [(recovery, "RECORDS_A_STEP", 8)]
     before = [(module, name, getattr(module, name)) for module, name, _ in small]
     logger = logging.getLogger("seqdedupe")
     level = logger.level

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
+from seqdedupe_spark.session import workers_path
 
 from seqdedupe.client import blocking
 from tests.sidecar import Sidecar
@@ -28,7 +29,7 @@ SPARK = {
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """A session with two cores, and four tries of each task. Its workers find the modules of this repository."""
-    os.environ |= {"PYTHONPATH": str(REPOSITORY), "PYSPARK_PYTHON": sys.executable}
+    os.environ |= {"PYTHONPATH": workers_path(REPOSITORY), "PYSPARK_PYTHON": sys.executable}
     folder = str(tmp_path_factory.mktemp("spark"))
     keys = SPARK | {"spark.local.dir": folder, "spark.sql.warehouse.dir": folder}
     session = SparkSession.builder.master("local[2,4]").config(map=dict(keys)).getOrCreate()

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import psycopg
 import pyarrow as pa
+from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.job.range_task import Output, RangeTask, Step, Transform
+from seqdedupe_spark.options import Options, parse
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
+from seqdedupe_spark.stores.postgres import PostgresStore
+from seqdedupe_spark.stores.sqlite import SqliteStore
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from spark.columns import SCHEMA
-from spark.options import Options, parse
-from spark.range_task import Output, RangeTask, Step, Transform
-from spark.ranges import Range
-from spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
-from spark.stores.postgres import PostgresStore
-from spark.stores.sqlite import SqliteStore
 
 JOB = "job"
 TABLE = "rows"

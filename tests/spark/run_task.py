@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spark.range_task import RangeTask, Report, Step
+from seqdedupe_spark.job.range_task import RangeTask, Report, Step
 
 
 def start(path: Path, task: RangeTask, steps: Sequence[Step]) -> "subprocess.Popen[bytes]":

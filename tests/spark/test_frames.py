@@ -11,13 +11,13 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
+from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.job.frames import FrameTask, all_of, sql
+from seqdedupe_spark.job.range_task import Output
+from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
+from seqdedupe_spark.stores.contract import Advance
 
 from seqdedupe.errors import PositionError, SeqdedupeError, UnavailableError
-from spark.columns import SCHEMA
-from spark.frames import FrameTask, all_of, sql
-from spark.job import JobConfig, ReaderJob
-from spark.range_task import Output
-from spark.stores.contract import Advance
 from tests.sidecar import Sidecar
 from tests.spark.jobs import (
     JOB,

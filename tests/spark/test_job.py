@@ -11,6 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from seqdedupe_spark.job import rounds
+from seqdedupe_spark.job.operations import positions_of, reset_position
+from seqdedupe_spark.job.positions import FIRST_START, Positions
+from seqdedupe_spark.job.range_task import Report, Step
+from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, Round
+from seqdedupe_spark.stores.contract import Stored
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import (
@@ -24,12 +30,6 @@ from seqdedupe.errors import (
 )
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from spark import job as job_module
-from spark.job import JobConfig, ReaderJob, Round
-from spark.operations import positions_of, reset_position
-from spark.positions import FIRST_START, Positions
-from spark.range_task import Report, Step
-from spark.stores.contract import Stored
 from tests.sidecar import Sidecar
 from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, select, source, sqlite_database
 
@@ -56,7 +56,7 @@ def tasks_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_tasks(_: object, run: Callable[[Sequence[Step]], Report], groups: Sequence[Sequence[Step]]) -> list[Report]:
         return [run(group) for group in groups]
 
-    monkeypatch.setattr(job_module, "run_tasks", run_tasks)
+    monkeypatch.setattr(rounds, "run_tasks", run_tasks)
 
 
 def config(address: str, database: Database, topic: str, **options: object) -> JobConfig:
@@ -345,7 +345,7 @@ def test_what_fails_for_too_long_ends_the_run(
     address: str, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(address, topic, 5)
-    monkeypatch.setattr(job_module, "GIVE_UP_SECONDS", 0.2)
+    monkeypatch.setattr(rounds, "GIVE_UP_SECONDS", 0.2)
     failure = UnavailableError("OUTPUT_UNAVAILABLE", "down", "", 0, {})
     tries: list[int] = []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pyspark
 import pytest
+from seqdedupe_spark.session import workers_path
 
 from tests.spark.jobs import Gate, postgres_database
 from tests.spark.killing import BOTH, all_are_there, config, gated
@@ -29,7 +30,7 @@ def daemon(name: str, ready: str, *arguments: str) -> Iterator[str]:
     process = subprocess.Popen(
         [home / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *arguments],
         env=os.environ
-        | {"SPARK_HOME": str(home), "PYTHONPATH": str(REPOSITORY), "SPARK_NO_DAEMONIZE": "1"}
+        | {"SPARK_HOME": str(home), "PYTHONPATH": workers_path(REPOSITORY), "SPARK_NO_DAEMONIZE": "1"}
         | {"JAVA_TOOL_OPTIONS": QUICK_JVM, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`python -m spark.reader_job`, as a person uses it."""
+"""`python -m seqdedupe_spark.reader_job`, as a person uses it."""
 
 import json
 import os
@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from seqdedupe_spark import reader_job
+from seqdedupe_spark.command import run_command
+from seqdedupe_spark.job.positions import Positions
+from seqdedupe_spark.job.rounds import JobConfig
+from seqdedupe_spark.session import workers_path
+from seqdedupe_spark.stores.urls import from_url
 
+from seqdedupe.cli.job import job
 from seqdedupe.client.blocking import Client
-from spark import reader_job
-from spark.command import run_command
-from spark.job import JobConfig
-from spark.positions import Positions
-from spark.stores.urls import from_url
+from seqdedupe.errors import SeqdedupeError
 from tests.sidecar import Sidecar
 from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, source, sqlite_database
 from tests.spark.run_job import QUICK_JVM
@@ -36,9 +39,9 @@ def database(tmp_path: Path) -> Database:
 
 def start(folder: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "spark.reader_job", *arguments],
+        [sys.executable, "-m", "seqdedupe_spark.reader_job", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
+        env=os.environ | {"PYTHONPATH": workers_path(REPOSITORY)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -51,7 +54,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
         patch.setattr(sys, "argv", ["reader_job", *arguments])
         runner = CliRunner()
         with runner.isolation() as (out, err, _):
-            status = run_command(reader_job.cli, "spark.reader_job")
+            status = run_command(reader_job.cli, "seqdedupe_spark.reader_job")
             return status, out.getvalue().decode(), err.getvalue().decode()
 
 
@@ -177,3 +180,21 @@ def test_positions_where_there_are_none(stored: str, tmp_path: Path) -> None:
     status, out, err = run(*at)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert "no job has its positions there" in err
+
+
+def test_the_short_form_takes_the_same_arguments(database: Database, tmp_path: Path) -> None:
+    database.store().close()
+    found = CliRunner().invoke(job, ["positions", "--job", "j", "--store", f"sqlite:///{tmp_path}/none.db"])
+    assert (found.exit_code, "seqdedupe job: " in found.stderr) == (1, True)
+    found = CliRunner().invoke(job, ["audit"])
+    assert (found.exit_code, "See seqdedupe job audit --help." in found.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["run", "audit", "bootstrap"])
+def test_the_short_form_says_what_to_install(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("seqdedupe_spark", "pyspark")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    failure = CliRunner().invoke(job, [command]).exception
+    assert isinstance(failure, SeqdedupeError)
+    assert (failure.reason, failure.hint) == ("INVALID_CONFIGURATION", "Install it: pip install 'seqdedupe[spark]'")

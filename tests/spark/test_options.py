@@ -3,10 +3,10 @@
 import pickle
 
 import pytest
+from seqdedupe_spark.options import Limits, Options, Selection, Time, parse
 
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
 from seqdedupe.message_id import MessageId, Position
-from spark.options import Limits, Options, Selection, Time, parse
 
 T = "persistent://public/default/t"
 

@@ -3,16 +3,16 @@
 import random
 
 import pytest
+from seqdedupe_spark import planning
+from seqdedupe_spark.options import Limits, Selection, Time
+from seqdedupe_spark.planning import Loss, find_loss, plan, resolve, shares, split, topics
+from seqdedupe_spark.ranges import Range
 
 from seqdedupe.client import blocking
 from seqdedupe.client.client import TopicEnds
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from spark import planning
-from spark.options import Limits, Selection, Time
-from spark.planning import Loss, find_loss, plan, resolve, shares, split, topics
-from spark.ranges import Range
 
 T = "persistent://public/default/t"
 

@@ -3,13 +3,13 @@
 import io
 
 import pytest
+from seqdedupe_spark.job.positions import Standing
+from seqdedupe_spark.job.progress import Progress, summary, text
+from seqdedupe_spark.job.range_task import Report
+from seqdedupe_spark.job.rounds import Round
+from seqdedupe_spark.stores.contract import Stored
 
 from seqdedupe.message_id import MessageId, Position
-from spark.job import Round
-from spark.positions import Standing
-from spark.progress import Progress, summary, text
-from spark.range_task import Report
-from spark.stores.contract import Stored
 
 MIDDLE, END = (Position(1, MessageId(1, index), index) for index in (39, 99))
 
@@ -46,7 +46,7 @@ def test_a_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
         progress.show(a_round(5))
     progress.close()
     assert len(stream.getvalue().splitlines()) == 1
-    monkeypatch.setattr("spark.progress.LINE_SECONDS", 0)
+    monkeypatch.setattr("seqdedupe_spark.job.progress.LINE_SECONDS", 0)
     progress.show(a_round(5))
     assert stream.getvalue().splitlines()[1].startswith("55 rows, ")
 

@@ -10,13 +10,13 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.job.range_task import Report, Transform, output_schema, transformed
+from seqdedupe_spark.stores.contract import Advance, Stored
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import DataLossError, FencedError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import Position
-from spark.columns import SCHEMA
-from spark.range_task import Report, Transform, output_schema, transformed
-from spark.stores.contract import Advance, Stored
 from tests.sidecar import Sidecar
 from tests.spark import run_task
 from tests.spark.jobs import (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.dataset
+from seqdedupe_spark.session import workers_path
 
 from seqdedupe.client import blocking
 from tests.spark.conftest import REPOSITORY
@@ -62,7 +63,7 @@ def test_a_pipeline_follows_a_topic(client: blocking.Client, topic: str, tmp_pat
             "PATH": os.pathsep.join([str(scripts), os.environ["PATH"]]),
             "PYSPARK_DRIVER_PYTHON": sys.executable,
             "PYSPARK_PYTHON": sys.executable,
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": workers_path(REPOSITORY),
         },
         capture_output=True,
         text=True,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from seqdedupe_spark.columns import SCHEMA
 
 from seqdedupe.client import blocking
 from seqdedupe.names import topic_name
-from spark.columns import SCHEMA
 
 Load = Callable[..., DataFrame]
 

@@ -1,71 +1,288 @@
-"""Reading ahead: what one hop to a thread has read and checked is handed out in several slices."""
+"""Reading one topic's log: what is durable in its segment files."""
 
-from collections import OrderedDict
+import asyncio
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from seqdedupe.log.embedded.segment import BASE, COUNT, END, START, Piece, Segment
+from seqdedupe.batch import Int64s
+from seqdedupe.errors import DamagedError, SeqdedupeError, error
+from seqdedupe.format.columns import BASE_INDEX, ROWS
+from seqdedupe.log.contract import Entries, Run, Runs
+from seqdedupe.log.embedded.segment import (
+    BASE,
+    CHUNK_BYTES,
+    COUNT,
+    END,
+    POINT_INTERVAL_BYTES,
+    START,
+    TIME_MS,
+    NotInMemoryError,
+    Piece,
+    Segment,
+    Step,
+    damaged,
+    read_from_memory,
+)
+from seqdedupe.log.embedded.window import WINDOW_BYTES, ReadAhead, Window
 
-WINDOW_BYTES = 1024 * 1024
-"""What is read at once for a reader that goes on where it was."""
+INLINE_BYTES = 1024 * 1024
+"""What the event loop itself reads and checks at once, if the system has it in memory: a quarter of a millisecond."""
 
-MAX_WINDOWS = 16
-"""Kept for all readers of a sidecar; the one not used for longest goes first."""
+T = TypeVar("T")
 
 
-class Window:
-    """Checked records of one segment, and how far they have been handed out."""
+class Reader:
+    """The segments of one log, the last of which grows. Belongs to the event loop; long reads are done in `threads`."""
 
-    def __init__(self, segment: Segment, piece: Piece, first: int) -> None:
-        table = piece.table[first:]
-        self.segment = segment
-        self.end = piece.end
-        """Where reading goes on in the file."""
-        self._end_index = piece.next_index(segment.base_index)
-        table = table[table[:, COUNT] > 0]
-        self._raw = piece.raw
-        self._starts, self._ends, self._bases = table[:, START].copy(), table[:, END].copy(), table[:, BASE].copy()
-        # Markers were left out: a slice ends where one stood.
-        self._gaps = np.append(np.flatnonzero(self._starts[1:] != self._ends[:-1]) + 1, len(table))
-        self._next = 0
+    def __init__(
+        self, incarnation: int, segments: list[Segment], next_index: int, threads: ThreadPoolExecutor, ahead: ReadAhead
+    ) -> None:
+        self.segments = segments
+        self.next_index = next_index
+        """The index after what can be read."""
+        self.leaving: Segment | None = None
+        """The first segment while its file is being removed."""
+        self._incarnation = incarnation
+        self._threads = threads
+        self._ahead = ahead
 
     @property
-    def next_index(self) -> int:
-        """The index at which the next slice begins."""
-        return self._end_index if self.is_empty else int(self._bases[self._next])
+    def first_index(self) -> int:
+        """The index of the first message left."""
+        return self.segments[0].base_index
 
-    @property
-    def is_empty(self) -> bool:
-        return self._next == len(self._starts)
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._ahead.forget(self._incarnation)
 
-    def cut(self, stop_index: int, max_bytes: int) -> memoryview:
-        """The next slice: whole records, at least one, below `stop_index`, not more than `max_bytes` of several."""
-        i = self._next
-        start = int(self._starts[i])
-        j = min(
-            int(np.searchsorted(self._ends, start + max_bytes, "right")),
-            int(np.searchsorted(self._bases, stop_index)),
-            int(self._gaps[np.searchsorted(self._gaps, i, "right")]),
-        )
-        self._next = max(j, i + 1)
-        return memoryview(self._raw)[start : int(self._ends[self._next - 1])]
+    async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
+        """See `Log.replay`. The next read is under way, in a thread, while its caller works on what it was given."""
+        self.check_is_there(from_index)
+        at_end = from_index == self.next_index
+        # Markers after the last message may stand at the end of its segment and in the one that follows.
+        first = self._place_of(from_index - 1 if at_end else from_index)
+        steps = self._steps([(segment, segment.end) for segment in self.segments[first:]], from_index)
+
+        async def read() -> Step | None:
+            return await anext(steps, None)
+
+        skipping = from_index > self.first_index
+        following = asyncio.ensure_future(read())
+        try:
+            while (step := await following) is not None:
+                following = asyncio.ensure_future(read())
+                # So that it is begun before this one is worked on.
+                await asyncio.sleep(0)
+                for raw, table in step.parts:
+                    entries = table
+                    if skipping:
+                        held = table[:, BASE_INDEX] if at_end else table[:, BASE_INDEX] + table[:, ROWS] - 1
+                        entries = table[int(np.searchsorted(held, from_index)) :]
+                        skipping = not len(entries)
+                    if len(entries):
+                        yield Entries(raw, entries, IndexRuns(self._incarnation, entries))
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        if skipping and not at_end:
+            last = self.segments[-1]
+            raise damaged(last.path, last.end, f"the message with index {from_index} should be here")
+
+    async def _steps(self, wanted: list[tuple[Segment, int]], from_index: int) -> AsyncGenerator[Step, None]:
+        offset, index = wanted[0][0].before_index(from_index)
+        for i, (segment, end) in enumerate(wanted):
+            if i:
+                offset = 0
+                if index != segment.base_index:
+                    raise damaged(segment.path, 0, f"the record with index {index} should be here")
+            while offset < end:
+                step = await self._in_thread(segment, segment.read_step, offset, end, index)
+                offset, index = step.end, step.next_index
+                yield step
+
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> memoryview:
+        """See `Log.read`."""
+        self.check_is_there(from_index)
+        window = self._ahead.take(self._incarnation, from_index)
+        if window is None or window.is_empty:
+            window = await self._window(from_index, max_bytes, window)
+        found = window.cut(stop_index, max_bytes)
+        self._ahead.keep(self._incarnation, window)
+        return found
+
+    async def _window(self, from_index: int, max_bytes: int, before: Window | None) -> Window:
+        """Checked records from the one that holds the index on; many for a reader that has finished a window."""
+        segment = self.segments[self._place_of(from_index)]
+        size = max_bytes + POINT_INTERVAL_BYTES if before is None else max(max_bytes, WINDOW_BYTES)
+        offset, index = segment.before_index(from_index)
+        if before is not None and before.segment is segment:
+            offset, index = before.end, from_index
+        found = await self._find(segment, offset, index, _holds(from_index), size=size, payloads_from=from_index)
+        if found is None:
+            raise damaged(segment.path, segment.end, f"the message with index {from_index} should be here")
+        return Window(segment, *found)
+
+    async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
+        """See `Log.locate_time`."""
+        segments = list(self.segments)
+        low, high = 0, len(segments)
+        while low < high:
+            middle = (low + high) // 2
+            if await self.begins_before(segments[middle], publish_time_ms):
+                low = middle + 1
+            else:
+                high = middle
+        if low:
+            segment = segments[low - 1]
+            offset, index = segment.before_time(publish_time_ms)
+            found = await self._find(segment, offset, index, lambda piece: piece.table[:, TIME_MS] >= publish_time_ms)
+            if found:
+                piece, i = found
+                return min(int(piece.table[i, BASE]), stop_index)
+        return min(segments[low].base_index, stop_index) if low < len(segments) else stop_index
+
+    async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
+        """See `Log.locate_bytes`."""
+        self.check_is_there(from_index)
+        segments = self.segments[self._place_of(from_index) :]
+        offset, index = segments[0].before_index(from_index)
+        found = await self._find(segments[0], offset, index, _holds(from_index))
+        if found is None:
+            raise damaged(segments[0].path, segments[0].end, f"the message {from_index} should be here")
+        piece, i = found
+        goal = piece.offset + int(piece.table[i, START]) + size_bytes
+        for segment in segments:
+            if goal <= segment.end:
+                break
+            goal -= segment.end
+        else:
+            return stop_index
+        offset, index = segment.before_offset(goal)
+        found = await self._find(segment, offset, index, lambda piece: piece.table[:, END] + piece.offset >= goal)
+        if found is None:
+            return stop_index
+        piece, i = found
+        return min(max(int(piece.table[i, BASE] + piece.table[i, COUNT]), from_index + 1), stop_index)
+
+    async def begins_before(self, segment: Segment, publish_time_ms: int) -> bool:
+        """Whether the first record of a segment was published before that time; not if there is none yet."""
+        if not segment.points and segment.end:
+            await self._read(segment, 0, segment.end, segment.base_index, POINT_INTERVAL_BYTES)
+        return bool(segment.points) and segment.points[0].publish_time_ms < publish_time_ms
+
+    async def _find(
+        self,
+        segment: Segment,
+        offset: int,
+        index: int,
+        wanted: Callable[[Piece], np.ndarray],
+        *,
+        size: int = CHUNK_BYTES,
+        payloads_from: int | None = None,
+    ) -> tuple[Piece, int] | None:
+        """The first wanted record of a segment from an offset on: its place in the piece that was read with it."""
+        end = segment.end
+        while offset < end:
+            piece = await self._read(segment, offset, end, index, size, payloads_from)
+            hits = np.flatnonzero(wanted(piece))
+            if len(hits):
+                return piece, int(hits[0])
+            offset, index, size = piece.end, piece.next_index(index), CHUNK_BYTES
+        return None
+
+    async def _read(
+        self, segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None = None
+    ) -> Piece:
+        """A piece of a segment, checked. Raises what is damaged or has been trimmed."""
+        self.check_is_there(segment.base_index)
+        piece = _read_from_memory(segment, offset, end, index, size, payloads_from)
+        if piece is None:
+            piece = await self._in_thread(segment, segment.read, offset, end, index, size, payloads_from)
+        segment.learn(piece)
+        return piece
+
+    async def _in_thread(self, segment: Segment, read: Callable[..., T], *arguments: Any) -> T:
+        """Calls a read of a segment in a thread. Damage is looked at twice, the second time on the disk itself."""
+        run = asyncio.get_running_loop().run_in_executor
+        self.check_is_there(segment.base_index)
+        try:
+            try:
+                return await run(self._threads, read, *arguments)
+            except DamagedError:
+                await run(self._threads, segment.forget_pages)
+                return await run(self._threads, read, *arguments)
+        except FileNotFoundError as e:
+            self.check_is_there(segment.base_index)
+            if segment is self.leaving:
+                raise _trimmed(segment.base_index, self.segments[1].base_index) from e
+            raise damaged(segment.path, arguments[0], "the file is missing") from e
+
+    def _place_of(self, index: int) -> int:
+        """Which segment holds an index, or would."""
+        return max(0, bisect_right(self.segments, index, key=lambda segment: segment.base_index) - 1)
+
+    def check_is_there(self, index: int) -> None:
+        """Raises POSITION_TRIMMED or POSITION_UNKNOWN unless reading can begin at this index."""
+        if index < self.first_index:
+            raise _trimmed(index, self.first_index)
+        if index > self.next_index:
+            raise error(
+                "POSITION_UNKNOWN",
+                f"index {index} is after the end: the next message gets {self.next_index}",
+                index=index,
+                next_index=self.next_index,
+            )
 
 
-class ReadAhead:
-    """The windows of all readers, found by incarnation and the index at which the reader goes on."""
+class IndexRuns(Sequence[Runs]):
+    """The message IDs of entries of the embedded log, which follow from their indexes: made when they are asked for."""
 
-    def __init__(self) -> None:
-        self._windows: OrderedDict[tuple[int, int], Window] = OrderedDict()
+    def __init__(self, incarnation: int, table: Int64s) -> None:
+        self._incarnation = incarnation
+        self._table = table
 
-    def take(self, incarnation: int, index: int) -> Window | None:
-        return self._windows.pop((incarnation, index), None)
+    def __len__(self) -> int:
+        return len(self._table)
 
-    def keep(self, incarnation: int, window: Window) -> None:
-        self._windows[incarnation, window.next_index] = window
-        if len(self._windows) > MAX_WINDOWS:
-            self._windows.popitem(last=False)
+    @overload
+    def __getitem__(self, k: int) -> Runs: ...
 
-    def forget(self, incarnation: int) -> None:
-        """The log is closed."""
-        for key in [key for key in self._windows if key[0] == incarnation]:
-            del self._windows[key]
+    @overload
+    def __getitem__(self, k: slice) -> "IndexRuns": ...
+
+    def __getitem__(self, k: int | slice) -> "Runs | IndexRuns":
+        if isinstance(k, slice):
+            return IndexRuns(self._incarnation, self._table[k])
+        rows = int(self._table[k, ROWS])
+        return (Run(rows, self._incarnation, int(self._table[k, BASE_INDEX])),) if rows else ()
+
+
+def _trimmed(index: int, first_index: int) -> SeqdedupeError:
+    return error(
+        "POSITION_TRIMMED",
+        f"index {index} is gone by retention: the first one left is {first_index}",
+        index=index,
+        first_index=first_index,
+    )
+
+
+def _holds(index: int) -> Callable[[Piece], np.ndarray]:
+    """Wants the record that holds a message."""
+    return lambda piece: piece.table[:, BASE] + piece.table[:, COUNT] > index
+
+
+def _read_from_memory(
+    segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None
+) -> Piece | None:
+    """A small piece, or None if it is not in memory. A hop to a thread would cost more than this does."""
+    if size >= CHUNK_BYTES:
+        return None
+    try:
+        return segment.read(offset, end, index, min(size, INLINE_BYTES), payloads_from, read_from_memory)
+    except (NotInMemoryError, FileNotFoundError, SeqdedupeError):
+        # What is wrong is looked at again in a thread.
+        return None

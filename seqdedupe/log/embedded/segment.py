@@ -3,13 +3,15 @@
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from seqdedupe.batch import Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import records
 from seqdedupe.format.columns import (
@@ -21,11 +23,12 @@ from seqdedupe.format.columns import (
     SYNCED_OFFSET,
 )
 from seqdedupe.limits import MAX_BATCH_BYTES
+from seqdedupe.log.contract import REPLAY_STEP_ENTRIES
 
 SUFFIX = ".log"
 MAX_RECORD_BYTES = records.HEADER_BYTES + MAX_BATCH_BYTES
 
-CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = max(4 * 1024 * 1024, MAX_RECORD_BYTES)
 """What a scan reads at once. The largest record fits."""
 
 POINT_INTERVAL_BYTES = 64 * 1024
@@ -139,6 +142,41 @@ class NotInMemoryError(OSError):
     """What was asked for has to come from the disk."""
 
 
+class Step(NamedTuple):
+    """Entries for a replay, found with one read."""
+
+    parts: list[tuple[bytes, Int64s]]
+    """Buffers, each with the place rows of whole records in it: REPLAY_STEP_ENTRIES at most."""
+
+    end: int
+    """Where the records end in the file."""
+
+    next_index: int
+    """The index after them."""
+
+    why: int
+    """`records.END` where the file or what was read ends, else what stopped the scan."""
+
+
+def read_step(file: int, incarnation: int, offset: int, end: int, next_index: int) -> Step:
+    """The entries from an offset of an open file on: about CHUNK_BYTES of them, at least one, none beyond `end`."""
+    raw = os.pread(file, min(CHUNK_BYTES, end - offset), offset)
+    parts, result = [], np.zeros(2, np.int64)
+    at, why = 0, records.FULL
+    while why == records.FULL:
+        part = raw[at:]
+        table = records.new_table(min(REPLAY_STEP_ENTRIES, len(part) // records.HEADER_BYTES + 1))
+        why = records.scan(np.frombuffer(part, np.uint8), incarnation, offset + at, next_index, table, result)
+        count, size = int(result[0]), int(result[1])
+        if count:
+            parts.append((part, table[:count]))
+            next_index = int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS])
+        at += size
+    if why == records.INCOMPLETE and offset + len(raw) < end:
+        why = records.END if at else records.DAMAGED
+    return Step(parts, offset + at, next_index, why)
+
+
 def read_from_memory(file: int, size: int, offset: int) -> memoryview:
     """Like `os.pread`, but only what the system holds in memory, so that it never waits for the disk.
 
@@ -151,6 +189,11 @@ def read_from_memory(file: int, size: int, offset: int) -> memoryview:
     except (AttributeError, OSError) as e:
         raise NotInMemoryError from e
     raise NotInMemoryError
+
+
+def unreadable(path: Path, e: OSError) -> SeqdedupeError:
+    """The error for a file that cannot be read now."""
+    return error("LOG_UNREADABLE", f"{path} cannot be read: {e}", file=path)
 
 
 def damaged(path: Path, offset: int, what: str, why: int = records.DAMAGED) -> SeqdedupeError:
@@ -173,7 +216,7 @@ WHAT_STANDS_THERE = {
 class Segment:
     """A segment file as readers see it: up to `end`, which is what is durable.
 
-    Belongs to the event loop: only `read` is called in other threads.
+    Belongs to the event loop: only `read` and `read_step` are called in other threads.
     """
 
     def __init__(self, folder: Path, incarnation: int, base_index: int, end: int) -> None:
@@ -190,23 +233,42 @@ class Segment:
     ) -> Piece:
         """`read_piece` of this file, for use in any thread. It ends before damage.
 
-        Raises LOG_DAMAGED or NEWER_FORMAT if the first record cannot be read, FileNotFoundError if retention
-        was faster, NotInMemoryError if `read` does.
+        Raises LOG_DAMAGED or NEWER_FORMAT if the first record is not intact, LOG_UNREADABLE, FileNotFoundError if
+        retention was faster, NotInMemoryError if `read` does.
         """
-        file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with self._file() as file:
             piece = read_piece(
                 file, self.incarnation, offset, end, next_index, size=size, payloads_from=payloads_from, read=read
             )
-        except NotInMemoryError:
-            raise
-        except OSError as e:
-            raise damaged(self.path, offset, f"it cannot be read: {e}") from e
-        finally:
-            os.close(file)
         if not piece.size:
             raise damaged(self.path, piece.end, WHAT_STANDS_THERE[piece.why], piece.why)
         return piece
+
+    def read_step(self, offset: int, end: int, next_index: int) -> Step:
+        """`read_step` of this file. It ends before damage. Raises as `read`."""
+        with self._file() as file:
+            step = read_step(file, self.incarnation, offset, end, next_index)
+        if not step.parts:
+            raise damaged(self.path, step.end, WHAT_STANDS_THERE[step.why], step.why)
+        return step
+
+    def forget_pages(self) -> None:
+        """Has the system read the file from the disk the next time, where it can."""
+        with self._file() as file:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    @contextmanager
+    def _file(self) -> Iterator[int]:
+        try:
+            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                yield file
+            finally:
+                os.close(file)
+        except (NotInMemoryError, FileNotFoundError):
+            raise
+        except OSError as e:
+            raise unreadable(self.path, e) from e
 
     def learn(self, piece: Piece) -> None:
         """Adds what a piece shows to the sparse index, if it goes on where that ends."""

@@ -1,7 +1,7 @@
 """Opening the last segment of a log: telling a torn tail, which a crash leaves, from damage.
 
 A record says up to where its file was synced when it was written. Below the highest such offset that any intact
-record names, also one behind the damage, everything had been stored and perhaps confirmed: what is wrong there
+record names, also one after the damage, everything had been stored and perhaps confirmed: what is wrong there
 is damage. At and above it a crash may have left anything.
 """
 
@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from seqdedupe.errors import error
+from seqdedupe.files import sync_folder
 from seqdedupe.format import records
 from seqdedupe.log.embedded.segment import (
+    BASE,
     CHUNK_BYTES,
     SUFFIX,
     SYNCED,
@@ -41,8 +43,11 @@ class Tail:
     synced_offset: int
     """The highest that an intact record names."""
 
+    certain_index: int
+    """Messages below this index were synced, as far as that tells."""
+
     why: int
-    """What stands behind the last record kept: `records.END` for nothing."""
+    """What stands after the last record kept: `records.END` for nothing."""
 
     cut_bytes: int = 0
     cut_records: int = 0
@@ -57,10 +62,10 @@ def base_indexes(folder: Path) -> list[int]:
     )
 
 
-def open_segments(folder: Path, incarnation: int, covered_index: int) -> tuple[list[Segment], Tail, int]:
-    """A log's segments, what its end is, and the last one's file, open. Writes nothing.
+def open_segments(folder: Path, incarnation: int, covered_index: int) -> tuple[list[Segment], Tail]:
+    """A log's segments, and what its end is. Writes nothing.
 
-    Before the file is written it must be mended. Raises LOG_DAMAGED, NEWER_FORMAT.
+    Before the last file is written to it must be mended. Raises LOG_DAMAGED, NEWER_FORMAT; OSError.
     """
     bases = base_indexes(folder) if folder.exists() else []
     if not bases:
@@ -76,28 +81,25 @@ def open_segments(folder: Path, incarnation: int, covered_index: int) -> tuple[l
     segments = [Segment(folder, incarnation, base, 0) for base in bases]
     for segment in segments:
         segment.end = segment.path.stat().st_size
-    file = os.open(segments[-1].path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        tail = recover(folder, incarnation, bases[-1], file)
-        segments[-1] = tail.segment
-        if len(segments) > 1 and not tail.segment.end:
-            # Nothing is in the last segment: the log's end is in the one before, which was synced whole.
-            before = _survey_sealed(segments[-2], folder, bases[-1])
-            segments[-2], tail.publish_time_ms = before.segment, before.publish_time_ms
-        if tail.next_index < covered_index:
-            raise error(
-                "LOG_DAMAGED",
-                f"{tail.segment.path} ends with index {tail.next_index - 1} at byte {tail.segment.end}: messages "
-                f"up to {covered_index - 1} were stored",
-                file=tail.segment.path,
-                offset=tail.segment.end,
-                next_index=tail.next_index,
-                covered_index=covered_index,
-            )
-    except BaseException:
-        os.close(file)
-        raise
-    return segments, tail, file
+    with open(segments[-1].path, "rb") as file:
+        tail = recover(folder, incarnation, bases[-1], file.fileno())
+    segments[-1] = tail.segment
+    if len(segments) > 1 and not tail.segment.end:
+        # Nothing is in the last segment: the log's end is in the one before, which was synced whole.
+        before = _survey_sealed(segments[-2], folder, bases[-1])
+        segments[-2], tail.publish_time_ms = before.segment, before.publish_time_ms
+    if tail.next_index < covered_index:
+        raise error(
+            "LOG_DAMAGED",
+            f"{tail.segment.path} ends with index {tail.next_index - 1} at byte {tail.segment.end}: messages "
+            f"up to {covered_index - 1} were stored",
+            file=tail.segment.path,
+            offset=tail.segment.end,
+            next_index=tail.next_index,
+            covered_index=covered_index,
+        )
+    tail.certain_index = max(tail.certain_index, covered_index)
+    return segments, tail
 
 
 def _survey_sealed(segment: Segment, folder: Path, next_base: int) -> Tail:
@@ -111,7 +113,7 @@ def _survey_sealed(segment: Segment, folder: Path, next_base: int) -> Tail:
 def survey(folder: Path, incarnation: int, base_index: int, file: int, end: int) -> Tail:
     """The intact records from the beginning of a segment on, up to an offset. Payloads are not looked at."""
     segment = Segment(folder, incarnation, base_index, 0)
-    tail = Tail(segment, base_index, 0, 0, records.END)
+    tail = Tail(segment, base_index, 0, 0, base_index, records.END)
     while segment.end < end and tail.why == records.END:
         piece = read_piece(file, incarnation, segment.end, end, tail.next_index)
         _add(tail, piece)
@@ -138,13 +140,17 @@ def recover(folder: Path, incarnation: int, base_index: int, file: int) -> Tail:
     path, end, why = tail.segment.path, tail.segment.end, tail.why
     if why in (records.NEWER, records.NOT_CONTIGUOUS):
         raise damaged(path, end, WHAT_STANDS_THERE[why], why)
-    synced = max(tail.synced_offset, _synced_behind(tail, file, size))
+    synced = max(tail.synced_offset, _synced_after(tail, file, size))
     if end < synced:
         raise damaged(path, end, f"{WHAT_STANDS_THERE[why]}, but the file was synced up to {synced}")
     kept = _intact_end(tail, file, synced)
     if kept < end:
         tail = survey(folder, incarnation, base_index, file, kept)
     tail.synced_offset = synced
+    if synced < kept:
+        tail.certain_index = int(read_piece(file, incarnation, synced, kept, -1).table[0, BASE])
+    else:
+        tail.certain_index = tail.next_index
     tail.cut_bytes = size - kept
     tail.cut_records = _headers(incarnation, file, kept, size)
     return tail
@@ -154,7 +160,8 @@ def mend(tail: Tail, file: int) -> None:
     """Cuts the torn tail off, writes again what is kept above the synced offset, and syncs.
 
     After a failed sync the kernel takes pages for written that the disk does not have: writing them again is what
-    brings them there. Raises OSError, and can be tried again.
+    brings them there. The entries of the folders are synced too, for a copied or restored log. Raises OSError, and
+    can be tried again.
     """
     end = tail.segment.end
     if tail.cut_bytes:
@@ -171,10 +178,13 @@ def mend(tail: Tail, file: int) -> None:
     while at < end:
         at += os.pwrite(file, os.pread(file, min(CHUNK_BYTES, end - at), at), at)
     os.fsync(file)
+    folder = tail.segment.path.parent
+    for made in (folder, folder.parent, folder.parent.parent):
+        sync_folder(made)
 
 
-def _synced_behind(tail: Tail, file: int, size: int) -> int:
-    """The highest synced offset that an intact record behind the first damage names; 0 if there is none."""
+def _synced_after(tail: Tail, file: int, size: int) -> int:
+    """The highest synced offset that an intact record after the first damage names; 0 if there is none."""
     incarnation, highest = tail.segment.incarnation, 0
     at = _next_header(incarnation, file, tail.segment.end + 1, size)
     while at < size:

@@ -20,11 +20,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
 
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import MessageId, Position
-from spark.ranges import Range
-from spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
 
 LIMIT_SECONDS = 30
 """Nothing here takes so long."""

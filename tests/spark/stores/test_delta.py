@@ -9,11 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from seqdedupe_spark.stores import delta
+from seqdedupe_spark.stores.contract import OutputStore, Stored
+from seqdedupe_spark.stores.delta import DeltaStore
 
 from seqdedupe.errors import SeqdedupeError
-from spark.stores import delta
-from spark.stores.contract import OutputStore, Stored
-from spark.stores.delta import DeltaStore
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, OTHER, SCHEMA, TOPIC, at, ns, numbers, over, refused
 from tests.spark.stores.harnesses import DeltaHarness
 

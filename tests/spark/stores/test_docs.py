@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from seqdedupe_spark.stores.contract import StoreFactory
 
-from spark.stores.contract import StoreFactory
 from tests.spark.stores.conformance import StoreConformance, StoreHarness
 
 PAGE = Path(__file__).parents[3] / "docs" / "spark-stores.md"

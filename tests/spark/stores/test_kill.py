@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from seqdedupe_spark.stores.contract import Stored
 
-from spark.stores.contract import Stored
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, StoreHarness, at, ns
 from tests.spark.stores.database import COMMIT, MOVE, wait_for_the_end, waits
 from tests.spark.stores.harnesses import PostgresHarness, SqliteHarness

@@ -11,11 +11,11 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
+from seqdedupe_spark.stores import postgres
+from seqdedupe_spark.stores.contract import OutputStore, Stored
+from seqdedupe_spark.stores.postgres import PostgresStore
 
 from seqdedupe.errors import UnavailableError
-from spark.stores import postgres
-from spark.stores.contract import OutputStore, Stored
-from spark.stores.postgres import PostgresStore
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, at, ns, numbers, over, refused
 from tests.spark.stores.database import COMMIT, wait_for_the_end, waits
 from tests.spark.stores.harnesses import PostgresHarness

@@ -6,8 +6,8 @@ import pyarrow as pa
 
 from seqdedupe.client import blocking
 from seqdedupe.client.reader import StoredBatch
-from spark.columns import SCHEMA, to_arrow
-from spark.ranges import Range
+from seqdedupe_spark.columns import SCHEMA, to_arrow
+from seqdedupe_spark.ranges import Range
 
 MAX_ROWS = 16_384
 """Stored batches are joined until they have so many rows; a single one may have more."""

@@ -17,6 +17,10 @@ LEAST_JAVA = 17
 DEFAULT_MASTER = "local[*,4]"
 """All cores of this machine, and as many tries of a task as on a cluster."""
 
+_SOURCE_FOLDER = str(Path(__file__).absolute().parents[1])
+"""Where `pyspark_seqdedupe` lies: Spark's search for data sources looks into the folders of the path only, and an
+editable install is none."""
+
 _LOGGING = Path(__file__).with_name("log4j2.properties").absolute()
 
 _GATEWAY = "PYSPARK_GATEWAY_PORT"
@@ -32,7 +36,7 @@ def start_session(name: str, master: str | None = None) -> SparkSession:
     """The session of spark-submit or of Spark Connect where there is one, else a new one on `master`.
 
     Raises INVALID_CONFIGURATION, before anything is started, if there is no Java. Workers on this machine can import
-    what is in the current directory.
+    what is in the current directory, and find the data source.
     """
     if not (_GATEWAY in os.environ or _REMOTE in os.environ):
         check_java()
@@ -40,11 +44,16 @@ def start_session(name: str, master: str | None = None) -> SparkSession:
         if "SPARK_CONF_DIR" not in os.environ:
             os.environ.setdefault("SPARK_SUBMIT_OPTS", f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}")
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = workers_path(os.getcwd())
     builder = SparkSession.builder.appName(name)
     if _REMOTE not in os.environ:
         builder = builder.config("spark.ui.showConsoleProgress", "false")
     return (builder.master(master) if master else builder).getOrCreate()
+
+
+def workers_path(*folders: str | Path) -> str:
+    """The PYTHONPATH for Spark's own Python processes: these folders, that of the data source, and what it was."""
+    return os.pathsep.join([*map(str, folders), _SOURCE_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def check_java() -> None:

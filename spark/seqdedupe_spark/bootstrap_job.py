@@ -1,4 +1,4 @@
-"""Where do producers go on? `python -m spark.bootstrap_job OUTPUT --topic TOPIC`, or `--parquet PATH …`
+"""Where do producers go on? `python -m seqdedupe_spark.bootstrap_job OUTPUT --topic TOPIC`, or `--parquet PATH …`
 
 Writes the highest sequence ID of each producer to a file of watermarks (`docs/formats-watermarks.md`), by which a new
 topic takes over the history of an old one, or one that is kept in Parquet files.
@@ -24,9 +24,9 @@ from seqdedupe.command import address_option
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.watermarks import Watermark, write
-from spark import planning
-from spark.command import run_command
-from spark.session import start_session
+from seqdedupe_spark import planning
+from seqdedupe_spark.command import run_command
+from seqdedupe_spark.session import start_session
 
 PRODUCER_COLUMN = "__producerName"
 SEQUENCE_ID_COLUMN = "__sequenceId"
@@ -175,5 +175,10 @@ def main(
     click.echo(f"{output}: watermarks of {count:,} producers")
 
 
+def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.bootstrap_job") -> int:
+    """Runs the command, with this process's arguments if none are given; returns the exit status."""
+    return run_command(main, name, arguments=arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(run_command(main, "spark.bootstrap_job"))
+    sys.exit(run_main())

@@ -1,4 +1,4 @@
-"""Does a topic hold each message once? `python -m spark.audit_job TOPIC …`
+"""Does a topic hold each message once? `python -m seqdedupe_spark.audit_job TOPIC …`
 
 Of each topic, from its first message left to the last one there is when the audit starts, it tells exactly:
 
@@ -39,16 +39,16 @@ from seqdedupe.command import address_option
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
-from spark import planning
-from spark.audit_late import DOUBLED, OUT_OF_ORDER, ROWS_SCHEMA, Judgement, judge, suspect_rows
-from spark.audit_ranges import SUMMARY, TopicMerge, summarise
-from spark.audit_report import Example, Finding, Report, TopicReport
-from spark.command import run_command
-from spark.failures import typed_failures
-from spark.options import Selection
-from spark.ranges import Range
-from spark.reading import read_stored
-from spark.session import start_session
+from seqdedupe_spark import planning
+from seqdedupe_spark.audit.late import DOUBLED, OUT_OF_ORDER, ROWS_SCHEMA, Judgement, judge, suspect_rows
+from seqdedupe_spark.audit.ranges import SUMMARY, TopicMerge, summarise
+from seqdedupe_spark.audit.report import Example, Finding, Report, TopicReport
+from seqdedupe_spark.command import run_command
+from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.options import Selection
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.reading import read_stored
+from seqdedupe_spark.session import start_session
 
 MIN_RANGE_MESSAGES = 50_000
 """A range that a task looks at has about so many messages at least."""
@@ -252,5 +252,10 @@ def selection_of(topics: Sequence[str], pattern: str | None) -> Selection:
     return Selection("--topics-pattern", pattern=pattern)
 
 
+def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.audit_job") -> int:
+    """Runs the command, with this process's arguments if none are given; returns the exit status."""
+    return run_command(main, name, arguments=arguments, failed=COULD_NOT_BE_DONE)
+
+
 if __name__ == "__main__":
-    sys.exit(run_command(main, "spark.audit_job", failed=COULD_NOT_BE_DONE))
+    sys.exit(run_main())

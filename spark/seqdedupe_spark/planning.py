@@ -12,8 +12,8 @@ from seqdedupe.client.connection import Backoff
 from seqdedupe.errors import NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from spark.options import NO_LIMITS, Limits, Place, Selection, Time
-from spark.ranges import NOT_PARTITIONED, Range, partition_of
+from seqdedupe_spark.options import NO_LIMITS, Limits, Place, Selection, Time
+from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, partition_of
 
 PATIENCE_SECONDS = 30.0
 """A sidecar that cannot be reached, or recovers, is asked again for so long."""

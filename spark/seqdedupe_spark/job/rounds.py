@@ -15,12 +15,12 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.client.connection import Backoff
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
-from spark.columns import SCHEMA, plain
-from spark.frames import DataFrameTransform, FrameTask, run_tasks, sql
-from spark.options import Options
-from spark.positions import Positions, Standing
-from spark.range_task import Output, RangeTask, Report, Step, Transform, output_schema
-from spark.stores.contract import Stored, StoreFactory
+from seqdedupe_spark.columns import SCHEMA, plain
+from seqdedupe_spark.job.frames import DataFrameTransform, FrameTask, run_tasks, sql
+from seqdedupe_spark.job.positions import Positions, Standing
+from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
+from seqdedupe_spark.options import Options
+from seqdedupe_spark.stores.contract import Stored, StoreFactory
 
 GIVE_UP_SECONDS = 120.0
 """Rounds that fail for so long, though another try should help, end the run."""

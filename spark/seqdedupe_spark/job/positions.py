@@ -7,11 +7,11 @@ from typing import NamedTuple
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
-from spark import planning
-from spark.options import Limits, Options
-from spark.range_task import Step
-from spark.ranges import Range
-from spark.stores.contract import Advance, OutputStore, Stored
+from seqdedupe_spark import planning
+from seqdedupe_spark.job.range_task import Step
+from seqdedupe_spark.options import Limits, Options
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored
 
 FIRST_START = "*"
 """Stored as a topic when the first start has given every topic its position: what is found later begins at its

@@ -1,6 +1,6 @@
 """Spark looks here for the data source `seqdedupe`: it imports every module named `pyspark_*` that it finds."""
 
-from spark.source import SeqdedupeDataSource
+from seqdedupe_spark.source import SeqdedupeDataSource
 
 
 class DefaultSource(SeqdedupeDataSource):

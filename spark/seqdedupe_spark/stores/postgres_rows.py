@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import Connection
 
-from spark.stores.kinds import BAD_VALUES, Column, Kind, bad_value, json_texts, kind_of, quoted
+from seqdedupe_spark.stores.kinds import BAD_VALUES, Column, Kind, bad_value, json_texts, kind_of, quoted
 
 _TYPES: dict[Kind, tuple[str, ...]] = {
     Kind.BOOLEAN: ("boolean",),

@@ -4,9 +4,9 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from spark import planning
-from spark.positions import FIRST_START
-from spark.stores.contract import OutputStore, Stored, StoreFactory
+from seqdedupe_spark import planning
+from seqdedupe_spark.job.positions import FIRST_START
+from seqdedupe_spark.stores.contract import OutputStore, Stored, StoreFactory
 
 
 def positions_of(store: StoreFactory, job: str) -> dict[str, Stored]:

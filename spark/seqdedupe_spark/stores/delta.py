@@ -17,8 +17,8 @@ from deltalake.exceptions import (
 
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId, Position
-from spark.stores.contract import Advance, OutputStore, Stored
-from spark.stores.kinds import (
+from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored
+from seqdedupe_spark.stores.kinds import (
     BAD_VALUES,
     Column,
     Kind,

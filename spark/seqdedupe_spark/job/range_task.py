@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from seqdedupe.errors import SeqdedupeError, error
-from spark.columns import to_arrow
-from spark.dedupe import Deduplicator
-from spark.ranges import Range
-from spark.reading import joined, read_range, read_stored
-from spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
+from seqdedupe_spark.columns import to_arrow
+from seqdedupe_spark.dedupe import Deduplicator
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.reading import joined, read_range, read_stored
+from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
 
 Transform = Callable[[pa.RecordBatch], pa.RecordBatch | None]
 """Row by row: what it makes of a message may depend on that message alone. None stands for no rows."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from seqdedupe.batch import Binary, Int64s
 from seqdedupe.client.reader import StoredBatch
-from spark.ranges import partition_of
+from seqdedupe_spark.ranges import partition_of
 
 TIME = pa.timestamp("us", "UTC")
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from seqdedupe.errors import error
-from spark.stores.contract import Advance, OutputStore, Stored
-from spark.stores.kinds import (
+from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored
+from seqdedupe_spark.stores.kinds import (
     BAD_VALUES,
     Column,
     Kind,

@@ -20,10 +20,10 @@ from pyspark.sql.functions import spark_partition_id
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from seqdedupe.errors import SeqdedupeError, error
-from spark.failures import typed_failures
-from spark.range_task import Output, Report, Step, all_done
-from spark.reading import read_range
-from spark.stores.contract import Advance
+from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.job.range_task import Output, Report, Step, all_done
+from seqdedupe_spark.reading import read_range
+from seqdedupe_spark.stores.contract import Advance
 
 DataFrameTransform = Callable[[DataFrame], DataFrame]
 

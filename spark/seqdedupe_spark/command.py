@@ -1,5 +1,7 @@
 """Running a Spark command: what Spark raises is an error of one line too."""
 
+from collections.abc import Sequence
+
 import click
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
@@ -8,10 +10,12 @@ from seqdedupe import command as commands
 from seqdedupe.command import FAILED, say
 
 
-def run_command(command: click.Command, name: str, *, failed: int = FAILED) -> int:
+def run_command(
+    command: click.Command, name: str, *, arguments: Sequence[str] | None = None, failed: int = FAILED
+) -> int:
     """As `seqdedupe.command.run_command`; what Spark raises is status `failed` too."""
     try:
-        return commands.run_command(command, name, failed=failed)
+        return commands.run_command(command, name, arguments=arguments, failed=failed)
     except Py4JJavaError as e:
         what = e.java_exception.toString()
     except (PySparkException, Py4JError) as e:

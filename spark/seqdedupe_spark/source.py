@@ -18,13 +18,13 @@ from pyspark.sql.types import StructType
 from seqdedupe.client import blocking
 from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, error
 from seqdedupe.message_id import Position
-from spark import options as user_options
-from spark import planning
-from spark.columns import SCHEMA, plain, to_arrow
-from spark.options import NO_LIMITS, Options
-from spark.planning import Loss
-from spark.ranges import Range
-from spark.reading import joined, read_range, read_stored
+from seqdedupe_spark import options as user_options
+from seqdedupe_spark import planning
+from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
+from seqdedupe_spark.options import NO_LIMITS, Options
+from seqdedupe_spark.planning import Loss
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.reading import joined, read_range, read_stored
 
 NAME = "seqdedupe"
 

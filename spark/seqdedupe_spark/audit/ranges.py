@@ -14,7 +14,7 @@ import pyarrow as pa
 from seqdedupe.batch import Batch, Int32s, Int64s
 from seqdedupe.client.reader import StoredBatch
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_SEQUENCE_ID, NO_SEQUENCE_ID
-from spark.dedupe import ProducerNumbers, grown
+from seqdedupe_spark.dedupe import ProducerNumbers, grown
 
 EXAMPLES = 5
 """How many of each kind a report shows of a topic: those that stand first."""

@@ -13,7 +13,7 @@ import pyarrow.types as t
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId, Position
-from spark.stores.contract import Stored
+from seqdedupe_spark.stores.contract import Stored
 
 
 class Kind(Enum):

@@ -4,10 +4,10 @@ from functools import partial
 from pathlib import Path
 
 from seqdedupe.errors import error
-from spark.stores.contract import StoreFactory
-from spark.stores.delta import DeltaStore
-from spark.stores.postgres import PostgresStore
-from spark.stores.sqlite import SqliteStore
+from seqdedupe_spark.stores.contract import StoreFactory
+from seqdedupe_spark.stores.delta import DeltaStore
+from seqdedupe_spark.stores.postgres import PostgresStore
+from seqdedupe_spark.stores.sqlite import SqliteStore
 
 _FORMS = "sqlite:///file.db, sqlite:////folder/file.db, postgresql://user@host/database or delta:///folder/table"
 

@@ -3,7 +3,7 @@
 import time
 from typing import TextIO
 
-from spark.job import Round
+from seqdedupe_spark.job.rounds import Round
 
 LINE_SECONDS = 5.0
 """How often a line is printed where it cannot be rewritten."""

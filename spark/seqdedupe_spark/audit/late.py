@@ -14,8 +14,8 @@ import pyarrow as pa
 from seqdedupe.batch import Int64s
 from seqdedupe.client.reader import StoredBatch
 from seqdedupe.limits import MAX_SEQUENCE_ID, NO_SEQUENCE_ID
-from spark.audit_ranges import EXAMPLES, Suspects, indexes_of
-from spark.dedupe import split
+from seqdedupe_spark.audit.ranges import EXAMPLES, Suspects, indexes_of
+from seqdedupe_spark.dedupe import split
 
 DOUBLED = "doubled"
 OUT_OF_ORDER = "out_of_order"

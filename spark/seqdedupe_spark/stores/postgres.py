@@ -11,9 +11,18 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
 from seqdedupe.errors import error
-from spark.stores.contract import Advance, OutputStore, Stored, Watermarks
-from spark.stores.kinds import Column, check_schema, check_table, from_cells, one_line, quoted, split_name, to_cells
-from spark.stores.postgres_rows import copy_in, declared_type, fits
+from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, Watermarks
+from seqdedupe_spark.stores.kinds import (
+    Column,
+    check_schema,
+    check_table,
+    from_cells,
+    one_line,
+    quoted,
+    split_name,
+    to_cells,
+)
+from seqdedupe_spark.stores.postgres_rows import copy_in, declared_type, fits
 
 IDLE_TIMEOUT_SECONDS = 60
 """So long may the next batch of rows be in coming; then the server ends the transaction, and lets go of its locks."""

@@ -1,4 +1,4 @@
-"""`python -m spark.reader_job`: topics into a table, each message once. As a library: `ReaderJob`."""
+"""`python -m seqdedupe_spark.reader_job`: topics into a table, each message once. As a library: `ReaderJob`."""
 
 import importlib
 import json
@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,16 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.command import address_option
 from seqdedupe.errors import error
-from spark import options
-from spark.command import run_command
-from spark.failures import typed_failures
-from spark.job import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
-from spark.operations import positions_of, reset_position
-from spark.progress import Progress, summary, text
-from spark.range_task import Transform
-from spark.session import start_session
-from spark.source import SeqdedupeDataSource
-from spark.stores.urls import from_url
+from seqdedupe_spark import options
+from seqdedupe_spark.command import run_command
+from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.job.operations import positions_of, reset_position
+from seqdedupe_spark.job.progress import Progress, summary, text
+from seqdedupe_spark.job.range_task import Transform
+from seqdedupe_spark.job.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
+from seqdedupe_spark.session import start_session
+from seqdedupe_spark.source import SeqdedupeDataSource
+from seqdedupe_spark.stores.urls import from_url
 
 __all__ = ["JobConfig", "ReaderJob", "Round"]
 
@@ -238,5 +238,10 @@ def reset(job: str, store_url: str, topic: str, place: str, address: str, as_jso
         click.echo(f"{topic}: {after.position}, epoch {after.epoch} (before: {was})")
 
 
+def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.reader_job") -> int:
+    """Runs the command, with this process's arguments if none are given; returns the exit status."""
+    return run_command(cli, name, arguments=arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(run_command(cli, "spark.reader_job"))
+    sys.exit(run_main())

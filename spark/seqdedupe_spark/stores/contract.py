@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
-from spark.ranges import Range
+from seqdedupe_spark.ranges import Range
 
 
 class Stored(NamedTuple):

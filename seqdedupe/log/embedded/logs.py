@@ -1,0 +1,157 @@
+"""All embedded logs of a sidecar: one folder, in which each log has a folder of its own."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from seqdedupe.errors import DamagedError, SeqdedupeError, error
+from seqdedupe.files import sync_folder, write_synced
+from seqdedupe.log.contract import LogName
+from seqdedupe.log.embedded.commit import Committer
+from seqdedupe.log.embedded.log import EmbeddedLog, Shared
+from seqdedupe.log.embedded.segment import SUFFIX, unreadable
+from seqdedupe.log.embedded.tail import base_indexes, open_segments
+from seqdedupe.log.embedded.window import ReadAhead
+from seqdedupe.names import topic_name
+
+DEFAULT_SEGMENT_BYTES = 128 * 1024 * 1024
+READ_THREADS = 4
+
+TOPIC_FILE = "topic"
+"""In a log's folder: the full name of its topic, for the case that the store is lost."""
+
+SECRET_FILE = "secret"
+"""In a log's folder: what makes its records its own. Never served."""
+
+T = TypeVar("T")
+
+
+class EmbeddedLogs:
+    """The logs of one folder, which no other process may use. Satisfies `seqdedupe.log.contract.Logs`.
+
+    `clock_ms` gives publish times. `fatal` is called, in a thread, with a reason when what is on the disk is not
+    known any more: it must end the process. A segment is left behind when it exceeds `segment_bytes`; whole segments
+    may be trimmed while the others hold at least `retention_size_bytes` or when all that is in them is older than
+    `retention_time_ms`; None is no such limit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        clock_ms: Callable[[], int],
+        fatal: Callable[[str], None],
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        retention_size_bytes: int | None = None,
+        retention_time_ms: int | None = None,
+    ) -> None:
+        self._folder = folder
+        self._fatal = fatal
+        self._committer: Committer | None = None
+        self._shared = Shared(
+            clock_ms=clock_ms,
+            segment_bytes=segment_bytes,
+            retention_size_bytes=retention_size_bytes,
+            retention_time_ms=retention_time_ms,
+            committer=lambda: self.committer,
+            threads=ThreadPoolExecutor(READ_THREADS, "seqdedupe-log"),
+            read_ahead=ReadAhead(),
+        )
+
+    @property
+    def committer(self) -> Committer:
+        """The commit thread, started when it is first asked for, on the event loop."""
+        if self._committer is None:
+            self._committer = Committer(self._shared.clock_ms, self._fatal)
+        return self._committer
+
+    async def list(self) -> list[LogName]:
+        """See `Logs.list`."""
+        try:
+            return await self._in_thread(_names, self._folder)
+        except OSError as e:
+            raise unreadable(self._folder, e) from e
+
+    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
+        """See `Logs.create`."""
+        try:
+            await self._in_thread(self._create, incarnation, topic, secret)
+        except OSError as e:
+            raise error("LOG_REFUSED", f"the log of topic {topic} cannot be made: {e}") from e
+
+    def _create(self, incarnation: int, topic: str, secret: bytes) -> None:
+        folder = self._of(incarnation)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not base_indexes(folder):
+            write_synced(folder / SECRET_FILE, secret)
+            write_synced(folder / TOPIC_FILE, topic.encode())
+            # Last: a log with a segment has all that it needs.
+            os.close(os.open(folder / f"{0:020d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        for made in (folder, self._folder, self._folder.parent):
+            sync_folder(made)
+
+    async def delete(self, incarnation: int) -> None:
+        """See `Logs.delete`."""
+        try:
+            await self._in_thread(self._delete, incarnation)
+        except OSError as e:
+            raise error("LOG_REFUSED", f"the log {self._of(incarnation)} cannot be removed: {e}") from e
+
+    def _delete(self, incarnation: int) -> None:
+        folder = self._of(incarnation)
+        if folder.exists():
+            shutil.rmtree(folder)
+            sync_folder(self._folder)
+
+    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> EmbeddedLog:
+        """See `Logs.open`.
+
+        A torn tail, which a crash leaves, is left out and counted in the log's `cut_bytes` and `cut_records`; it
+        is cut, and the end of the log made durable again, by the first `open_for_writing`. So a full disk can be
+        opened and read.
+        """
+        folder = self._of(incarnation)
+        try:
+            try:
+                opened = await self._in_thread(open_segments, folder, incarnation, covered_index)
+            except DamagedError:
+                opened = await self._in_thread(open_segments, folder, incarnation, covered_index)
+        except OSError as e:
+            raise unreadable(folder, e) from e
+        return EmbeddedLog(self._shared, folder, *opened)
+
+    async def close(self) -> None:
+        """See `Logs.close`."""
+        if self._committer is not None:
+            await self._committer.close()
+        self._shared.threads.shutdown()
+
+    def _of(self, incarnation: int) -> Path:
+        return self._folder / str(incarnation)
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._shared.threads, function, *arguments)
+
+
+def _names(folder: Path) -> list[LogName]:
+    if not folder.exists():
+        return []
+    incarnations = sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdecimal())
+    return [LogName(incarnation, _topic(folder / str(incarnation))) for incarnation in incarnations]
+
+
+def _topic(folder: Path) -> str | None:
+    """The name that a log's folder says; None if it does not say one yet."""
+    path = folder / TOPIC_FILE
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        return topic_name(text) if text else None
+    except SeqdedupeError as e:
+        raise error("LOG_DAMAGED", f"{path} does not say the name of a topic: {e.message}", file=path) from e

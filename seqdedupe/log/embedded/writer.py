@@ -1,0 +1,287 @@
+"""The end of one topic's log: packs records, writes them, goes on in a new segment, undoes what failed."""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from seqdedupe.files import sync_folder
+from seqdedupe.format import records
+from seqdedupe.log.contract import Failure, Outcome, Run, Runs
+from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
+from seqdedupe.log.embedded.tail import Tail, mend
+
+GROUP_APPENDS = 256
+"""So many appends of a topic are in one group at most: what the event loop is told of at once, it settles at once.
+
+Twice as many buffers (each has a header) fit into one `writev` of Linux, which takes 1,024.
+"""
+GATHER_BYTES = 512 * 1024
+"""A group as large as this takes longer to write than waiting for more would save."""
+
+
+class Append(NamedTuple):
+    """What is handed over: an encoded batch."""
+
+    body: bytes
+    rows: int
+    column_bytes: int
+
+
+class Opening:
+    """One opening for writing. Made on the event loop, and handed over; `marked` and `failed` belong to the thread.
+
+    `hand_over` gives it to the commit thread, which takes what there is.
+    """
+
+    def __init__(
+        self,
+        writer: "Writer",
+        hand_over: Callable[["Opening"], None],
+        term: int,
+        token: bytes,
+        settle: Callable[[Outcome], None],
+    ) -> None:
+        self.writer = writer
+        self.term = term
+        self.token = token
+        self.settle = settle
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.opened = False
+        """Whether the event loop knows that the marker is durable."""
+        self.marked = False
+        self.failed = False
+        self._appends: deque[Append] = deque()
+        self._hand_over = hand_over
+        self._queued = False
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wakes the thread if it does not know yet that there is something."""
+        if not self._queued:
+            self._queued = True
+            self._hand_over(self)
+
+    def append(self, append: Append) -> None:
+        """Hands an append to the thread."""
+        self._appends.append(append)
+        self._wake()
+
+    def take(self) -> list[Append]:
+        """What has been appended, up to a group. The rest, and what is appended from now on, wakes the thread again."""
+        self._queued = False
+        taken = [self._appends.popleft() for _ in range(min(len(self._appends), GROUP_APPENDS))]
+        if self._appends:
+            self._wake()
+        return taken
+
+
+class Written(NamedTuple):
+    """What became of an opening's marker or of some of its appends, for the event loop."""
+
+    opening: Opening
+    runs: list[Runs]
+    """Of the appends, message IDs; none for the marker."""
+
+    base_index: int
+    """Of the segment written to, which may be new."""
+
+    end: int
+    """Up to here that segment is durable."""
+
+    next_index: int
+    points: list[Point]
+    """What the sparse index gets."""
+
+    failure: Failure | None = None
+    why: str = ""
+
+
+class FatalError(Exception):
+    """What is on the disk is not known any more, or could not be undone: the process must end."""
+
+
+class Writer:
+    """The end of one topic's log. Belongs to the commit thread.
+
+    What opening the log found is mended before anything is written. `on_news` is called on the event loop with what
+    was written. The file is opened when it is needed, and stays open until `let_go`.
+    """
+
+    def __init__(self, folder: Path, tail: Tail, segment_bytes: int, on_news: Callable[[Written], None]) -> None:
+        self.on_news = on_news
+        self.has_more_coming = False
+        """Whether the last group makes it likely that waiting for more is worth it."""
+        segment = tail.segment
+        self._folder = folder
+        self._incarnation = segment.incarnation
+        self._base_index = segment.base_index
+        self._end = self._synced = segment.end
+        self._next_index = tail.next_index
+        self._publish_time_ms = tail.publish_time_ms
+        self._last_point = segment.points[-1].offset if segment.points else -POINT_INTERVAL_BYTES
+        self._segment_bytes = segment_bytes
+        self._opening: Opening | None = None
+        self._to_mend: Tail | None = tail
+        self._file: int | None = None
+        self._broken = False
+        self._closed = False
+
+    def write(self, opening: Opening, now_ms: int) -> Written | None:
+        """Writes what an opening has handed over, its marker first, and does not sync yet.
+
+        None if there is nothing to do: an older opening's appends, those after a failure, and what is left when the
+        log has been closed are dropped. A failed write is undone before it is returned as refused. Raises FatalError
+        if that fails.
+        """
+        appends = opening.take()
+        if self._broken or self._closed:
+            return None
+        if not opening.marked:
+            opening.marked = True
+            self._opening = opening
+        elif self._opening is not opening or opening.failed or not appends:
+            return None
+        try:
+            file = self._opened()
+            if self._to_mend is not None:
+                mend(self._to_mend, file)
+                self._to_mend = None
+        except OSError as e:
+            return self._refused(opening, f"the log cannot be opened for writing: {e}")
+        self._publish_time_ms = max(self._publish_time_ms, now_ms)
+        try:
+            file = self._roll(file)
+            buffers, news = self._pack(opening, appends) if appends else self._pack_marker(opening)
+            _write_all(file, buffers, self._end)
+        except OSError as e:
+            self._undo(file)
+            return self._refused(opening, f"the log cannot be written: {e}")
+        if news.points:
+            self._last_point = news.points[-1].offset
+        self.has_more_coming = len(appends) > 1 and news.end - self._end < GATHER_BYTES
+        self._end, self._next_index = news.end, news.next_index
+        return news
+
+    def sync(self) -> None:
+        """Makes what was written durable. Raises FatalError."""
+        if self._broken:
+            # A sync that succeeds after one that failed proves nothing.
+            raise FatalError(f"{self._path()} could not be synced before")
+        if self._synced < self._end and self._file is not None:
+            try:
+                os.fdatasync(self._file)
+            except OSError as e:
+                self._broken = True
+                raise FatalError(f"{self._path()} cannot be synced: {e}") from e
+            self._synced = self._end
+
+    @property
+    def holds_a_file(self) -> bool:
+        """Whether the file is open."""
+        return self._file is not None
+
+    def let_go(self) -> None:
+        """Closes the file for now. Only when all that was written is synced, or is not to be confirmed any more."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def close(self) -> None:
+        """Lets go of the file for good."""
+        self._closed = True
+        self.let_go()
+
+    def _opened(self) -> int:
+        if self._file is None:
+            self._file = os.open(self._path(), os.O_RDWR | os.O_CLOEXEC)
+        return self._file
+
+    def _refused(self, opening: Opening, why: str) -> Written:
+        opening.failed = True
+        return Written(opening, [], self._base_index, self._end, self._next_index, [], Failure.REFUSED, why)
+
+    def _path(self) -> Path:
+        return self._folder / f"{self._base_index:020d}{SUFFIX}"
+
+    def _roll(self, file: int) -> int:
+        """Goes on in a new segment if this one is long enough. Raises OSError if there can be none now."""
+        if self._end < self._segment_bytes or self._next_index == self._base_index:
+            return file
+        self.sync()
+        path = self._folder / f"{self._next_index:020d}{SUFFIX}"
+        new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.close(file)
+        self._file = new
+        self._base_index, self._end, self._synced = self._next_index, 0, 0
+        self._last_point = -POINT_INTERVAL_BYTES
+        try:
+            sync_folder(self._folder)
+        except OSError as e:
+            self._broken = True
+            raise FatalError(f"{self._folder} cannot be synced: {e}") from e
+        return new
+
+    def _undo(self, file: int) -> None:
+        """Cuts off what a failed write has left. What was written before it is synced too."""
+        try:
+            os.ftruncate(file, self._end)
+            os.fsync(file)
+        except OSError as e:
+            self._broken = True
+            raise FatalError(f"{self._path()} cannot be cut after a failed write: {e}") from e
+        self._synced = self._end
+
+    def _pack(self, opening: Opening, appends: list[Append]) -> tuple[list[bytes], Written]:
+        buffers: list[bytes] = []
+        runs: list[Runs] = []
+        points: list[Point] = []
+        end, next_index, last_point = self._end, self._next_index, self._last_point
+        for body, rows, column_bytes in appends:
+            if end >= last_point + POINT_INTERVAL_BYTES:
+                points.append(Point(next_index, end, self._publish_time_ms))
+                last_point = end
+            header = records.batch_header(
+                body,
+                rows=rows,
+                column_bytes=column_bytes,
+                incarnation=self._incarnation,
+                file_offset=end,
+                base_index=next_index,
+                publish_time_ms=self._publish_time_ms,
+                synced_offset=self._synced,
+            )
+            buffers.append(header)
+            buffers.append(body)
+            runs.append((Run(rows, self._incarnation, next_index),))
+            end += len(header) + len(body)
+            next_index += rows
+        return buffers, Written(opening, runs, self._base_index, end, next_index, points)
+
+    def _pack_marker(self, opening: Opening) -> tuple[list[bytes], Written]:
+        points: list[Point] = []
+        if self._end >= self._last_point + POINT_INTERVAL_BYTES:
+            points.append(Point(self._next_index, self._end, self._publish_time_ms))
+        record = records.marker_record(
+            opening.term,
+            opening.token,
+            incarnation=self._incarnation,
+            file_offset=self._end,
+            next_index=self._next_index,
+            publish_time_ms=self._publish_time_ms,
+            synced_offset=self._synced,
+        )
+        return [record], Written(opening, [], self._base_index, self._end + len(record), self._next_index, points)
+
+
+def _write_all(file: int, buffers: list[bytes], offset: int) -> None:
+    """Writes the buffers one after the other. Raises OSError; then any part of them may have been written."""
+    size = sum(map(len, buffers))
+    written = os.pwritev(file, buffers, offset)
+    if written < size:
+        # Short, as on a disk that is filling up: writing the rest tells why.
+        rest = memoryview(b"".join(buffers))
+        while written < size:
+            written += os.pwrite(file, rest[written:], offset + written)

@@ -1,0 +1,1 @@
+"""What a topic holds twice, out of order or not at all."""

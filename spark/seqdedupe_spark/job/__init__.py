@@ -1,0 +1,1 @@
+"""The reader job: topics into a table, each message once."""
