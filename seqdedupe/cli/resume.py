@@ -41,7 +41,7 @@ class Resume:
                 found = True
             elif record.sequence_id > self.after:
                 if not found and record.number:
-                    raise self._changed("is not there any more")
+                    raise self._changed("is no longer there")
                 found = True
                 yield record
         if not found:
@@ -91,8 +91,8 @@ class Resume:
         if not self._trust_source:
             raise error(
                 "SOURCE_UNVERIFIED",
-                f"producer {self._producer.name!r} has published up to sequence ID {self.after}, and whether this "
-                f"file is the one published cannot be told: {why_not}; nothing was sent",
+                f"producer {self._producer.name!r} has published up to sequence ID {self.after}, and it cannot "
+                f"be told whether this file is the one that was published: {why_not}; nothing was sent",
                 sequence_id=self.after,
             )
 

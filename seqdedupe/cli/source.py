@@ -199,7 +199,8 @@ class Source:
         """The error of an `unfinished_line`."""
         return error(
             "SOURCE_INCOMPLETE",
-            f"{self._path}, line {self.unfinished_line}, the last one, has no end; it was not published",
+            f"{self._path}, line {self.unfinished_line}, the last one, does not end with a newline; "
+            "it was not published",
             line=self.unfinished_line,
         )
 

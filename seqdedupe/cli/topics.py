@@ -20,7 +20,8 @@ def position_json(position: Position) -> dict[str, Any]:
 
 
 def _state(topic: admin_pb2.Topic) -> str:
-    return admin_pb2.TopicState.Name(topic.state).removeprefix("TOPIC_STATE_")
+    known = topic.state in admin_pb2.TopicState.values()  # a newer sidecar may say more
+    return admin_pb2.TopicState.Name(topic.state).removeprefix("TOPIC_STATE_") if known else str(topic.state)
 
 
 def _messages(topic: admin_pb2.Topic) -> int:

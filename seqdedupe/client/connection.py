@@ -87,7 +87,7 @@ class SidecarAddress:
             raise error(
                 "INVALID_REQUEST",
                 f"{text[:80]!r} is not a sidecar's address: it should be host:port or unix:path",
-                hint="Leave out http:// and the like, say the port, and put an IPv6 address in brackets.",
+                hint="Leave out http:// and the like, give the port, and put an IPv6 address in brackets.",
             )
         return cls(text)
 
@@ -130,6 +130,7 @@ async def call(address: SidecarAddress, method: Callable[..., Awaitable[T]], req
 
     Raises what the call is refused for, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
     """
+    check_not_forked()
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + CALL_TIMEOUT_SECONDS
     while True:

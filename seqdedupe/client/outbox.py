@@ -125,7 +125,7 @@ class Outbox:
         if incarnation != self._incarnation or term < self._term or persisted < floor:
             raise error(
                 "DATA_LOSS",
-                f"the sidecar answers a state older than one that it has answered before, or of another topic: "
+                f"the sidecar answers with an older state than before, or with that of another topic: "
                 f"persisted sequence ID {persisted} (at least {floor} before), term {term} ({self._term}), "
                 f"incarnation {incarnation} ({self._incarnation})",
                 persisted=persisted,
@@ -174,7 +174,7 @@ class Outbox:
         if incarnation != self._incarnation:
             raise error(
                 "DATA_LOSS",
-                f"the topic was made anew under this producer: incarnation {incarnation}, before {self._incarnation}",
+                f"the topic was recreated: its incarnation is {incarnation}, and was {self._incarnation} before",
                 incarnation=incarnation,
                 incarnation_before=self._incarnation,
             )
@@ -242,15 +242,15 @@ class Outbox:
 
     def outcome_unknown(self, what: str) -> SeqdedupeError:
         """The error of those that are given up: why, what is durable all the same, and how many messages are not."""
-        why, durable = self.last_refusal, self.durable_sequence_id
+        why, durable, left = self.last_refusal, self.durable_sequence_id, self.rows_without_receipt
         because = "" if why is None else f": {why}"
         up_to = f"everything up to sequence ID {durable} is durable" if durable >= 0 else "nothing is durable yet"
         given_up = error(
             "OUTCOME_UNKNOWN",
-            f"{what}{because}; {up_to}, {self.rows_without_receipt} messages have no receipt",
+            f"{what}{because}; {up_to}, {left:,} {'message has' if left == 1 else 'messages have'} no receipt",
             hint=None if why is None else why.hint,
             durable_sequence_id=durable,
-            messages_without_receipt=self.rows_without_receipt,
+            messages_without_receipt=left,
         )
         if why is not None:
             given_up.numbers["last_refusal"] = why.reason

@@ -129,7 +129,7 @@ class Reader:
     reads on by itself, and for a topic that recovers it waits, for as long as it takes, without skipping or doubling a
     message: `position` is that of the last one handed out.
 
-    Raises `PositionError` if that cannot be (the messages are trimmed, or the topic was made anew), `NotFoundError`
+    Raises `PositionError` if that cannot be (the messages are trimmed, or the topic was recreated), `NotFoundError`
     for an unknown topic, `DamagedError` for what is damaged where it reads.
     """
 
@@ -336,7 +336,7 @@ class Reader:
         if self._incarnation not in (None, incarnation):
             raise error(
                 "POSITION_UNKNOWN",
-                f"{self.topic} was made anew: its incarnation is {incarnation}, the position is of {self._incarnation}",
+                f"{self.topic} was recreated: its incarnation is {incarnation}, the position is of {self._incarnation}",
                 incarnation=incarnation,
                 position_incarnation=self._incarnation,
             )

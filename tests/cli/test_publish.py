@@ -209,7 +209,7 @@ def test_a_last_line_without_its_end_waits_for_it(run: Run, tmp_path: Path, name
         )  # fmt: skip
         assert done.returncode == 1
         assert b"1 records read" in done.stdout
-        assert b"the last one, has no end; it was not published [SOURCE_INCOMPLETE]" in done.stderr
+        assert b"the last one, does not end with a newline; it was not published [SOURCE_INCOMPLETE]" in done.stderr
     write(b"one\nfourteen\nfifteen")
     run(*publish, "--final")
     assert run("read", f"unfinished-{name}").stdout == b"one\nfourteen\nfifteen\n"
@@ -229,7 +229,7 @@ def test_a_record_within_whose_quotes_a_file_ends_is_not_published(run: Run, tmp
         [COMMAND, "publish", "a.csv", "--topic", "quotes", "--producer", "p", "--address", _address(run)],
         cwd=tmp_path, capture_output=True, timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
-    assert b"a.csv, line 3, the last one, has no end" in done.stderr
+    assert b"a.csv, line 3, the last one, does not end" in done.stderr
     assert run("read", "quotes").stdout == b"1\n"
 
 
@@ -341,7 +341,7 @@ def test_an_error_says_what_is_durable_and_json_errors_are_json(
     error = json.loads(line)["error"]
     assert error["reason"] == "OUTCOME_UNKNOWN"
     assert error["message"].startswith("no receipt within 1 seconds: no connection to the sidecar at")
-    assert "everything up to sequence ID 0 is durable, 1 messages have no receipt" in error["message"]
+    assert "everything up to sequence ID 0 is durable, 1 message has no receipt" in error["message"]
     assert "Connection refused" in error["message"]
     assert error["hint"].startswith("Nothing listens there")
     assert error["hint"].endswith("Started again, the command goes on after what is durable.")

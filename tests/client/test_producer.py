@@ -295,7 +295,9 @@ async def test_the_delivery_timeout_ends_the_waiting(shared_sidecar: Sidecar, to
         proxy.refuses = True
         proxy.cut()
         receipt = await producer.send(b"too late")
-        with pytest.raises(OutcomeUnknownError, match=r"within 0\.3 seconds: .*up to sequence ID 0 is durable, 1 mess"):
+        with pytest.raises(
+            OutcomeUnknownError, match=r"within 0\.3 seconds: .*up to sequence ID 0 is durable, 1 message has"
+        ):
             await receipt
         assert producer.durable_sequence_id == 0
         proxy.refuses = False
