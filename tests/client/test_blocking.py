@@ -249,6 +249,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(before, 0)[1]) == 0
 client = Client(sys.argv[1])
 producer = client.producer("forks", "p")
 producer.open()
+producer.send(b"first").result(30)
 receipt = producer.send(b"parent")
 reader = client.reader("forks")
 next(reader)
