@@ -175,20 +175,43 @@ REASONS: dict[str, Reason] = {
     "POSITION_TRIMMED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Messages behind the position are gone by retention. Start again from the earliest if that is acceptable.",
+        "Messages after the position are gone by retention. Start again from the earliest if that is acceptable.",
     ),
     "POSITION_UNKNOWN": Reason(
         PositionError,
         "OUT_OF_RANGE",
         "The topic was made anew, or has lost its end, since the position was taken. Find out which first.",
     ),
+    "POSITION_OF_ANOTHER_INCARNATION": Reason(
+        PositionError,
+        "OUT_OF_RANGE",
+        "The topic was deleted and made anew since the position was taken. Start again from the earliest if that is "
+        "what you want.",
+    ),
+    "POSITION_AFTER_END": Reason(
+        PositionError,
+        "OUT_OF_RANGE",
+        "The topic has lost its end since the position was taken: was an old copy of the data restored?",
+    ),
+    "POSITION_DIVERGED": Reason(
+        PositionError,
+        "OUT_OF_RANGE",
+        "Another message stands there now: an old copy of the log was restored and has grown again. What was read "
+        "before is not what the topic holds.",
+    ),
     # Data that is not there.
     "DATA_LOSS": Reason(
         DataLossError, "DATA_LOSS", "Acknowledged messages are missing: was an old copy of the data restored?"
     ),
     "LOG_DAMAGED": _damaged("Restore the log from a copy. Nothing was changed; do not start on it in the meantime."),
-    "STORE_DAMAGED": _damaged("Restore the store from a copy that is not older than the log."),
+    "STORE_DAMAGED": _damaged(
+        "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
+        "and start once with --rebuild-store, which makes its records anew from the logs."
+    ),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
+    "OLDER_FORMAT": _damaged(
+        "Start the version that wrote it. Its data is not converted: publish anew what is still needed."
+    ),
     "STORE_MISSING": _damaged(
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "
         "the record anew from the log."

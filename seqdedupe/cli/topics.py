@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from seqdedupe.cli.options import common, connect, connect_to, print_json, print_table
+from seqdedupe.command import printable
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -24,7 +25,10 @@ def _state(topic: admin_pb2.Topic) -> str:
     return admin_pb2.TopicState.Name(topic.state).removeprefix("TOPIC_STATE_") if known else str(topic.state)
 
 
-def _messages(topic: admin_pb2.Topic) -> int:
+def _messages(topic: admin_pb2.Topic) -> int | None:
+    """How many can be read; None where that cannot be known."""
+    if topic.state == admin_pb2.TOPIC_STATE_DAMAGED:
+        return None
     return topic.last.index + 1 - topic.first_index
 
 
@@ -32,6 +36,7 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
     return {
         "name": topic.name,
         "state": _state(topic),
+        "why": topic.why or None,
         "deduplication_enabled": topic.policy.deduplication_enabled,
         "messages": _messages(topic),
         "first_index": topic.first_index,
@@ -53,9 +58,9 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         return
     for name, value in (
         ("topic", topic.name),
-        ("state", _state(topic)),
+        ("state", _state(topic) + (f": {topic.why}" if topic.why else "")),
         ("deduplication", _on_off(topic)),
-        ("messages", f"{_messages(topic):,}, indexes {topic.first_index} to {topic.last.index}"),
+        ("messages", _shown(_messages(topic)) + f", indexes {topic.first_index} to {topic.last.index}"),
         ("last", Position.from_proto(topic.last)),
         ("snapshot", f"up to index {topic.snapshot_index}, not included"),
         ("producers", f"{topic.producers:,}"),
@@ -63,7 +68,11 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since the start"),
         ("refused", f"{topic.refused:,} frames since the start"),
     ):
-        click.echo(f"{name:<14}{value}")
+        click.echo(f"{name:<14}{printable(str(value))}")
+
+
+def _shown(number: int | None) -> str:
+    return "?" if number is None else f"{number:,}"
 
 
 def _on_off(topic: admin_pb2.Topic) -> str:
@@ -86,7 +95,7 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
         return
     print_table(
         ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
-        [(t.name, _state(t), _on_off(t), _messages(t), t.producers, t.log_bytes) for t in found],
+        [(t.name, _state(t), _on_off(t), _shown(_messages(t)), t.producers, t.log_bytes) for t in found],
     )
 
 

@@ -303,7 +303,7 @@ class Reader:
             self._stop_index = last.index + 1
             if self._next_index is not None and self._next_index > self._stop_index:
                 raise error(
-                    "POSITION_UNKNOWN",
+                    "POSITION_AFTER_END",
                     f"index {self._next_index} is after the end of {self.topic}, whose next one is {self._stop_index}",
                     index=self._next_index,
                     end_index=self._stop_index,
@@ -335,7 +335,7 @@ class Reader:
     def _check_incarnation(self, incarnation: int) -> None:
         if self._incarnation not in (None, incarnation):
             raise error(
-                "POSITION_UNKNOWN",
+                "POSITION_OF_ANOTHER_INCARNATION",
                 f"{self.topic} was recreated: its incarnation is {incarnation}, the position is of {self._incarnation}",
                 incarnation=incarnation,
                 position_incarnation=self._incarnation,

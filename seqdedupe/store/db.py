@@ -22,6 +22,7 @@ from typing import ParamSpec, TypeVar
 from rocksdict import Rdict, ReadOptions, WriteBatch
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
+from seqdedupe.store import rocksdb
 from seqdedupe.store.mark import Mark
 from seqdedupe.store.records import (
     LAST_INCARNATION,
@@ -32,7 +33,7 @@ from seqdedupe.store.records import (
     topic_key,
     unseal,
 )
-from seqdedupe.store.rocksdb import close_rocksdb, create_rocksdb, open_rocksdb, rocksdb_errors, write
+from seqdedupe.store.rocksdb import close_rocksdb, create_rocksdb, open_rocksdb, rocksdb_errors
 from seqdedupe.store.topics import TopicRecord
 
 logger = logging.getLogger("seqdedupe.store")
@@ -59,7 +60,7 @@ class Store:
     """The store of one sidecar. Coroutines and writes belong to one event loop, reads to any thread.
 
     Everything raises STORE_UNAVAILABLE while RocksDB is not open; that starts opening it again, once at a
-    time, so trying again later helps. Reads and opening raise STORE_DAMAGED and NEWER_FORMAT.
+    time, so trying again later helps. Reads and opening raise STORE_DAMAGED, NEWER_FORMAT and OLDER_FORMAT.
     """
 
     def __init__(self, folder: Path, mark: Mark, opening: _Opening) -> None:
@@ -82,7 +83,8 @@ class Store:
         """Opens the store in this folder, or creates it if the folder is not there or is empty. Blocks.
 
         Where its disk is full it can only be read, until something is written and there is room. Raises
-        DIRECTORY_IN_USE, STORE_DAMAGED (some files missing included), NEWER_FORMAT, STORE_UNAVAILABLE.
+        DIRECTORY_IN_USE, STORE_DAMAGED (some files missing included), NEWER_FORMAT, OLDER_FORMAT,
+        STORE_UNAVAILABLE.
         """
         with rocksdb_errors(folder):
             if not folder.exists() or not any(folder.iterdir()):
@@ -179,7 +181,7 @@ class Store:
         opening = self._current()
         with self._failures(opening):
             opening.check_writable()
-            write(opening.db, batch)
+            rocksdb.write(opening.db, batch)
         return opening.number
 
     async def flush(self, opening: int) -> None:
@@ -205,9 +207,8 @@ class Store:
     def _sync(self, opening: _Opening) -> None:
         with self._failures(opening):
             opening.check_writable()
-            sequence = opening.db.latest_sequence_number()
-            opening.db.flush_wal(True)
-            self._mark.move(sequence)
+            # In this order: a number ahead of what is durable would make a power cut look like damage.
+            self._mark.move(rocksdb.sync(opening.db))
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs something in the store's thread, where it cannot meet a reopening."""

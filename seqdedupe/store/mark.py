@@ -1,8 +1,8 @@
 """The file DURABLE: the store's lock, its format version, and up to where its writes were durable.
 
-RocksDB takes a write-ahead log that was cut short, or is missing, for one whose end was never written. The
-number of RocksDB's last synced write, kept here, tells the two apart: a store that opens with a lower one has
-lost something that was durable.
+A write-ahead log that is torn, cut short or missing may be what a power cut left of it, or damage. The number of
+RocksDB's last synced write, kept here, tells the two apart: a store that opens with a lower one has lost something
+that was durable. It moves after the sync, never before: then a torn log would be taken for damage.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ from pathlib import Path
 import google_crc32c
 
 from seqdedupe.errors import error
-from seqdedupe.store.records import FORMAT_VERSION, newer
+from seqdedupe.store.records import FORMAT_VERSION, other_format
 
 FILE_NAME = "DURABLE"
 
@@ -39,7 +39,7 @@ class Mark:
 
     @staticmethod
     def open(folder: Path) -> "Mark":
-        """Raises DIRECTORY_IN_USE, STORE_DAMAGED, NEWER_FORMAT."""
+        """Raises DIRECTORY_IN_USE, STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
         try:
             descriptor = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError as e:
@@ -83,5 +83,5 @@ def _decoded(data: bytes) -> int:
     if magic != _MAGIC:
         raise error("STORE_DAMAGED", f"the store's file {FILE_NAME} is not one of this program")
     if version != FORMAT_VERSION:
-        raise newer("the store", version)
+        raise other_format("the store", version)
     return int(sequence)

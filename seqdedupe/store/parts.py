@@ -1,6 +1,7 @@
 """The parts of a stored snapshot, and how each is encoded: header, names, pages, deltas.
 
-All numbers are little-endian; keys are not (see `records`). Decoders raise STORE_DAMAGED and NEWER_FORMAT.
+All numbers are little-endian; keys are not (see `records`). Decoders raise STORE_DAMAGED, NEWER_FORMAT and
+OLDER_FORMAT.
 """
 
 import struct
@@ -19,30 +20,58 @@ PAGE_PRODUCERS = 4096
 Numbers = NDArray[np.int64]
 Slots = NDArray[np.int32]
 
-_POSITION = struct.Struct("<QQQBqqq")
+_POSITION = struct.Struct("<QQQBqqqQH")
 _HEADER = struct.Struct("<QQ")
 _COUNT = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPosition:
-    """Up to where a snapshot goes: term, the log's next index, number of producers, last message."""
+    """Up to where a snapshot goes: term, the log's next index, number of producers, last message; and the policy.
+
+    `ownership` is that of the last message's record, 0 if there is no message yet. `policy` is what is in force
+    there, in the bytes of its control record; empty if none was ever set.
+    """
 
     term: int
     next_index: int
     producers: int
     message_id: MessageId | None
+    ownership: int = 0
+    policy: bytes = b""
 
     def encode(self) -> bytes:
-        present = self.message_id is not None
-        return _POSITION.pack(self.term, self.next_index, self.producers, present, *(self.message_id or (0, 0, 0)))
+        return (
+            _POSITION.pack(
+                self.term,
+                self.next_index,
+                self.producers,
+                self.message_id is not None,
+                *(self.message_id or (0, 0, 0)),
+                self.ownership,
+                len(self.policy),
+            )
+            + self.policy
+        )
 
     @staticmethod
-    def decode(body: bytes, at: int) -> "StoredPosition":
-        term, next_index, producers, present, *message_id = _POSITION.unpack_from(body, at)
-        return StoredPosition(term, next_index, producers, MessageId(*message_id) if present else None)
+    def decode(key: bytes, body: bytes, at: int) -> tuple["StoredPosition", int]:
+        """The position that stands there, and the byte after it."""
+        policy = at + _POSITION.size
+        if len(body) < policy:
+            raise damaged(key, "it is too short")
+        term, next_index, producers, present, *message_id, ownership, policy_bytes = _POSITION.unpack_from(body, at)
+        end = policy + policy_bytes
+        return StoredPosition(
+            term,
+            next_index,
+            producers,
+            MessageId(*message_id) if present else None,
+            ownership,
+            body[policy:end],
+        ), end
 
-    def is_behind(self, other: "StoredPosition") -> bool:
+    def falls_short_of(self, other: "StoredPosition") -> bool:
         """Whether it goes less far than the other one in anything. A later snapshot never does."""
         return self.term < other.term or self.next_index < other.next_index or self.producers < other.producers
 
@@ -65,10 +94,11 @@ class Header:
     @staticmethod
     def decode(key: bytes, value: bytes) -> "Header":
         body = unseal(key, value)
-        if len(body) != _HEADER.size + _POSITION.size:
+        position, end = StoredPosition.decode(key, body, _HEADER.size)
+        if len(body) != end:
             raise damaged(key, "its length is wrong")
         through, packed_names = _HEADER.unpack_from(body)
-        return Header(through, packed_names, StoredPosition.decode(body, _HEADER.size))
+        return Header(through, packed_names, position)
 
 
 START = Header(0, 0, StoredPosition(0, 0, 0, None))
@@ -98,14 +128,15 @@ class StoredDelta:
     @staticmethod
     def decode(key: bytes, value: bytes) -> "StoredDelta":
         body = unseal(key, value)
-        at = _POSITION.size + _COUNT.size
+        position, count = StoredPosition.decode(key, body, 0)
+        at = count + _COUNT.size
         if len(body) < at:
             raise damaged(key, "it is too short")
-        (rows,) = _COUNT.unpack_from(body, _POSITION.size)
+        (rows,) = _COUNT.unpack_from(body, count)
         if len(body) != at + 20 * rows:
             raise damaged(key, "its length is wrong")
         delta = StoredDelta(
-            StoredPosition.decode(body, 0),
+            position,
             np.frombuffer(body, "<i4", rows, at),
             np.frombuffer(body, "<i8", rows, at + 4 * rows),
             np.frombuffer(body, "<i8", rows, at + 12 * rows),

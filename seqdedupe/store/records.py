@@ -10,7 +10,7 @@ import google_crc32c
 
 from seqdedupe.errors import SeqdedupeError, error
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of the store as a whole and of every record in it."""
 
 LAST_INCARNATION = b"I"
@@ -57,14 +57,14 @@ def seal(key: bytes, body: bytes) -> bytes:
 
 
 def unseal(key: bytes, value: bytes) -> bytes:
-    """The body of a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT."""
+    """The body of a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
     if len(value) < _SEAL.size:
         raise damaged(key, f"it is {len(value)} bytes long")
     crc, version = _SEAL.unpack_from(value)
     if google_crc32c.extend(google_crc32c.value(key), value[4:]) != crc:
         raise damaged(key, "its checksum is wrong")
     if version != FORMAT_VERSION:
-        raise newer(f"the record {key.hex()}", version)
+        raise other_format(f"the record {key.hex()}", version)
     return value[_SEAL.size :]
 
 
@@ -73,11 +73,11 @@ def damaged(key: bytes, what: str) -> SeqdedupeError:
     return error("STORE_DAMAGED", f"the store's record {key.hex()} is damaged: {what}")
 
 
-def newer(what: str, version: int) -> SeqdedupeError:
-    """The error of something of another format version than this code knows."""
+def other_format(what: str, version: int) -> SeqdedupeError:
+    """The error of something of another format version than this code reads."""
     return error(
-        "NEWER_FORMAT",
-        f"{what} has format version {version}, known is {FORMAT_VERSION}",
+        "NEWER_FORMAT" if version > FORMAT_VERSION else "OLDER_FORMAT",
+        f"{what} has format version {version}, read is {FORMAT_VERSION}",
         version=version,
         known_version=FORMAT_VERSION,
     )

@@ -24,7 +24,7 @@ from rocksdict import (
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.store.mark import Mark
-from seqdedupe.store.wal import check_logs
+from seqdedupe.store.wal import whole_part
 
 MEMTABLE_BYTES = 16 * 1024 * 1024
 MEMTABLES = 4
@@ -42,9 +42,8 @@ def _options(create: bool) -> Options:
     options = Options(raw_mode=True)
     options.create_if_missing(create)
     options.set_error_if_exists(create)
-    # The default stops silently at a flipped byte and loses what follows; this one takes only a torn end for
-    # that.
-    options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
+    # What is torn or damaged has been found and cut off before RocksDB reads (`wal`).
+    options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
     options.set_compression_type(DBCompressionType.none())
     options.set_write_buffer_size(MEMTABLE_BYTES)
     options.set_max_write_buffer_number(MEMTABLES)
@@ -84,6 +83,13 @@ def write(db: Rdict, batch: WriteBatch) -> None:
     db.write(batch, options)
 
 
+def sync(db: Rdict) -> int:
+    """Makes durable what was written before; up to which sequence number that is."""
+    sequence: int = db.latest_sequence_number()
+    db.flush_wal(True)
+    return sequence
+
+
 def create_rocksdb(folder: Path) -> None:
     """Makes a new store in a folder that does not exist or is empty: whole, or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -101,22 +107,33 @@ def create_rocksdb(folder: Path) -> None:
 
 
 def open_rocksdb(folder: Path, mark: Mark, *, read_only: bool = False) -> Rdict:
-    """Opens an existing store; for reading only, that needs no room on the disk. Raises STORE_DAMAGED,
-    STORE_UNAVAILABLE."""
+    """Opens an existing store; for reading only, that needs no room on the disk.
+
+    A torn end that was never durable is cut off. Raises STORE_DAMAGED, if something durable is missing too;
+    STORE_UNAVAILABLE.
+    """
     access = AccessType.read_only() if read_only else AccessType.read_write()
     with rocksdb_errors(folder):
-        check_logs(folder)
+        whole = whole_part(folder)
+        _check_durable(folder, whole.sequence, mark)
+        whole.cut()
         db = Rdict(str(folder), _options(create=False), access_type=access)
-        sequence = db.latest_sequence_number()
+        try:
+            _check_durable(folder, db.latest_sequence_number(), mark)
+        except BaseException:
+            db.close()
+            raise
+    return db
+
+
+def _check_durable(folder: Path, sequence: int, mark: Mark) -> None:
     if sequence < mark.sequence:
-        db.close()
         raise error(
             "STORE_DAMAGED",
             f"the store {folder} has lost durable writes: it ends at {sequence}, and was at {mark.sequence}",
             sequence=sequence,
             durable_sequence=mark.sequence,
         )
-    return db
 
 
 def close_rocksdb(db: Rdict) -> None:

@@ -57,7 +57,10 @@ class Delta:
     `message_id` is that of message `next_index - 1`; None if there is no message yet. `first_name` is a
     number of producers that a durable snapshot knew, and `names` are all from that number on. `slots` are the
     numbers of the producers that changed, rising strictly, new ones or not; `persisted` (-1: none) and
-    `epochs` are theirs.
+    `epochs` are theirs: those that the log has confirmed, never one that is only in force.
+
+    `ownership` (64 bits, unsigned) is that of the same message's record, 0 if there is none. `policy` is what is
+    in force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set.
     """
 
     term: int
@@ -68,11 +71,13 @@ class Delta:
     slots: Slots
     persisted: Numbers
     epochs: Numbers
+    ownership: int = 0
+    policy: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A topic as its newest snapshot has it: columns by producer number, and the position as in `Delta`."""
+    """A topic as its newest snapshot has it: columns by producer number, position and policy as in `Delta`."""
 
     term: int
     next_index: int
@@ -80,6 +85,8 @@ class Loaded:
     names: list[bytes]
     persisted: Numbers
     epochs: Numbers
+    ownership: int = 0
+    policy: bytes = b""
 
 
 class Snapshots:
@@ -99,7 +106,8 @@ class Snapshots:
     def load(self) -> Loaded | None:
         """The topic as its newest snapshot has it; None if there is none. Blocks, in any thread.
 
-        Nothing may be written of this topic meanwhile. Raises STORE_DAMAGED, NEWER_FORMAT, STORE_UNAVAILABLE.
+        Nothing may be written of this topic meanwhile. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT,
+        STORE_UNAVAILABLE.
         """
         opening = self._store.opening
         header = self._stored_header()
@@ -119,8 +127,8 @@ class Snapshots:
             last_delta += 1
             if part_number(key) != last_delta:
                 raise damaged(key, f"it is not number {last_delta}, which should be there")
-            if delta.position.is_behind(position) or delta.position.producers > len(names):
-                raise damaged(key, "it is behind the snapshot before it, or before its names")
+            if delta.position.falls_short_of(position) or delta.position.producers > len(names):
+                raise damaged(key, "it goes less far than the snapshot before it, or its names are missing")
             merge(persisted, delta.slots, delta.persisted)
             merge(epochs, delta.slots, delta.epochs)
             position = delta.position
@@ -131,7 +139,16 @@ class Snapshots:
         self._position, self._delta_bytes = position, delta_bytes
         if last_delta == 0:
             return None
-        return Loaded(position.term, position.next_index, position.message_id, names, persisted, epochs)
+        return Loaded(
+            position.term,
+            position.next_index,
+            position.message_id,
+            names,
+            persisted,
+            epochs,
+            position.ownership,
+            position.policy,
+        )
 
     def write_delta(self, delta: Delta) -> int:
         """Writes a snapshot, whole or not at all, unsynced; `await store.flush()` with the number returned.
@@ -142,9 +159,11 @@ class Snapshots:
         self._catch_up()
         known = self._position.producers
         producers = delta.first_name + len(delta.names)
-        position = StoredPosition(delta.term, delta.next_index, producers, delta.message_id)
+        position = StoredPosition(
+            delta.term, delta.next_index, producers, delta.message_id, delta.ownership, delta.policy
+        )
         stored = StoredDelta(position, delta.slots, delta.persisted, delta.epochs)
-        if delta.first_name > known or position.is_behind(self._position) or not stored.is_sound():
+        if delta.first_name > known or position.falls_short_of(self._position) or not stored.is_sound():
             raise error("INTERNAL", f"the snapshot {position} cannot follow on {self._position}")
         batch = WriteBatch(raw_mode=True)
         # Names below `known` are stored, though perhaps not durable yet: this write becomes durable after
@@ -198,7 +217,7 @@ class Snapshots:
         self._position, self._delta_bytes = position, delta_bytes
 
     def _merge_pages(self, header: Header, persisted: Numbers, epochs: Numbers) -> None:
-        """Merges the pages; those behind the header's producers are of a compaction that did not end."""
+        """Merges the pages; those after the header's producers are of a compaction that did not end."""
         producers = header.position.producers
         covered = 0
         for key, value in self._parts(PAGE):

@@ -27,6 +27,8 @@ class State:
     names: list[bytes] = field(default_factory=list)
     persisted: dict[bytes, int] = field(default_factory=dict)
     epochs: dict[bytes, int] = field(default_factory=dict)
+    ownership: int = 0
+    policy: bytes = b""
 
     def after(self, delta: Delta) -> "State":
         """The state with a delta merged into it by maximum."""
@@ -37,7 +39,9 @@ class State:
             name = names[slot]
             persisted[name] = max(persisted[name], int(number))
             epochs[name] = max(epochs[name], int(epoch))
-        return State(delta.term, delta.next_index, delta.message_id, names, persisted, epochs)
+        return State(
+            delta.term, delta.next_index, delta.message_id, names, persisted, epochs, delta.ownership, delta.policy
+        )
 
 
 def state_of(loaded: Loaded | None) -> State:
@@ -51,6 +55,8 @@ def state_of(loaded: Loaded | None) -> State:
         loaded.names,
         dict(zip(loaded.names, loaded.persisted.tolist(), strict=True)),
         dict(zip(loaded.names, loaded.epochs.tolist(), strict=True)),
+        loaded.ownership,
+        loaded.policy,
     )
 
 
@@ -73,6 +79,8 @@ def delta(
         slots=np.array(slots, np.int32),
         persisted=np.array([changes[slot][0] for slot in slots], np.int64),
         epochs=np.array([changes[slot][1] for slot in slots], np.int64),
+        ownership=2**64 - term if next_index else 0,
+        policy=b"policy" * (next_index % 3),
     )
 
 

@@ -5,15 +5,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rocksdict import WriteBatch
+from rocksdict import Rdict, WriteBatch
 
 from seqdedupe.errors import ConfigurationError, DamagedError, UnavailableError
-from seqdedupe.store import mark
+from seqdedupe.store import mark, records, rocksdb
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import LAST_INCARNATION, seal, topic_key
+from seqdedupe.store.records import FORMAT_VERSION, LAST_INCARNATION, seal, topic_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
 from tests.store.model import INCARNATION, State, delta, load, save, state_of, topic
@@ -30,8 +29,10 @@ def put(store: Store, key: bytes, value: bytes) -> int:
 
 
 async def test_topics_are_there_again_after_a_restart(folder: Path) -> None:
-    first = TopicRecord("persistent://a/b/ünï", 5, TopicState.CREATING, deduplication_enabled=False)
+    secret = bytes(range(16))
+    first = TopicRecord("persistent://a/b/ünï", 5, TopicState.CREATING, deduplication_enabled=False, secret=secret)
     second = TopicRecord("persistent://a/b/c", 2**62, TopicState.DELETING)
+    assert str(secret) not in repr(first)
     store = Store.open(folder)
     assert store.topics() == []
     await store.put_topic(second)
@@ -112,24 +113,54 @@ def test_two_openings_in_one_process_are_refused_and_leave_the_first_alone(store
     assert store.topics() == []
 
 
-def test_a_store_of_a_newer_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as newer:
-        newer.setattr(mark, "FORMAT_VERSION", 2)
+OTHER_FORMATS = [(FORMAT_VERSION - 1, "OLDER_FORMAT"), (FORMAT_VERSION + 1, "NEWER_FORMAT")]
+
+
+@pytest.mark.parametrize(("version", "refusal"), OTHER_FORMATS)
+def test_a_store_of_another_format_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, version: int, refusal: str
+) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(mark, "FORMAT_VERSION", version)
         Store.open(folder).close()
-    with pytest.raises(DamagedError) as raised:
+    with pytest.raises(DamagedError, match=f"has format version {version}") as raised:
         Store.open(folder)
-    assert reason(raised) == "NEWER_FORMAT"
+    assert reason(raised) == refusal
 
 
-async def test_a_record_of_a_newer_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("version", "refusal"), OTHER_FORMATS)
+async def test_a_record_of_another_format_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, version: int, refusal: str
+) -> None:
     store = Store.open(folder)
-    monkeypatch.setattr("seqdedupe.store.records.FORMAT_VERSION", 2)
-    await store.put_topic(topic())
+    with monkeypatch.context() as other:
+        other.setattr(records, "FORMAT_VERSION", version)
+        await store.put_topic(topic())
     store.close()
-    monkeypatch.undo()
     with pytest.raises(DamagedError) as raised:
         Store.open(folder)
-    assert reason(raised) == "NEWER_FORMAT"
+    assert reason(raised) == refusal
+
+
+UMASK_077 = """
+import asyncio, os, sys
+from pathlib import Path
+from seqdedupe.store.db import Store
+from tests.store.model import topic
+
+os.umask(0o077)
+for number in (1, 2):
+    store = Store.open(Path(sys.argv[1]))
+    asyncio.run(store.put_topic(topic(number)))
+    store.close()
+"""
+
+
+def test_under_a_narrow_umask_nobody_else_can_read_the_store(folder: Path) -> None:
+    subprocess.run([sys.executable, "-c", UMASK_077, str(folder / "made" / "store")], check=True, timeout=100)
+    made = [folder, *folder.rglob("*")]
+    assert len(made) > 8
+    assert {str(path): path.stat().st_mode & 0o077 for path in made if path.stat().st_mode & 0o077} == {}
 
 
 @pytest.mark.parametrize("value", [b"", b"\0\0\0\0", b"\0\0\0\0\1", seal(b"another key", b"body")])
@@ -140,6 +171,17 @@ async def test_a_record_that_is_not_sealed_for_its_key_is_refused(folder: Path, 
     with pytest.raises(DamagedError) as raised:
         Store.open(folder)
     assert reason(raised) == "STORE_DAMAGED"
+
+
+async def test_files_of_other_names_beside_those_of_the_store_are_left_alone(folder: Path) -> None:
+    store = Store.open(folder)
+    await store.put_topic(topic())
+    store.close()
+    (folder / "notes.log").write_bytes(b"mine")
+    store = Store.open(folder)
+    assert store.topics() == [topic()]
+    store.close()
+    assert (folder / "notes.log").read_bytes() == b"mine"
 
 
 async def test_a_topic_above_the_last_incarnation_given_is_refused(folder: Path) -> None:
@@ -173,14 +215,14 @@ def test_an_empty_folder_is_used_and_any_other_is_not(folder: Path) -> None:
 
 async def test_callers_share_flushes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     syncs = 0
-    sync = Store._sync
+    sync = rocksdb.sync
 
-    def counted(self: Store, opening: Any) -> None:
+    def counted(db: Rdict) -> int:
         nonlocal syncs
         syncs += 1
-        sync(self, opening)
+        return sync(db)
 
-    monkeypatch.setattr(Store, "_sync", counted)
+    monkeypatch.setattr(rocksdb, "sync", counted)
     await asyncio.gather(*(store.put_topic(topic(number)) for number in range(1, 101)))
     assert len(store.topics()) == 100
     assert 1 <= syncs <= 2

@@ -10,6 +10,7 @@ import pytest
 from rocksdict import Rdict
 
 from seqdedupe.errors import DamagedError, UnavailableError, error
+from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
 from seqdedupe.store.mark import Mark
 from seqdedupe.store.rocksdb import open_rocksdb
@@ -145,20 +146,19 @@ def test_a_store_that_cannot_be_written_at_start_is_not_called_damaged(folder: P
 
 
 class SyncFailsOnce:
-    """Lets the next sync of RocksDB's log fail, after the write: what a failed fsync does."""
+    """Lets the next sync of RocksDB's log fail: what a failed fsync does."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-        move = store._mark.move
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sync = rocksdb.sync
         self.failed = False
 
-        def fail(sequence: int) -> None:
+        def fail(db: Rdict) -> int:
             if self.failed:
-                move(sequence)
-                return
+                return sync(db)
             self.failed = True
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(store._mark, "move", fail)
+        monkeypatch.setattr(rocksdb, "sync", fail)
 
 
 async def until_open(store: Store) -> None:
@@ -173,7 +173,7 @@ async def until_open(store: Store) -> None:
 
 
 async def test_a_failed_sync_fails_all_that_wait_for_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = SyncFailsOnce(monkeypatch, store)
+    fault = SyncFailsOnce(monkeypatch)
     results = await asyncio.gather(*(store.put_topic(topic(number)) for number in range(1, 11)), return_exceptions=True)
     assert fault.failed
     assert all(isinstance(result, UnavailableError) for result in results)
@@ -187,7 +187,7 @@ async def test_a_write_from_before_a_reopening_is_never_called_durable(
 ) -> None:
     snapshots = Snapshots(store, INCARNATION)
     written = snapshots.write_delta(delta(1, {0: (1, 1)}, names=[b"a"]))
-    SyncFailsOnce(monkeypatch, store)
+    SyncFailsOnce(monkeypatch)
     with pytest.raises(UnavailableError):
         await store.put_topic(topic(1))
     await until_open(store)
@@ -201,7 +201,7 @@ async def test_a_retry_says_names_again_whether_or_not_they_were_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshots = Snapshots(store, INCARNATION)
-    SyncFailsOnce(monkeypatch, store)
+    SyncFailsOnce(monkeypatch)
     with pytest.raises(UnavailableError):
         await save(store, snapshots, delta(1, {0: (1, 1)}, names=[b"a"]))
     await until_open(store)
@@ -211,7 +211,7 @@ async def test_a_retry_says_names_again_whether_or_not_they_were_lost(
 
 
 async def test_opening_again_happens_once_for_all_that_ask(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    SyncFailsOnce(monkeypatch, store)
+    SyncFailsOnce(monkeypatch)
     await asyncio.gather(*(store.put_topic(topic(number)) for number in (1, 2)), return_exceptions=True)
     for _ in range(100):
         with pytest.raises(UnavailableError):
@@ -225,7 +225,7 @@ async def test_a_store_that_turns_out_damaged_when_opened_again_says_so(
 ) -> None:
     store = Store.open(folder)
     await store.put_topic(topic())
-    SyncFailsOnce(monkeypatch, store)
+    SyncFailsOnce(monkeypatch)
     with pytest.raises(UnavailableError):
         await store.put_topic(topic())
     (folder / "CURRENT").unlink()
