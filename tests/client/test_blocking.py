@@ -257,7 +257,7 @@ child = os.fork()
 if not child:
     acts = (
         lambda: producer.send(b"child"), producer.flush, lambda: client.ends("forks"), client.admin.version,
-        lambda: Client(sys.argv[1]).admin.version(), lambda: next(reader), client.producer("forks", "q").open,
+        lambda: Client(sys.argv[1]).admin.version(), lambda: list(reader), client.producer("forks", "q").open,
     )
     os._exit(sum(not refused(act) for act in acts))
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
