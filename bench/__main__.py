@@ -23,6 +23,7 @@ FIGURES = (
     "reading",
     "snapshot_pause",
     "start",
+    "tag",
     "memory",
     "spark_source",
     "spark_postgres",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 StartSidecar = Callable[..., Sidecar]
 

@@ -2,7 +2,8 @@
 
 import grpc.aio
 
-from seqdedupe.client.connection import SidecarAddress, call
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import call
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2

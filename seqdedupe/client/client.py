@@ -6,16 +6,10 @@ from typing import NamedTuple, Self
 
 import grpc.aio
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client.admin import Admin
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import (
-    DEFAULT_ADDRESS,
-    SidecarAddress,
-    call,
-    check_not_forked,
-    new_channel,
-    typed_errors,
-)
+from seqdedupe.client.connection import DEFAULT_ADDRESS, call, check_not_forked, new_channel, typed_errors
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader, Start
 from seqdedupe.errors import UnavailableError, error
@@ -48,7 +42,7 @@ class Located(NamedTuple):
 class Client:
     """A client of the sidecar at `host:port` or `unix:path`: `async with Client(address) as client`.
 
-    Raises INVALID_REQUEST for an address that is none.
+    Raises INVALID_ADDRESS for text that is no address.
 
     Each producer and reader has a connection of its own, made when it is entered or first read; this object's is for
     `admin` and `wait_ready`. It belongs to one event loop.
@@ -56,7 +50,7 @@ class Client:
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
         self.address = address
-        self._address = SidecarAddress.of(address)
+        self._address = SidecarAddress.parse(address)
         self._channel: grpc.aio.Channel | None = None
         self._admin: Admin | None = None
 

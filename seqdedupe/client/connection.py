@@ -3,11 +3,9 @@
 import asyncio
 import os
 import random
-import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -15,6 +13,7 @@ from google.protobuf.any_pb2 import Any
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
 
 T = TypeVar("T")
@@ -44,9 +43,6 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 
-_ADDRESS = re.compile(r"unix:.+|(\[[^\s\[\]]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})", re.ASCII)
-_MAX_PORT = 65_535
-
 _DOMAIN = "seqdedupe"
 """Of the ErrorInfos that count."""
 
@@ -70,29 +66,6 @@ _LOST = {
     grpc.StatusCode.UNKNOWN,
 }
 """What gRPC says, beside UNAVAILABLE, when a connection breaks within a call."""
-
-
-@dataclass(frozen=True, slots=True)
-class SidecarAddress:
-    """Where a sidecar is: `host:port`, or `unix:path`."""
-
-    text: str
-
-    @classmethod
-    def of(cls, address: "str | SidecarAddress") -> Self:
-        """Raises INVALID_REQUEST for text that is no address."""
-        text = str(address)
-        found = _ADDRESS.fullmatch(text)
-        if not found or int(found["port"] or 0) > _MAX_PORT:
-            raise error(
-                "INVALID_REQUEST",
-                f"{text[:80]!r} is not a sidecar's address: it should be host:port or unix:path",
-                hint="Leave out http:// and the like, give the port, and put an IPv6 address in brackets.",
-            )
-        return cls(text)
-
-    def __str__(self) -> str:
-        return self.text
 
 
 _used = False
@@ -122,7 +95,7 @@ def new_channel(address: SidecarAddress) -> grpc.aio.Channel:
     global _used
     check_not_forked()
     _used = True
-    return grpc.aio.insecure_channel(address.text, options=_OPTIONS)
+    return grpc.aio.insecure_channel(str(address), options=_OPTIONS)
 
 
 async def call(address: SidecarAddress, method: Callable[..., Awaitable[T]], request: object) -> T:

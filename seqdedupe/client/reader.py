@@ -11,15 +11,9 @@ import grpc.aio
 import numpy as np
 
 from seqdedupe import wire
+from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import Batch, decode
-from seqdedupe.client.connection import (
-    CALL_TIMEOUT_SECONDS,
-    Backoff,
-    SidecarAddress,
-    check_not_forked,
-    new_channel,
-    typed_errors,
-)
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name

@@ -6,14 +6,9 @@ from typing import Any
 
 import grpc.aio
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import (
-    CALL_TIMEOUT_SECONDS,
-    Backoff,
-    SidecarAddress,
-    new_channel,
-    typed_errors,
-)
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, new_channel, typed_errors
 from seqdedupe.client.frames import decode_answer, encode_frames, receipt_columns, refusal_error
 from seqdedupe.client.outbox import Frame, Outbox
 from seqdedupe.client.receipts import PendingBatch
@@ -33,7 +28,7 @@ CLOSE_TIMEOUT_SECONDS = 30.0
 
 FULL_MESSAGE_BYTES = 160 * 1024
 """Frames that are ready together go out in one message until it is as large as this. More gains nothing, and keeps
-the sidecar waiting. With the largest batch at its end, it stays below 4 MiB."""
+the sidecar waiting. With the largest batch after it, it stays well below what the sidecar takes."""
 
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 _FIRST_DELAY_SECONDS = 0.02
@@ -172,6 +167,10 @@ class Session:
             try:
                 await self._connect()
             except UnavailableError as e:
+                if e.reason == "STREAM_IDLE" and not len(self.outbox):
+                    # The session stays: it is resumed when there is something to send.
+                    await self._wait_for_something_to_send()
+                    continue
                 self.outbox.held_up(e)
                 if not self._epochs and loop.time() > give_up_at:
                     self._fail(e)
@@ -180,6 +179,11 @@ class Session:
             except SeqdedupeError as e:
                 self._fail(e)
                 return
+
+    async def _wait_for_something_to_send(self) -> None:
+        while not len(self.outbox) and self.failure is None:
+            self._work.clear()
+            await self._work.wait()
 
     async def _connect(self) -> None:
         """Opens or resumes, then sends and takes answers until the connection breaks."""

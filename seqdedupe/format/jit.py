@@ -50,6 +50,23 @@ except ImportError:
         """The signed 64-bit little-endian number at this place of a buffer."""
         return int.from_bytes(bytes(raw[at : at + 8]), "little", signed=True)
 
+    def add64(a: int, b: int) -> int:
+        """The sum of two signed 64-bit numbers, which overflows as the processor's does."""
+        return _signed(a + b)
+
+    def shl64(a: int, bits: int) -> int:
+        """A signed 64-bit number shifted to the left; what is shifted out is lost."""
+        return _signed(a << bits)
+
+    def rotl64(a: int, bits: int) -> int:
+        """A signed 64-bit number rotated to the left, by 1 to 63 bits."""
+        return _signed(a << bits | (a & _MASK64) >> (64 - bits))
+
+    _MASK64 = 2**64 - 1
+
+    def _signed(a: int) -> int:
+        return (a + 2**63 & _MASK64) - 2**63
+
     crc_step: Any = None
     """CRC32C of eight more bytes as one instruction of the processor; None where there is none."""
 
@@ -121,6 +138,18 @@ else:
 
     load32 = _load(32)
     load64 = _load(64)
+
+    @for_kernels
+    def add64(a: int, b: int) -> int:
+        return a + b
+
+    @for_kernels
+    def shl64(a: int, bits: int) -> int:
+        return a << bits
+
+    @for_kernels
+    def rotl64(a: int, bits: int) -> int:
+        return (a << bits) | ((a >> (64 - bits)) & ((1 << bits) - 1))
 
     def _crc_step(typing_context, crc, word):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]

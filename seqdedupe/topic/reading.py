@@ -1,6 +1,6 @@
 """Pages of a topic for readers: where to start, how far to go, batches cut at both ends."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +15,20 @@ from seqdedupe.format.columns import (
     RECORD_END,
     ROWS,
 )
+from seqdedupe.format.headers import BATCH_TAG, header
 from seqdedupe.format.layout import layout_columns
-from seqdedupe.format.records import END, batch_header, body_of, scan_record, span
+from seqdedupe.format.records import END, body_of, ownership, scan_record, span
+from seqdedupe.format.tag import NO_KEY
 from seqdedupe.message_id import Position
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import TopicBase
 
 PAGE_BYTES = 1024 * 1024
 """What an answer holds, about: large enough that gRPC's cost a message does not count."""
+
+
+CUT_BYTES = 4_000_000
+"""With an answer around it, this is below gRPC's default limit of 4 MiB a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +97,16 @@ def check_index(topic: Topic, index: int) -> None:
 async def read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
     """The records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
 
-    `from_index` below `stop_index`, and `stop_index` at most the topic's readable index.
+    A batch that is larger than clients take by default is cut between its rows. `from_index` below `stop_index`, and
+    `stop_index` at most the topic's readable index.
     """
+    page = await _read_page(topic, from_index, stop_index, max_bytes)
+    while len(page.records) > CUT_BYTES and (rows := page.next_index - from_index) > 1:
+        page = await _read_page(topic, from_index, from_index + rows // 2, max_bytes)
+    return page
+
+
+async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
     raw = await topic.log.read(from_index, stop_index, max_bytes)
     covers = np.empty(5, np.int64)
     span(np.frombuffer(raw, np.uint8), covers)
@@ -113,15 +127,16 @@ async def read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: i
 def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int) -> tuple[bytes, int]:
     """The record at `at` with only those of its rows that were asked for, and where it ends."""
     places = np.empty(PLACES, np.int64)
-    if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, places) != END:
+    if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, NO_KEY, places) != END:
         raise error("LOG_DAMAGED", f"a record of topic {topic.name} at index {from_index} or after it cannot be read")
     base = int(places[BASE_INDEX])
     first, last = max(from_index - base, 0), min(stop_index - base, int(places[ROWS]))
     encoded = batches.decode(body_of(raw, places)).take(np.arange(first, last)).encode()
     cut = np.empty(PLACES, np.int64)
     layout_columns(np.frombuffer(encoded, np.uint8), 0, len(encoded), cut)
-    header = batch_header(
+    cut_header = header(
         encoded,
+        BATCH_TAG,
         rows=last - first,
         column_bytes=int(cut[COLUMNS_END]),
         incarnation=topic.log.incarnation,
@@ -129,14 +144,23 @@ def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_i
         base_index=base + first,
         publish_time_ms=int(places[PUBLISH_TIME_MS]),
         synced_offset=0,
+        ownership=ownership(places),
+        key=NO_KEY,
     )
-    return header + encoded, int(places[RECORD_END])
+    return cut_header + encoded, int(places[RECORD_END])
 
 
-async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> AsyncIterator[Page]:
+async def _page_bytes() -> int:
+    return PAGE_BYTES
+
+
+async def read_on(
+    topic: Topic, from_index: int, stop_index: int | None, room: Callable[[], Awaitable[int]] = _page_bytes
+) -> AsyncIterator[Page]:
     """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
 
-    Ends early when the topic closes. Raises LOG_DAMAGED when no more messages will come.
+    `room` is asked before each how many bytes it may have. Ends early when the topic closes. Raises LOG_DAMAGED when
+    no more messages will come.
     """
     here = from_index
     while stop_index is None or here < stop_index:
@@ -145,6 +169,6 @@ async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> Asyn
         if end <= here:
             topic.check_not_damaged()
             return
-        page = await read_page(topic, here, end, PAGE_BYTES)
+        page = await read_page(topic, here, end, await room())
         yield page
         here = page.next_index

@@ -203,7 +203,7 @@ def test_errors_are_json_where_json_is_asked_for(run: Run) -> None:
     for arguments, status, reason in (
         (("read", "unknown-topic", "--json"), 1, "TOPIC_NOT_FOUND"),
         (("topics", "--json", "--address", NOBODY), 1, "UNREACHABLE"),
-        (("topics", "--json", "--address", "nowhere"), 1, "INVALID_REQUEST"),
+        (("topics", "--json", "--address", "nowhere"), 1, "INVALID_ADDRESS"),
         (("topics", "--json", "--nix"), 2, "WRONG_USAGE"),
     ):
         error = json.loads(run(*arguments, status=status).stderr)["error"]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client import admin as _admin
 from seqdedupe.client import client as _client
 from seqdedupe.client.blocking.loop import run
@@ -11,7 +12,7 @@ from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.blocking.reader import Reader
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import DEFAULT_ADDRESS, SidecarAddress
+from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.reader import Start
 from seqdedupe.message_id import Position
 from seqdedupe.v1 import admin_pb2
@@ -61,7 +62,7 @@ class Client:
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
         self.address = address
-        self._address = SidecarAddress.of(address)
+        self._address = SidecarAddress.parse(address)
         self._client = _client.Client(address)
         self.admin = Admin(self._client)
 

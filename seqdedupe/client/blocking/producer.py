@@ -8,10 +8,11 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client.blocking.loop import event_loop, run
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import SidecarAddress, check_not_forked
+from seqdedupe.client.connection import check_not_forked
 from seqdedupe.client.producer import ProducerBase
 from seqdedupe.client.receipts import BatchResult, PendingBatch, Published
 from seqdedupe.errors import error

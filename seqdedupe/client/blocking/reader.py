@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.connection import SidecarAddress
 from seqdedupe.client.reader import Message, Start, StoredBatch
 from seqdedupe.message_id import Position
 
