@@ -177,7 +177,7 @@ def on_terminal(*arguments: str, environment: dict[str, str]) -> bytes:
 def test_names_and_payloads_do_nothing_to_a_terminal(
     run: Run, shared_sidecar: Sidecar, environment: dict[str, str]
 ) -> None:
-    with Client(shared_sidecar.address) as client, client.producer("evil", "p" + EVIL.strip()) as producer:
+    with Client(shared_sidecar.address) as client, client.producer("evil", "p\u202e") as producer:
         producer.send(EVIL.encode() + b"\xff", properties={EVIL: EVIL})
     shown = on_terminal("read", "evil", environment=environment)
     assert shown == ESCAPED.encode() + b"\\xff\r\n"
@@ -189,7 +189,7 @@ def test_names_and_payloads_do_nothing_to_a_terminal(
     assert run("read", "evil").stdout == EVIL.encode() + b"\xff\n"
     message = json.loads(run("read", "evil", "--json").stdout)
     assert message["properties"] == {EVIL: EVIL}
-    assert message["producer_name"] == "p" + EVIL.strip()
+    assert message["producer_name"] == "p\u202e"
 
 
 def test_a_mistyped_topic_is_told_what_may_be_meant(run: Run) -> None:
