@@ -13,12 +13,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from seqdedupe.errors import PositionError, SeqdedupeError, UnavailableError
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.job.frames import FrameTask, all_of, sql
 from seqdedupe_spark.job.range_task import Output
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.stores.contract import Advance
-from tests.sidecar import Sidecar
 from tests.spark.jobs import (
     JOB,
     OUTPUT,
