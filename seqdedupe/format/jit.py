@@ -64,15 +64,15 @@ except ImportError:
 
     def add64(a: int, b: int) -> int:
         """The sum of two signed 64-bit numbers, which overflows as the processor's does."""
-        return _signed(a + b)
+        return _signed(int(a) + int(b))
 
     def shl64(a: int, bits: int) -> int:
         """A signed 64-bit number shifted to the left; what is shifted out is lost."""
-        return _signed(a << bits)
+        return _signed(int(a) << bits)
 
     def rotl64(a: int, bits: int) -> int:
         """A signed 64-bit number rotated to the left, by 1 to 63 bits."""
-        return _signed(a << bits | (a & _MASK64) >> (64 - bits))
+        return _signed(int(a) << bits | (int(a) & _MASK64) >> (64 - bits))
 
     _MASK64 = 2**64 - 1
 
