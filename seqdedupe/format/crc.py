@@ -53,7 +53,7 @@ else:
     """The instruction takes three cycles and one can be begun in each: three stretches side by side."""
 
     def _lane_tables() -> np.ndarray:
-        """Four tables: what each byte of a remainder becomes behind `_LANE_BYTES` zero bytes."""
+        """Four tables: what each byte of a remainder becomes after `_LANE_BYTES` zero bytes."""
         tables = np.zeros((4, 256), np.int64)
         for place in range(4):
             remainders = np.arange(256, dtype=np.int64) << (8 * place)

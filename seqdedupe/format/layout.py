@@ -46,7 +46,7 @@ from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
 # What is wrong with a batch.
 CANONICAL = 0
 NOT_CANONICAL = 1
-"""Not the form that is stored; a legal but unusual encoding may be behind it."""
+"""Not the form that is stored; it may be a legal but unusual encoding."""
 NO_ROWS = 2
 TOO_MANY_ROWS = 3
 BAD_NAMES = 4

@@ -199,7 +199,8 @@ class Log(Protocol):
         """The first index that would be left if retention went on now; changes nothing.
 
         Everything below `covered_index` is covered by a durable snapshot. The last message of those stays, so the
-        answer is below `covered_index`, or `first_index`.
+        answer is below `covered_index`, or `first_index`. A control record that stands at that index (no message is
+        between) may go too: what is said there or before, and is still in force, has to be said again first.
         """
 
     async def trim(self, below_index: int) -> None:

@@ -347,7 +347,7 @@ class LogConformance:
         owner.append(100, 1, 20_000)
         await owner.until_failed()
         harness.allow_writes(log)
-        # There is room again, and the log was not opened: what is behind the refused one must not be taken.
+        # There is room again, and the log was not opened: what follows the refused one must not be taken.
         owner.append(101, 1)
         again = await Owner(log, 2).open()
         again.append(102, 1)

@@ -127,7 +127,7 @@ def on_disk(tmp_path: Path, base_index: int = 0) -> bytes:
 
 
 def is_cut_and_marked(tmp_path: Path, kept: bytes) -> bool:
-    """Whether the file is what was kept, and behind it the marker of who has opened the log for writing."""
+    """Whether the file is what was kept, and after it the marker of who has opened the log for writing."""
     raw = on_disk(tmp_path)
     return raw.startswith(kept) and len(raw) == len(kept) + MARKER_BYTES
 

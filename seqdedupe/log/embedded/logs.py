@@ -35,9 +35,9 @@ class EmbeddedLogs:
     """The logs of one folder, which no other process may use. Satisfies `seqdedupe.log.contract.Logs`.
 
     `clock_ms` gives publish times. `fatal` is called, in a thread, with a reason when what is on the disk is not
-    known any more: it must end the process. A segment is left behind when it exceeds `segment_bytes`; whole segments
-    may be trimmed while the others hold at least `retention_size_bytes` or when all that is in them is older than
-    `retention_time_ms`; None is no such limit.
+    known any more: it must end the process. A new segment is begun when the last one exceeds `segment_bytes`; whole
+    segments may be trimmed while the others hold at least `retention_size_bytes` or when all that is in them is older
+    than `retention_time_ms`; None is no such limit.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class Point(NamedTuple):
 
 @dataclass(slots=True)
 class Piece:
-    """Whole intact records that stand one behind the other in a file, and why there are no more of them."""
+    """Whole intact records that stand one after the other in a file, and why there are no more of them."""
 
     offset: int
     """Where `raw` begins in the file."""
@@ -86,7 +86,7 @@ class Piece:
         return self.offset + self.size
 
     def next_index(self, before: int) -> int:
-        """The index behind the records, if the one in front of them is `before`."""
+        """The index after the records, if the one before them is `before`."""
         return int(self.table[-1, BASE] + self.table[-1, COUNT]) if len(self.table) else before
 
 
@@ -137,7 +137,7 @@ def read_piece(
     payloads_from: int | None = None,
     read: Read = os.pread,
 ) -> Piece:
-    """The records from an offset of an open file on: about `size` bytes of them, at least one, none behind `end`.
+    """The records from an offset of an open file on: about `size` bytes of them, at least one, none beyond `end`.
 
     `next_index` is the index that the first one must have, -1 to believe it; `ownership` that of the record before it,
     0 to believe that it is the same. Payloads are checked where they are
