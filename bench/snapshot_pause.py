@@ -14,7 +14,7 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.snapshotter import Snapshotter
+from seqdedupe.topic.snapshotter import Intervals, Snapshotter
 
 PRODUCERS = 1_000_000
 CHANGED = 10_000
@@ -43,7 +43,15 @@ async def _pauses(folder: Path) -> tuple[float, float]:
         return 1, Position(1, MessageId(1, index), index)
 
     incarnation = store.next_incarnation(1)
-    snapshotter = Snapshotter(store, Snapshots(store, incarnation), producers, describe, next_index=0)
+    snapshotter = Snapshotter(
+        store,
+        Snapshots(store, incarnation),
+        producers,
+        describe,
+        next_index=0,
+        intervals=Intervals(2**62),
+        on_durable=lambda _: None,
+    )
     snapshotter._names_stored = 0
     await snapshotter.take()
     rng = np.random.default_rng(1)

@@ -11,10 +11,10 @@ import numpy as np
 from bench import setup
 from bench.figure import Figure, Ratio
 from broker_sidecar.config import Config
-from broker_sidecar.topics import Topics
+from broker_sidecar.data import Data
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.topic.admission import NumbersCache
-from seqdedupe.topic.publishing import Receipt, Refusal
+from seqdedupe.topic.answers import Receipt, Refusal
 from tests.sidecar import Sidecar
 
 PRODUCERS = 1_000_000
@@ -25,8 +25,8 @@ IN_FLIGHT = 256
 async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int = TAIL) -> None:
     """A data directory with a snapshot of so many producers and so many messages behind it."""
     config = Config(data_directory=str(data), deduplication_entries_interval=2**62)
-    topics = Topics(config, lambda name, state: None)
-    topic = await topics.create(setup.TOPIC)
+    opened_data = Data(config, lambda name, state: None)
+    topic = await opened_data.topics.create(setup.TOPIC)
     for first in range(0, producers, 50_000):
         names = [f"producer-{i:07d}" for i in range(first, min(first + 50_000, producers))]
         await topic.open_sessions(names, None)
@@ -50,7 +50,7 @@ async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int =
     await topic.in_flight_now()
     # No last snapshot: the process is killed, as far as its data are concerned.
     await topic.close("done")
-    await topics.close()
+    await opened_data.close()
 
 
 @contextmanager

@@ -3,17 +3,19 @@
 import time
 from bisect import bisect_right
 from importlib.metadata import version
+from operator import itemgetter
 from typing import Any
 
 import grpc
 
 from broker_sidecar.rpc import unary
-from broker_sidecar.topics import Topics
 from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import error
 from seqdedupe.format.records import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.names import producer_name, topic_name
+from seqdedupe.topic.directory import Closed, Topics
+from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.v1 import admin_pb2
 
@@ -46,8 +48,8 @@ class AdminService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
-        deduplicate = request.policy.deduplication_enabled if request.HasField("policy") else True
-        topic = await self._topics.create(request.topic, deduplicate=deduplicate)
+        policy = Policy(request.policy.deduplication_enabled) if request.HasField("policy") else Policy()
+        topic = await self._topics.create(request.topic, policy=policy)
         return admin_pb2.CreateTopicResponse(topic=_topic(topic))
 
     async def _delete(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:
@@ -55,21 +57,21 @@ class AdminService:
         return admin_pb2.DeleteTopicResponse()
 
     async def _list(self, request: admin_pb2.ListTopicsRequest) -> admin_pb2.ListTopicsResponse:
-        names = self._topics.names()
-        first = bisect_right(names, topic_name(request.after)) if request.after else 0
-        page = names[first : first + PAGE_ITEMS]
+        topics = [(_name(topic), topic) for topic in self._topics.all()]
+        first = bisect_right(topics, topic_name(request.after), key=itemgetter(0)) if request.after else 0
+        page = topics[first : first + PAGE_ITEMS]
         return admin_pb2.ListTopicsResponse(
-            topics=[_topic(self._topics.get(name)) for name in page],
-            next=page[-1] if first + PAGE_ITEMS < len(names) else "",
+            topics=[_topic(topic) for _, topic in page],
+            next=page[-1][0] if first + PAGE_ITEMS < len(topics) else "",
         )
 
     async def _get(self, request: admin_pb2.GetTopicRequest) -> admin_pb2.GetTopicResponse:
-        return admin_pb2.GetTopicResponse(topic=_topic(self._topics.get(request.topic)))
+        return admin_pb2.GetTopicResponse(topic=_topic(self._topics.look_at(request.topic)))
 
     async def _set_policy(self, request: admin_pb2.SetTopicPolicyRequest) -> admin_pb2.SetTopicPolicyResponse:
         if not request.HasField("policy"):
             raise error("INVALID_REQUEST", "policy is missing: say the whole policy")
-        topic = await self._topics.set_deduplication(request.topic, request.policy.deduplication_enabled)
+        topic = await self._topics.set_policy(request.topic, Policy(request.policy.deduplication_enabled))
         return admin_pb2.SetTopicPolicyResponse(topic=_topic(topic))
 
     async def _producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
@@ -111,16 +113,27 @@ class AdminService:
         )
 
 
-def _topic(topic: Topic) -> admin_pb2.Topic:
+def _name(topic: Topic | Closed) -> str:
+    return topic.record.name if isinstance(topic, Closed) else topic.name
+
+
+def _topic(topic: Topic | Closed) -> admin_pb2.Topic:
+    if isinstance(topic, Closed):
+        return admin_pb2.Topic(
+            name=topic.record.name,
+            incarnation=topic.record.incarnation,
+            state=topic.state.value,  # type: ignore[arg-type]
+            why=str(topic.why),
+        )
     counters = topic.counters
     return admin_pb2.Topic(
         name=topic.name,
-        incarnation=topic.log.incarnation,
+        incarnation=topic.incarnation,
         term=topic.term,
         state=topic.state.value,  # type: ignore[arg-type]
-        policy=admin_pb2.TopicPolicy(deduplication_enabled=topic.deduplicate),
+        policy=admin_pb2.TopicPolicy(deduplication_enabled=topic.policy.deduplication_enabled),
         first_index=topic.log.first_index,
-        last=topic.last_position.to_proto(),
+        last=topic.position_before(topic.readable_index).to_proto(),
         producers=len(topic.producers),
         log_bytes=topic.log.size_bytes,
         snapshot_index=topic.snapshot_index,
@@ -128,6 +141,7 @@ def _topic(topic: Topic) -> admin_pb2.Topic:
         dup=counters.dup,
         unknown=counters.unknown,
         refused=counters.refused,
+        why=topic.why,
     )
 
 

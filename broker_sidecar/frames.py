@@ -8,7 +8,8 @@ import numpy as np
 from broker_sidecar.rpc import parse
 from seqdedupe import wire
 from seqdedupe.errors import error
-from seqdedupe.topic.publishing import Receipt, Refusal, Topic
+from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.publishing import Topic
 from seqdedupe.v1 import publish_pb2
 
 MAX_FRAMES = 256

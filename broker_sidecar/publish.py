@@ -10,11 +10,12 @@ import grpc.aio
 
 from broker_sidecar.frames import encode_receipt, encode_refusal, parse_frames, parse_publish
 from broker_sidecar.rpc import Context, Limiter, abort, unary
-from broker_sidecar.topics import Topics
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId
 from seqdedupe.topic.admission import NumbersCache
-from seqdedupe.topic.publishing import Receipt, Refusal, Topic
+from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.publishing import Topic
 from seqdedupe.v1 import publish_pb2
 
 SERVICE = "seqdedupe.v1.PublishService"

@@ -6,23 +6,24 @@ from typing import Any
 import grpc
 
 from broker_sidecar.rpc import Context, Limiter, abort, parse, unary
-from broker_sidecar.topics import Topics
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
+from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.reading import PAGE_BYTES, Page, check_index, index_after, read_on, read_page
+from seqdedupe.topic.reading import PAGE_BYTES, Page, check_index, end_index, index_after, read_on, read_page
 from seqdedupe.v1 import read_pb2
 
 SERVICE = "seqdedupe.v1.ReadService"
 
 _TAIL = struct.Struct("<BqBqBq")
 
+UNKNOWN_END = -1
+
 
 def _encode(topic: Topic, page: Page) -> bytes:
     """A ReadResponse or ReadStreamResponse: the stored records are its encoding already."""
-    tail = _TAIL.pack(
-        13 << 3 | 1, page.next_index, 14 << 3 | 1, topic.confirmed_index, 15 << 3 | 1, topic.log.incarnation
-    )
+    end = topic.confirmed_index if topic.knows_its_end else UNKNOWN_END
+    tail = _TAIL.pack(13 << 3 | 1, page.next_index, 14 << 3 | 1, end, 15 << 3 | 1, topic.incarnation)
     return b"".join((page.records, tail))
 
 
@@ -34,7 +35,7 @@ def _start(topic: Topic, start: read_pb2.ReadStart) -> int:
         case "index":
             index = start.index
         case "latest":
-            return topic.confirmed_index
+            return end_index(topic)
         case _:
             return topic.log.first_index
     check_index(topic, index)
@@ -62,10 +63,14 @@ class ReadService:
             request = parse(read_pb2.ReadRequest, data)
             topic = self._topics.get(request.topic)
             index = _start(topic, request.start)
-            stop = topic.confirmed_index
-            if request.stop_index:
-                stop = min(stop, _checked_stop(request.stop_index))
-            page = await read_page(topic, index, stop, PAGE_BYTES) if index < stop else Page(b"", index)
+            stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)
+            if index < stop:
+                page = await read_page(topic, index, stop, PAGE_BYTES)
+            else:
+                if not request.stop_index or index < request.stop_index:
+                    # An empty page says that this is the end.
+                    topic.check_knows_its_end()
+                page = Page(b"", index)
             return _encode(topic, page)
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
@@ -76,11 +81,11 @@ class ReadService:
                 request = parse(read_pb2.ReadStreamRequest, data)
                 topic = self._topics.get(request.topic)
                 index = _start(topic, request.start)
-                stop: int | None = topic.confirmed_index
+                stop: int | None = None
                 if request.HasField("stop_index"):
                     stop = _checked_stop(request.stop_index)
-                elif request.follow:
-                    stop = None
+                elif not request.follow:
+                    stop = end_index(topic)
                 # At once, so that the caller knows that it is being served, and where the end is.
                 await context.write(_encode(topic, Page(b"", index)))
                 async for page in read_on(topic, index, stop):
@@ -93,7 +98,7 @@ class ReadService:
 
     async def _locate(self, request: read_pb2.LocateRequest) -> read_pb2.LocateResponse:
         topic = self._topics.get(request.topic)
-        end = topic.confirmed_index
+        end = topic.readable_index
         match request.WhichOneof("by"):
             case "publish_time_ms":
                 index = await topic.log.locate_time(request.publish_time_ms, end)
@@ -107,11 +112,15 @@ class ReadService:
                     index = await topic.log.locate_bytes(budget.from_index, budget.bytes, end)
             case _:
                 raise error("INVALID_REQUEST", "Locate needs publish_time_ms or byte_budget")
-        return read_pb2.LocateResponse(index=index, incarnation=topic.log.incarnation)
+        if index >= end:
+            # That is the topic's end, unless what is certain has grown meanwhile.
+            topic.check_knows_its_end()
+        return read_pb2.LocateResponse(index=index, incarnation=topic.incarnation)
 
     async def _last(self, request: read_pb2.GetLastMessageIdRequest) -> read_pb2.GetLastMessageIdResponse:
         topic = self._topics.get(request.topic)
-        return read_pb2.GetLastMessageIdResponse(last=topic.last_position.to_proto(), first_index=topic.log.first_index)
+        last = topic.position_before(end_index(topic))
+        return read_pb2.GetLastMessageIdResponse(last=last.to_proto(), first_index=topic.log.first_index)
 
 
 def _checked_stop(stop_index: int) -> int:

@@ -16,11 +16,11 @@ from grpc_reflection.v1alpha import reflection
 
 from broker_sidecar import admin, logs, publish, read
 from broker_sidecar.config import Config
+from broker_sidecar.data import Data
 from broker_sidecar.memory import keep_freed_memory
 from broker_sidecar.rpc import Limiter
-from broker_sidecar.topics import Topics
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.topic.publishing import State
+from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.server")
 
@@ -50,24 +50,23 @@ class Sidecar:
         self._rebuild_store = rebuild_store
         self._health = health.aio.HealthServicer()
         self._health_changes: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.Task[None] | None = None
         self.address = ""
 
     async def listen(self) -> None:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
         await self._health.set("", NOT_SERVING)
-        self._topics = Topics(self._config, self._topic_changed, rebuild_store=self._rebuild_store)
+        self._data = Data(self._config, self._topic_changed, rebuild_store=self._rebuild_store)
+        self._topics = self._data.topics
         try:
             await self._topics.open_all()
             await self._listen()
         except BaseException:
-            await self._topics.close()
+            await self._data.close()
             raise
 
     async def recover(self) -> None:
-        """Recovers every topic; then health says SERVING. Raises `DamagedError`."""
+        """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
         await self._topics.recover_all()
-        self._timer = asyncio.ensure_future(self._topics.take_time_snapshots())
         await self._health.set("", SERVING)
 
     async def _listen(self) -> None:
@@ -104,15 +103,13 @@ class Sidecar:
     async def stop(self) -> None:
         """Drains: takes nothing more, finishes what is in flight, takes durable snapshots, ends all calls."""
         await self._health.enter_graceful_shutdown()
-        if self._timer is not None:
-            self._timer.cancel()
         try:
             async with asyncio.timeout(self._config.drain_timeout_seconds):
                 await self._topics.drain()
         finally:
             self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
-        await self._topics.close()
+        await self._data.close()
 
 
 async def _serve(config: Config, rebuild_store: bool) -> None:

@@ -175,12 +175,29 @@ REASONS: dict[str, Reason] = {
     "POSITION_TRIMMED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Messages behind the position are gone by retention. Start again from the earliest if that is acceptable.",
+        "Messages after the position are gone by retention. Start again from the earliest if that is acceptable.",
     ),
     "POSITION_UNKNOWN": Reason(
         PositionError,
         "OUT_OF_RANGE",
         "The topic was made anew, or has lost its end, since the position was taken. Find out which first.",
+    ),
+    "POSITION_OF_ANOTHER_INCARNATION": Reason(
+        PositionError,
+        "OUT_OF_RANGE",
+        "The topic was deleted and made anew since the position was taken. Start again from the earliest if that is "
+        "what you want.",
+    ),
+    "POSITION_AFTER_END": Reason(
+        PositionError,
+        "OUT_OF_RANGE",
+        "The topic has lost its end since the position was taken: was an old copy of the data restored?",
+    ),
+    "POSITION_DIVERGED": Reason(
+        PositionError,
+        "OUT_OF_RANGE",
+        "Another message stands there now: an old copy of the log was restored and has grown again. What was read "
+        "before is not what the topic holds.",
     ),
     # Data that is not there.
     "DATA_LOSS": Reason(

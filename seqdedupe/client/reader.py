@@ -295,8 +295,8 @@ class Reader:
             self._stop_index = last.index + 1
             if self._next_index is not None and self._next_index > self._stop_index:
                 raise error(
-                    "POSITION_UNKNOWN",
-                    f"index {self._next_index} is behind the end of {self.topic}, whose next one is {self._stop_index}",
+                    "POSITION_AFTER_END",
+                    f"index {self._next_index} is after the end of {self.topic}, whose next one is {self._stop_index}",
                     index=self._next_index,
                     end_index=self._stop_index,
                 )
@@ -327,7 +327,7 @@ class Reader:
     def _check_incarnation(self, incarnation: int) -> None:
         if self._incarnation not in (None, incarnation):
             raise error(
-                "POSITION_UNKNOWN",
+                "POSITION_OF_ANOTHER_INCARNATION",
                 f"{self.topic} was made anew: its incarnation is {incarnation}, the position is of {self._incarnation}",
                 incarnation=incarnation,
                 position_incarnation=self._incarnation,

@@ -79,11 +79,12 @@ def whole_part(folder: Path) -> WholePart:
                 # Of the tables, not of what the logs have besides.
                 sequence = value
     # A hole in one log is one before the next too: its first change does not follow then.
-    for log in sorted(folder.glob("*.log"), key=lambda path: int(path.stem)):
-        if int(log.stem) < oldest_log:
-            continue
+    numbers = sorted(int(path.stem) for path in folder.glob("*.log") if path.stem.isdecimal())
+    for log in (folder / f"{number:06}.log" for number in numbers if number >= oldest_log):
         ends[log] = 0
         for record, end in _records(log.read_bytes()):
+            if len(record) < _BATCH.size:
+                break
             first, changes = _BATCH.unpack_from(record)
             if changes and first != sequence + 1:
                 break

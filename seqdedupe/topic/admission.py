@@ -1,10 +1,13 @@
-"""From a frame's bytes to verdicts: everything about a frame that is decided before it goes to the log."""
+"""From a frame's bytes to verdicts: everything about a frame that is decided before it goes to the log.
+
+What leaves here is finished: the batch to append, with the index that it gets, and the receipt to give once it is
+stored; or a refusal.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from seqdedupe import batch as batches
 from seqdedupe import wire
@@ -15,6 +18,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import layout
 from seqdedupe.format.columns import (
     BAD,
+    BASE_INDEX,
     COLUMNS_END,
     EPOCHS,
     EVENT_TIMES,
@@ -40,12 +44,10 @@ from seqdedupe.format.columns import (
     start,
 )
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.topic.answers import Int64s, ProducerNumbers, Receipt, Refusal, Uint8s
 from seqdedupe.topic.sessions import can_have_been_given
 
 MAX_PRODUCERS_IN_REFUSAL = 16
-
-Int64s = npt.NDArray[np.int64]
-Uint8s = npt.NDArray[np.uint8]
 
 _WRONG = {
     layout.NO_ROWS: "it has no rows, or its sequence_ids are not 8 bytes each",
@@ -93,17 +95,38 @@ class Frame:
     column_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProducerNumbers:
-    """What a refusal says of a producer."""
+def admit(
+    encoded: bytes,
+    number: int,
+    producers: Producers,
+    cache: NumbersCache,
+    *,
+    next_index: int,
+    deduplicate: bool,
+    lone: bool,
+) -> tuple[Frame | None, Receipt | Refusal]:
+    """What is to be appended of a frame (None: nothing) and what to answer once that is stored, or at once.
 
-    name: str
-    epoch: int
-    current_epoch: int
-    sequence_id: int
-    previous_sequence_id: int
-    pushed: int
-    persisted: int
+    New rows count as pushed from now on, and get indexes from `next_index`. `lone`: links may be left out. Nothing is
+    raised for what is wrong with the frame.
+    """
+    try:
+        frame = check(encoded, producers, cache)
+    except SeqdedupeError as e:
+        return None, Refusal(number, e)
+    why = producers.refusal(frame.view, frame.places, frame.slots, lone)
+    if why:
+        return None, Refusal(number, *refused(frame, producers, why, lone))
+    new, verdicts = producers.decide(frame.view, frame.places, frame.slots, deduplicate)
+    if new == frame.rows:
+        frame.places[BASE_INDEX] = next_index
+        return frame, Receipt(number, None, next_index)
+    known = producers.originals(frame.view, frame.places, frame.slots, verdicts)
+    if not new:
+        return None, Receipt(number, verdicts, -1, *known)
+    frame = cut(frame, verdicts)
+    frame.places[BASE_INDEX] = next_index
+    return frame, Receipt(number, verdicts, next_index, *known)
 
 
 def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:

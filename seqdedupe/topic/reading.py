@@ -19,6 +19,7 @@ from seqdedupe.format.layout import layout_columns
 from seqdedupe.format.records import END, batch_header, body_of, scan_record, span
 from seqdedupe.message_id import Position
 from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.state import TopicBase
 
 PAGE_BYTES = 1024 * 1024
 """What an answer holds, about: large enough that gRPC's cost a message does not count."""
@@ -32,38 +33,45 @@ class Page:
     next_index: int
 
 
+def end_index(topic: TopicBase) -> int:
+    """The index that the next message will get. Raises RECOVERING while it is not known, LOG_DAMAGED."""
+    topic.check_knows_its_end()
+    return topic.confirmed_index
+
+
 def index_after(topic: Topic, position: Position) -> int:
     """The index at which to read on after a position.
 
-    Raises POSITION_UNKNOWN for another incarnation, behind the end, or an ID that does not belong to the index.
+    Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, POSITION_DIVERGED if another message stands there,
+    RECOVERING if it is after what is certain.
     """
-    incarnation = topic.log.incarnation
+    incarnation = topic.incarnation
     if position.incarnation != incarnation:
         raise error(
-            "POSITION_UNKNOWN",
+            "POSITION_OF_ANOTHER_INCARNATION",
             f"the position {position} belongs to another incarnation of topic {topic.name}: it was deleted and made "
             f"anew, and is {incarnation} now",
             incarnation=incarnation,
         )
     if position.index < -1 or (position.index == -1) != (position.message_id is None):
         raise error("INVALID_POSITION", f"{position} is not a position: index and message ID do not fit together")
-    if position.index >= topic.confirmed_index:
+    if position.index >= topic.readable_index and position.index >= (end := end_index(topic)):
         raise error(
-            "POSITION_UNKNOWN",
-            f"the position {position} is behind the end of topic {topic.name}, which is index {topic.confirmed_index}",
-            end_index=topic.confirmed_index,
+            "POSITION_AFTER_END",
+            f"the position {position} is after the end of topic {topic.name}, whose next message gets index {end}",
+            end_index=end,
         )
     if position.message_id is not None and topic.log.message_id(position.index) != position.message_id:
         raise error(
-            "POSITION_UNKNOWN",
+            "POSITION_DIVERGED",
             f"the message at index {position.index} of topic {topic.name} is not {position.message_id}",
-            end_index=topic.confirmed_index,
+            index=position.index,
         )
     return position.index + 1
 
 
 def check_index(topic: Topic, index: int) -> None:
-    """Raises INVALID_POSITION, POSITION_TRIMMED or POSITION_UNKNOWN unless reading can start at this index."""
+    """Raises INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END, RECOVERING unless reading can start here."""
     if index < 0:
         raise error("INVALID_POSITION", f"{index} is not an index: they begin with 0")
     if index < topic.log.first_index:
@@ -72,41 +80,41 @@ def check_index(topic: Topic, index: int) -> None:
             f"topic {topic.name} begins with index {topic.log.first_index} by now, {index} is gone",
             first_index=topic.log.first_index,
         )
-    if index > topic.confirmed_index:
+    if index > topic.readable_index and index > (end := end_index(topic)):
         raise error(
-            "POSITION_UNKNOWN",
-            f"index {index} is behind the end of topic {topic.name}, which is {topic.confirmed_index}",
-            end_index=topic.confirmed_index,
+            "POSITION_AFTER_END",
+            f"index {index} is after the end of topic {topic.name}, whose next message gets {end}",
+            end_index=end,
         )
 
 
 async def read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
     """The records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
 
-    `from_index` below `stop_index`, and `stop_index` at most the topic's confirmed index.
+    `from_index` below `stop_index`, and `stop_index` at most the topic's readable index.
     """
     raw = await topic.log.read(from_index, stop_index, max_bytes)
     covers = np.empty(5, np.int64)
     span(np.frombuffer(raw, np.uint8), covers)
-    first, behind_first, last_at, last, behind_last = covers.tolist()
-    if first >= from_index and behind_last <= stop_index:
-        return Page(raw, behind_last)
+    first, after_first, last_at, last, after_last = covers.tolist()
+    if first >= from_index and after_last <= stop_index:
+        return Page(raw, after_last)
     whole_from = 0
     head = tail = b""
-    if first < from_index or behind_first > stop_index:
+    if first < from_index or after_first > stop_index:
         head, whole_from = _cut(topic, raw, 0, from_index, stop_index)
     whole_to = len(raw)
-    if behind_last > stop_index and last_at >= whole_from and last_at > 0:
+    if after_last > stop_index and last_at >= whole_from and last_at > 0:
         tail, _ = _cut(topic, raw, last_at, last, stop_index)
         whole_to = last_at
-    return Page(b"".join((head, raw[whole_from:whole_to], tail)), min(behind_last, stop_index))
+    return Page(b"".join((head, raw[whole_from:whole_to], tail)), min(after_last, stop_index))
 
 
 def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int) -> tuple[bytes, int]:
     """The record at `at` with only those of its rows that were asked for, and where it ends."""
     places = np.empty(PLACES, np.int64)
     if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, places) != END:
-        raise error("LOG_DAMAGED", f"a record of topic {topic.name} at index {from_index} or behind it cannot be read")
+        raise error("LOG_DAMAGED", f"a record of topic {topic.name} at index {from_index} or after it cannot be read")
     base = int(places[BASE_INDEX])
     first, last = max(from_index - base, 0), min(stop_index - base, int(places[ROWS]))
     encoded = batches.decode(body_of(raw, places)).take(np.arange(first, last)).encode()
@@ -128,13 +136,14 @@ def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_i
 async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> AsyncIterator[Page]:
     """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
 
-    Ends early when the topic closes.
+    Ends early when the topic closes. Raises LOG_DAMAGED when no more messages will come.
     """
     here = from_index
     while stop_index is None or here < stop_index:
         await topic.wait_for_message(here)
-        end = topic.confirmed_index if stop_index is None else min(stop_index, topic.confirmed_index)
+        end = topic.readable_index if stop_index is None else min(stop_index, topic.readable_index)
         if end <= here:
+            topic.check_not_damaged()
             return
         page = await read_page(topic, here, end, PAGE_BYTES)
         yield page

@@ -84,18 +84,6 @@ def _check_end(replay: _Replay, confirmed_index: int, name: str) -> None:
         )
 
 
-async def catch_up(log: Log, *, confirmed_index: int, merge: Merge, name: str = "") -> int:
-    """Merges what is in the log without becoming its owner; returns the index behind it.
-
-    All of that is stored for good, so it may be read; but what else an earlier writer has under way is not known,
-    so nothing may be decided by it. Raises like `take_over`.
-    """
-    replay = _replay(log, confirmed_index, merge)
-    await replay.run()
-    _check_end(replay, confirmed_index, name)
-    return replay.next_index
-
-
 async def take_over(
     log: Log,
     *,

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from seqdedupe.core.producers import Producers
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Delta, Snapshots
@@ -13,11 +14,23 @@ from seqdedupe.store.snapshots import Delta, Snapshots
 logger = logging.getLogger("seqdedupe.snapshots")
 
 
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """When a snapshot is taken by itself."""
+
+    entries: int
+    """After so many stored batches."""
+
+    seconds: float = 0
+    """So long after the first news since the last one; 0: not by time."""
+
+
 class Snapshotter:
-    """Takes snapshots of a topic's producers.
+    """Takes snapshots of a topic's producers: when asked to, and by itself when there is news (`stored`).
 
     `describe` gives the term and the position of the last confirmed message at that moment. It and the numbers are
     copied in one step of the event loop, so that position and state belong together; syncing happens beside serving.
+    `on_durable` is told what each snapshot covers once it is durable.
     """
 
     def __init__(
@@ -28,6 +41,8 @@ class Snapshotter:
         describe: Callable[[], tuple[int, Position]],
         *,
         next_index: int,
+        intervals: Intervals,
+        on_durable: Callable[[int], None],
     ) -> None:
         self.next_index = next_index
         """What the last durable snapshot covers: all messages below this index."""
@@ -35,23 +50,48 @@ class Snapshotter:
         self._snapshots = snapshots
         self._producers = producers
         self._describe = describe
+        self._intervals = intervals
+        self._on_durable = on_durable
         self._names_stored = len(producers)
+        self._entries = 0
+        self._timer: asyncio.TimerHandle | None = None
         self._running = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
         self._compaction: asyncio.Task[None] | None = None
+        self._closed = False
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a snapshot has been asked for and not begun."""
-        return self._next is not None
+    def stored(self, entries: int) -> None:
+        """So many more batches are confirmed."""
+        self._entries += entries
+        if self._entries >= self._intervals.entries and self._next is None:
+            self._entries = 0
+            self._take_by_itself()
+        elif entries:
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        if self._timer is None and self._intervals.seconds and not self._closed:
+            self._timer = asyncio.get_running_loop().call_later(self._intervals.seconds, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._timer = None
+        self._take_by_itself()
+
+    def _take_by_itself(self) -> None:
+        if self._next is None and not self._closed:
+            self._next = asyncio.ensure_future(self._take())
+            self._next.add_done_callback(_warn)
 
     async def take(self) -> None:
-        """Returns when a snapshot that began after this call is durable. Raises STORE_UNAVAILABLE.
+        """Returns when a snapshot that began after this call is durable. Raises STORE_UNAVAILABLE, DRAINING.
 
         After a failure nothing is lost: the next snapshot holds what this one would have.
         """
+        if self._closed:
+            raise error("DRAINING", "the topic is closed")
         if self._next is None:
             self._next = asyncio.ensure_future(self._take())
+            self._next.add_done_callback(_retrieve)
         await asyncio.shield(self._next)
 
     async def finish(self) -> None:
@@ -62,6 +102,9 @@ class Snapshotter:
     async def _take(self) -> None:
         async with self._running:
             self._next = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             term, position = self._describe()
             changed, persisted, epochs = self._producers.collect_dirty()
             known = len(self._producers)
@@ -81,9 +124,11 @@ class Snapshotter:
                 await self._store.flush(opening)
             except SeqdedupeError:
                 self._producers.mark_dirty(changed)
+                self._start_timer()
                 raise
             self._names_stored = known
             self.next_index = position.index + 1
+        self._on_durable(self.next_index)
         if self._compaction is None or self._compaction.done():
             self._compaction = asyncio.ensure_future(self._compact())
 
@@ -94,7 +139,24 @@ class Snapshotter:
             logger.warning("snapshots were not compacted: %s", e)
 
     async def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for what is under way, and takes no more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._next is not None:
+            await asyncio.wait({self._next})
         await self.finish()
         if self._compaction is not None:
             await self._compaction
+
+
+def _retrieve(snapshot: "asyncio.Task[None]") -> None:
+    """Those that wait for a snapshot may all have gone."""
+    if not snapshot.cancelled():
+        snapshot.exception()
+
+
+def _warn(snapshot: "asyncio.Task[None]") -> None:
+    """Nobody waits for a snapshot that is taken by itself."""
+    if not snapshot.cancelled() and (e := snapshot.exception()) is not None:
+        logger.warning("no snapshot: %s", e)

@@ -29,13 +29,17 @@ class _TopicStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TopicState
     TOPIC_STATE_UNSPECIFIED: _TopicState.ValueType  # 0
     """Never sent."""
     TOPIC_STATE_RECOVERING: _TopicState.ValueType  # 1
-    """Its log is being read; publishes are refused with `RECOVERING`."""
+    """Its log is being read, or cannot be read now; publishes are refused with `RECOVERING`, and readers get what is
+    certain.
+    """
     TOPIC_STATE_SERVING: _TopicState.ValueType  # 2
     """It takes and gives messages."""
     TOPIC_STATE_READ_ONLY: _TopicState.ValueType  # 3
     """Its log refuses writes; it is read as before, and tried again by itself."""
     TOPIC_STATE_DRAINING: _TopicState.ValueType  # 4
     """The sidecar is shutting down."""
+    TOPIC_STATE_DAMAGED: _TopicState.ValueType  # 5
+    """For good, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
 
 class TopicState(_TopicState, metaclass=_TopicStateEnumTypeWrapper):
     """The state of a topic."""
@@ -43,13 +47,17 @@ class TopicState(_TopicState, metaclass=_TopicStateEnumTypeWrapper):
 TOPIC_STATE_UNSPECIFIED: TopicState.ValueType  # 0
 """Never sent."""
 TOPIC_STATE_RECOVERING: TopicState.ValueType  # 1
-"""Its log is being read; publishes are refused with `RECOVERING`."""
+"""Its log is being read, or cannot be read now; publishes are refused with `RECOVERING`, and readers get what is
+certain.
+"""
 TOPIC_STATE_SERVING: TopicState.ValueType  # 2
 """It takes and gives messages."""
 TOPIC_STATE_READ_ONLY: TopicState.ValueType  # 3
 """Its log refuses writes; it is read as before, and tried again by itself."""
 TOPIC_STATE_DRAINING: TopicState.ValueType  # 4
 """The sidecar is shutting down."""
+TOPIC_STATE_DAMAGED: TopicState.ValueType  # 5
+"""For good, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
 Global___TopicState: _TypeAlias = TopicState  # noqa: Y015
 
 @_typing.final
@@ -94,6 +102,7 @@ class Topic(_message.Message):
     DUP_FIELD_NUMBER: _builtins.int
     UNKNOWN_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The full name."""
     incarnation: _builtins.int
@@ -118,13 +127,17 @@ class Topic(_message.Message):
     """See `not_dup`."""
     refused: _builtins.int
     """Frames refused since this process started the topic."""
+    why: _builtins.str
+    """Why it does not serve; empty when it does."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """Its policy."""
 
     @_builtins.property
     def last(self) -> _batch_pb2.Position:
-        """The position of the last message; its index is -1 if there never was one."""
+        """The position of the last message, or, while it is not known where the topic ends, of the last one that is certain;
+        its index is -1 if there is none.
+        """
 
     def __init__(
         self,
@@ -143,10 +156,11 @@ class Topic(_message.Message):
         dup: _builtins.int = ...,
         unknown: _builtins.int = ...,
         refused: _builtins.int = ...,
+        why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,7 +87,8 @@ class AdminServiceServicer(object):
     """
 
     def CreateTopic(self, request, context):
-        """Creates a topic. Errors: `INVALID_TOPIC_NAME`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`.
+        """Creates a topic. Errors: `INVALID_TOPIC_NAME`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED` if one of
+        that name is damaged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +96,8 @@ class AdminServiceServicer(object):
 
     def DeleteTopic(self, request, context):
         """Deletes a topic, its log and its producers for good. A topic made anew under the name has another incarnation.
+        It takes nothing more from now on, and a deletion that was begun goes on when the call is given up. Errors:
+        `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

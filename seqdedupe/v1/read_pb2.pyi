@@ -102,7 +102,7 @@ class ReadResponse(_message.Message):
     next_index: _builtins.int
     """The index at which the next page starts."""
     end_index: _builtins.int
-    """The index that the next message published will get: what there is to read ends before it."""
+    """The index that the next message published will get: what there is to read ends before it. -1: not known yet."""
     incarnation: _builtins.int
     """Which creation of the topic this is."""
     @_builtins.property
@@ -176,7 +176,7 @@ class ReadStreamResponse(_message.Message):
     next_index: _builtins.int
     """The index at which the next answer starts."""
     end_index: _builtins.int
-    """The index that the next message published will get: what there is to read ends before it."""
+    """The index that the next message published will get: what there is to read ends before it. -1: not known yet."""
     incarnation: _builtins.int
     """Which creation of the topic this is."""
     @_builtins.property

@@ -30,7 +30,13 @@ class ReadServiceStub(object):
 
     A reader keeps the position of the last message it has dealt with and reads on after it. The first message
     after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic, or behind its end, is `POSITION_UNKNOWN`.
+    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
+    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+
+    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
+    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
+    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
+    where others would wait.
     """
 
     def __init__(self, channel):
@@ -66,7 +72,13 @@ class ReadServiceServicer(object):
 
     A reader keeps the position of the last message it has dealt with and reads on after it. The first message
     after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic, or behind its end, is `POSITION_UNKNOWN`.
+    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
+    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+
+    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
+    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
+    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
+    where others would wait.
     """
 
     def Read(self, request, context):
@@ -133,7 +145,13 @@ class ReadService(object):
 
     A reader keeps the position of the last message it has dealt with and reads on after it. The first message
     after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic, or behind its end, is `POSITION_UNKNOWN`.
+    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
+    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+
+    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
+    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
+    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
+    where others would wait.
     """
 
     @staticmethod

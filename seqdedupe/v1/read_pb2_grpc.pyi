@@ -31,7 +31,13 @@ class ReadServiceStub:
 
     A reader keeps the position of the last message it has dealt with and reads on after it. The first message
     after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic, or behind its end, is `POSITION_UNKNOWN`.
+    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
+    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+
+    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
+    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
+    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
+    where others would wait.
     """
 
     @_typing.overload
@@ -53,7 +59,13 @@ class ReadServiceAsyncStub(ReadServiceStub):
 
     A reader keeps the position of the last message it has dealt with and reads on after it. The first message
     after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic, or behind its end, is `POSITION_UNKNOWN`.
+    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
+    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+
+    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
+    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
+    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
+    where others would wait.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -71,7 +83,13 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
 
     A reader keeps the position of the last message it has dealt with and reads on after it. The first message
     after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic, or behind its end, is `POSITION_UNKNOWN`.
+    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
+    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+
+    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
+    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
+    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
+    where others would wait.
     """
 
     @_abc_1.abstractmethod

@@ -286,20 +286,20 @@ def bad_positions(incarnation: int) -> dict[str, tuple[str, dict[str, Any]]]:
         return {"after": {"incarnation": incarnation, "index": index, "message_id": entry} | other}
 
     return {
-        "another incarnation": ("POSITION_UNKNOWN", at(1, incarnation=incarnation - 1)),
-        "incarnation 0": ("POSITION_UNKNOWN", at(1, incarnation=0)),
-        "after the end": ("POSITION_UNKNOWN", at(6)),
-        "far after the end": ("POSITION_UNKNOWN", at(2**63 - 1)),
-        "another message's ID": ("POSITION_UNKNOWN", at(1, message_id={"entry_id": 2})),
-        "another ledger": ("POSITION_UNKNOWN", at(1, message_id={"ledger_id": 5})),
-        "a batch index": ("POSITION_UNKNOWN", at(1, message_id={"batch_index": 0})),
+        "another incarnation": ("POSITION_OF_ANOTHER_INCARNATION", at(1, incarnation=incarnation - 1)),
+        "incarnation 0": ("POSITION_OF_ANOTHER_INCARNATION", at(1, incarnation=0)),
+        "after the end": ("POSITION_AFTER_END", at(6)),
+        "far after the end": ("POSITION_AFTER_END", at(2**63 - 1)),
+        "another message's ID": ("POSITION_DIVERGED", at(1, message_id={"entry_id": 2})),
+        "another ledger": ("POSITION_DIVERGED", at(1, message_id={"ledger_id": 5})),
+        "a batch index": ("POSITION_DIVERGED", at(1, message_id={"batch_index": 0})),
         "index below -1": ("INVALID_POSITION", at(-2)),
         "no message ID": ("INVALID_POSITION", {"after": {"incarnation": incarnation, "index": 3}}),
         "start with message ID": ("INVALID_POSITION", at(-1)),
         "index -1": ("INVALID_POSITION", {"index": -1}),
         "lowest index": ("INVALID_POSITION", {"index": -(2**63)}),
-        "index after the end": ("POSITION_UNKNOWN", {"index": 7}),
-        "highest index": ("POSITION_UNKNOWN", {"index": 2**63 - 1}),
+        "index after the end": ("POSITION_AFTER_END", {"index": 7}),
+        "highest index": ("POSITION_AFTER_END", {"index": 2**63 - 1}),
     }
 
 
@@ -327,7 +327,7 @@ def test_bad_ends_budgets_and_times(client: Client, topic: str) -> None:
         (read_pb2.ByteBudget(bytes=0), "INVALID_REQUEST"),
         (read_pb2.ByteBudget(bytes=-(2**63)), "INVALID_REQUEST"),
         (read_pb2.ByteBudget(bytes=1, from_index=-1), "INVALID_POSITION"),
-        (read_pb2.ByteBudget(bytes=1, from_index=7), "POSITION_UNKNOWN"),
+        (read_pb2.ByteBudget(bytes=1, from_index=7), "POSITION_AFTER_END"),
     ):
         locate = read_pb2.LocateRequest(topic=topic, byte_budget=budget)
         assert refused(partial(reading.Locate, locate)).reason == reason

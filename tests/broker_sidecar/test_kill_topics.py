@@ -4,10 +4,11 @@ import random
 import time
 from collections.abc import Callable
 
+import grpc
 import pytest
 
 from seqdedupe.v1 import admin_pb2
-from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client
+from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch
 from tests.sidecar import Sidecar
 
 KILLS = 5
@@ -49,4 +50,40 @@ def test_half_made_and_half_deleted_topics_are_finished(
         folders = {int(entry.name) for entry in (sidecar.data / "logs").iterdir()}
         assert folders == {topic.incarnation for topic in listed}
         alive = there
+    client.close()
+
+
+DELETIONS = 60
+
+
+def test_deletions_that_are_given_up_leave_a_topic_whole_or_gone(start_sidecar: Callable[..., Sidecar]) -> None:
+    """With deadlines too short to wait for; then an orderly start. What has a receipt after a deletion stays."""
+    sidecar = start_sidecar()
+    client = Client(sidecar.address)
+    receipts: dict[str, int] = {}
+    deleted: set[str] = set()
+    for i in range(DELETIONS):
+        name = f"d{i}"
+        epochs = client.epochs(name, "p")
+        client.publish_unary(name, batch([("p", 0)], epochs))
+        receipts[name] = 1
+        call = client.admin.DeleteTopic.future(admin_pb2.DeleteTopicRequest(topic=name), timeout=0.0005 * (1 + i % 8))
+        for sequence_id in range(1, 4):
+            try:
+                client.publish_unary(name, batch([("p", sequence_id)], epochs))
+                receipts[name] = sequence_id + 1
+            except grpc.RpcError:
+                break
+        if call.exception() is None:
+            deleted.add(name)
+    assert len(deleted) < DELETIONS
+    assert sidecar.stop() == 0
+    sidecar.start()
+    there = {
+        topic.name.rpartition("/")[2]
+        for topic in client.admin.ListTopics(admin_pb2.ListTopicsRequest(), wait_for_ready=True).topics
+    }
+    assert not there & deleted
+    for name in there:
+        assert client.rows(name) == [("p", i) for i in range(receipts[name])]
     client.close()

@@ -3,15 +3,18 @@
 import hashlib
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import google_crc32c
 import pytest
+from grpc_health.v1 import health_pb2
 
 from seqdedupe.errors import REASONS
 from seqdedupe.v1 import admin_pb2
-from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch
+from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused
+from tests.broker_sidecar.health import health_of
 from tests.sidecar import Sidecar
 
 ROWS = 40
@@ -94,17 +97,10 @@ def newest(folder: Path, pattern: str) -> Path:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Sidecar], object]]] = {
-    "a byte in the middle of the log": (
+    "a log that does not say its topic": (
         "LOG_DAMAGED",
-        lambda s: flip(segment_of(s), segment_of(s).stat().st_size // 2),
+        lambda s: (segment_of(s).parent / "topic").write_bytes(b"\xff"),
     ),
-    "the first byte of the log": ("LOG_DAMAGED", lambda s: flip(segment_of(s, 1), 0)),
-    "the log's end, up to what the snapshot covers": (
-        "LOG_DAMAGED",
-        lambda s: segment_of(s).write_bytes(segment_of(s).read_bytes()[:1000]),
-    ),
-    "an empty log": ("LOG_DAMAGED", lambda s: segment_of(s).write_bytes(b"")),
-    "no segment file": ("LOG_DAMAGED", lambda s: segment_of(s).unlink()),
     "the store's own file": ("STORE_DAMAGED", lambda s: flip(s.data / "store" / "DURABLE", 20)),
     "no CURRENT in the store": ("STORE_DAMAGED", lambda s: (s.data / "store" / "CURRENT").unlink()),
     "no write-ahead log in the store": ("STORE_DAMAGED", lambda s: newest(s.data / "store", "*.log").unlink()),
@@ -122,6 +118,58 @@ def test_damage_is_refused_and_nothing_is_changed(copied: Sidecar, case: str) ->
     damage(copied)
     said = refused_start(copied)
     assert f"[{reason}]" in said, said
+
+
+ONE_TOPIC: dict[str, Callable[[Sidecar], object]] = {
+    "a byte in the middle of the log": lambda s: flip(segment_of(s), segment_of(s).stat().st_size // 2),
+    "the first byte of the log": lambda s: flip(segment_of(s), 0),
+    "the log's end, up to what the snapshot covers": lambda s: segment_of(s).write_bytes(
+        segment_of(s).read_bytes()[:1000]
+    ),
+    "an empty log": lambda s: segment_of(s).write_bytes(b""),
+    "no segment file": lambda s: segment_of(s).unlink(),
+    "no folder": lambda s: shutil.rmtree(segment_of(s).parent),
+}
+
+
+@pytest.mark.parametrize("case", ONE_TOPIC)
+def test_one_damaged_topic_does_not_keep_the_others_down(copied: Sidecar, case: str) -> None:
+    ONE_TOPIC[case](copied)
+    folder = min(log for log in (copied.data / "logs").iterdir()) if case != "no folder" else None
+    before = contents(folder) if folder else {}
+    copied.start()
+    client = Client(copied.address)
+    until = time.monotonic() + 30
+    while client.topic("t").state != admin_pb2.TOPIC_STATE_DAMAGED:
+        assert time.monotonic() < until
+    assert "[LOG_DAMAGED]" in client.topic("t").why
+    create = admin_pb2.CreateTopicRequest(topic="t")
+    delete = admin_pb2.DeleteTopicRequest(topic="t")
+    for call in (
+        lambda: client.open("t", "p"),
+        lambda: client.admin.CreateTopic(create),
+        lambda: client.admin.DeleteTopic(delete),
+        lambda: client.rows("t"),
+        lambda: client.end_index("t"),
+    ):
+        answer = refused(call)
+        assert (answer.reason, answer.retry_delay_ms) == ("LOG_DAMAGED", -1), answer
+    health = health_of(client.channel)
+    name = "persistent://public/default/t"
+    status = health_pb2.HealthCheckResponse
+    assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == status.NOT_SERVING
+    assert health.Check(health_pb2.HealthCheckRequest(service="")).status == status.SERVING
+    listed = client.admin.ListTopics(admin_pb2.ListTopicsRequest()).topics
+    assert {one.name.rpartition("/")[2]: one.state for one in listed} == {
+        "t": admin_pb2.TOPIC_STATE_DAMAGED,
+        "u": admin_pb2.TOPIC_STATE_SERVING,
+    }
+    epochs = client.epochs("u", "p")
+    assert list(client.publish_unary("u", batch([("p", ROWS)], epochs)).verdicts) == []
+    assert client.rows("u") == [("p", i) for i in range(ROWS + 1)]
+    client.close()
+    assert copied.stop() == 0
+    assert folder is None or contents(folder) == before
 
 
 def test_the_control_undamaged_it_starts(copied: Sidecar) -> None:

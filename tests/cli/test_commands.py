@@ -24,8 +24,8 @@ def test_reading_from_places(run: Run, tmp_path: Path) -> None:
     assert run("read", "places", "--from", message_id, "--limit", "1").stdout == b"record 3\n"
     assert run("read", "places", "--from", "latest").stdout == b""
     assert run("read", "places", "--from", "5").stdout == b""
-    assert b"[POSITION_UNKNOWN]" in run("read", "places", "--from", "6", status=1).stderr
-    assert b"[POSITION_UNKNOWN]" in run("read", "elsewhere", "--from", message_id, status=1).stderr
+    assert b"[POSITION_AFTER_END]" in run("read", "places", "--from", "6", status=1).stderr
+    assert b"[POSITION_OF_ANOTHER_INCARNATION]" in run("read", "elsewhere", "--from", message_id, status=1).stderr
 
 
 def test_following_ends_quietly_at_ctrl_c(run: Run, tmp_path: Path, environment: dict[str, str]) -> None:

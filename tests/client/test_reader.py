@@ -190,20 +190,21 @@ async def test_positions_that_cannot_be_read_on_from(shared_sidecar: Sidecar, to
     await publish(shared_sidecar, topic, 3)
     last = (await positions(shared_sidecar, topic))[-1]
     id_behind = MessageId(last.incarnation, 3)
-    starts: list[Start] = [
-        Position(last.incarnation + 1, None, -1),
-        Position(last.incarnation + 1, MessageId(last.incarnation + 1, 1), 1),
-        MessageId(last.incarnation - 1, 1),
-        Position(last.incarnation, id_behind, 3),
-        id_behind,
-        4,
+    another, after_end = "POSITION_OF_ANOTHER_INCARNATION", "POSITION_AFTER_END"
+    starts: list[tuple[Start, str]] = [
+        (Position(last.incarnation + 1, None, -1), another),
+        (Position(last.incarnation + 1, MessageId(last.incarnation + 1, 1), 1), another),
+        (MessageId(last.incarnation - 1, 1), another),
+        (Position(last.incarnation, id_behind, 3), after_end),
+        (id_behind, after_end),
+        (4, after_end),
     ]
     async with Client(shared_sidecar.address) as client:
-        for start in starts:
+        for start, reason in starts:
             async with client.reader(topic, start, follow=follow) as reader:
                 with pytest.raises(PositionError) as caught:
                     await anext(reader)
-                assert caught.value.reason == "POSITION_UNKNOWN", start
+                assert caught.value.reason == reason, start
         for bad in (-1, "newest"):
             with pytest.raises(InvalidRequestError):
                 client.reader(topic, bad)  # type: ignore[arg-type]

@@ -326,7 +326,7 @@ class FaultyLog:
         if index < self.first_index:
             raise error("POSITION_TRIMMED", f"index {index} is gone", first_index=self.first_index)
         if index > self.storage.next_index:
-            raise error("POSITION_UNKNOWN", f"index {index} is after the end")
+            raise error("POSITION_AFTER_END", f"index {index} is after the end")
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:
         self._check_is_there(from_index)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from seqdedupe.topic.policy import Policy
 from tests.property.cases import Step
 from tests.property.client import MAX_ROWS, MAX_UNACKED, State
 from tests.property.disk import Violation
@@ -198,7 +199,8 @@ class Case(World):
     # -- the process ------------------------------------------------------------------------------------------------
 
     def do_policy(self) -> None:
-        self.deduplicate = self.topic.deduplicate = not self.deduplicate
+        self.deduplicate = not self.deduplicate
+        self.topic.policy = Policy(self.deduplicate)
 
     def do_crash(self) -> None:
         """kill -9, or a power cut, which also takes what the store had not synced."""

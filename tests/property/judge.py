@@ -2,7 +2,8 @@
 
 from seqdedupe.core.rule import DUP, EPOCH, NOT_DUP, PERSISTED, PUSHED
 from seqdedupe.errors import UnavailableError
-from seqdedupe.topic.publishing import Opened, Receipt, Refusal, Topic
+from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.publishing import Opened, Topic
 from tests.property.client import Frame, Session
 from tests.property.disk import CheckedStorage, Row, Violation
 from tests.property.wires import OpenRequest

@@ -18,8 +18,11 @@ from seqdedupe.log.contract import Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.topic import recovery
 from seqdedupe.topic.admission import NumbersCache
-from seqdedupe.topic.publishing import Opened, Refusal, Topic
+from seqdedupe.topic.answers import Refusal
+from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.publishing import Opened, Topic
 from seqdedupe.topic.sessions import Sessions
+from seqdedupe.topic.snapshotter import Snapshotter
 from tests.log.faulty import FaultyLog
 from tests.property.client import Session
 
@@ -90,11 +93,12 @@ def failure_does_not_take_what_is_behind(patch: pytest.MonkeyPatch) -> None:
     original = Topic._fail_in_flight
 
     def fail_in_flight(self: Topic, reason: str, why: str) -> None:
-        behind = list(self._in_flight)[1:]
-        while len(self._in_flight) > 1:
-            self._in_flight.pop()
+        waiting = [self._flight.take() for _ in range(len(self._flight))]
+        for admitted in waiting[:1]:
+            self._flight.add(admitted)
         original(self, reason, why)
-        self._in_flight.extend(behind)
+        for admitted in waiting[1:]:
+            self._flight.add(admitted)
 
     patch.setattr(Topic, "_fail_in_flight", fail_in_flight)
 
@@ -165,10 +169,10 @@ def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def open_answered_before_what_is_in_flight_has_settled(patch: pytest.MonkeyPatch) -> None:
-    async def at_once(self: Topic) -> None:
+    async def at_once(self: Flight) -> None:
         pass
 
-    patch.setattr(Topic, "in_flight_now", at_once)
+    patch.setattr(Flight, "all_of_now", at_once)
 
 
 def open_answered_before_its_epoch_is_durable(patch: pytest.MonkeyPatch) -> None:
@@ -179,12 +183,12 @@ def open_trusts_a_snapshot_that_fails(patch: pytest.MonkeyPatch) -> None:
     # The snapshot that is being taken when Open looks has its epoch, and may fail yet.
     async def open_sessions(self: Topic, names: list[str], epochs: list[int] | None) -> Opened:
         self.check_serving()
-        numbers, given = self._sessions.open(names, epochs)
+        numbers, given = self.sessions.open(names, epochs)
         await self.in_flight_now()
         if self.producers.have_new_epoch(numbers):
             await self.snapshot()
         else:
-            await self._snapshotter.finish()
+            await self.snapshotter.finish()
         persisted = [int(self.producers.numbers[number, PERSISTED]) for number in numbers]
         return Opened(given, persisted, [-1] * len(names))
 
@@ -192,13 +196,14 @@ def open_trusts_a_snapshot_that_fails(patch: pytest.MonkeyPatch) -> None:
 
 
 def log_trimmed_before_the_snapshot_is_durable(patch: pytest.MonkeyPatch) -> None:
-    original = Topic.snapshot
+    original = Snapshotter._take
 
-    async def snapshot(self: Topic) -> None:
-        await self.log.trim(await self.log.may_trim_to(self.confirmed_index))
+    async def take(self: Snapshotter) -> None:
+        self.next_index = self._describe()[1].index + 1
+        self._on_durable(self.next_index)
         await original(self)
 
-    patch.setattr(Topic, "snapshot", snapshot)
+    patch.setattr(Snapshotter, "_take", take)
 
 
 def failed_snapshot_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -231,13 +236,7 @@ def frame_judged_as_a_whole(patch: pytest.MonkeyPatch) -> None:
 
 
 def failure_during_recovery_overlooked(patch: pytest.MonkeyPatch) -> None:
-    original = Topic._took_over
-
-    async def took_over(self: Topic) -> bool:
-        term = self.term
-        return await original(self) or self.term > term
-
-    patch.setattr(Topic, "_took_over", took_over)
+    patch.setattr(Topic, "_failed_meanwhile", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def second_recovery_beside_the_first(patch: pytest.MonkeyPatch) -> None:

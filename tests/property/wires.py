@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from seqdedupe.topic.admission import NumbersCache
-from seqdedupe.topic.publishing import Receipt, Refusal
+from seqdedupe.topic.answers import Receipt, Refusal
 from tests.property.client import Frame, Session
 
 Answer = Receipt | Refusal

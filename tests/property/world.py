@@ -8,8 +8,11 @@ from seqdedupe.core.rule import PUSHED
 from seqdedupe.errors import FencedError, SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
-from seqdedupe.topic.publishing import Opened, Receipt, Refusal, Topic
-from seqdedupe.topic.publishing import State as TopicState
+from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.publishing import Opened, Topic
+from seqdedupe.topic.snapshotter import Intervals
+from seqdedupe.topic.state import State as TopicState
 from tests.log.faulty import FaultyLog
 from tests.property.client import MAX_UNACKED, Frame, Session, State, compose
 from tests.property.disk import CrashableStore, Violation
@@ -34,7 +37,7 @@ class World:
         self.log = FaultyLog(
             self.judge.storage, retention=random.random() < 0.5, replay_records=random.choice((1, 3, 50))
         )
-        self.entries_interval = random.choice((2, 5, 1000))
+        self.intervals = Intervals(random.choice((2, 5, 1000)), random.choice((0, 0, 3)))
         self.with_threads = random.random() < 0.1
         self.deduplicate = True
         self.streams = [Stream(client) for client in (0, 1) for _ in range(2)]
@@ -67,8 +70,8 @@ class World:
             self.store,
             snapshots,
             snapshots.load(),
-            deduplicate=self.deduplicate,
-            entries_interval=self.entries_interval,
+            policy=Policy(self.deduplicate),
+            intervals=self.intervals,
             random_bytes=lambda n: self.random.getrandbits(8 * n).to_bytes(n, "little"),
             on_state=self.state_changed,
         )
@@ -130,7 +133,7 @@ class World:
         pushed = self.pushed()
         next_index = self.topic.next_index
         was_serving = self.topic.state is TopicState.SERVING
-        if not self.topic.deduplicate:
+        if not self.topic.policy.deduplication_enabled:
             self.judge.storage.may_double.update((session.name, sequence_id) for session, sequence_id in frame.rows)
         cache = stream.cache if stream is not None else NumbersCache()
         self.topic.admit(frame.encoded, frame.number, reply, cache, lone=frame.is_unary)

@@ -3,20 +3,18 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rocksdict import WriteBatch
+from rocksdict import Rdict, WriteBatch
 
 from seqdedupe.errors import DamagedError, UnavailableError
-from seqdedupe.store import compaction
+from seqdedupe.store import rocksdb
 from seqdedupe.store.db import Store
 from seqdedupe.store.records import DELTA, HEADER, MAX_NUMBER, NAMES, PAGE, part_key, part_number
 from seqdedupe.store.snapshots import Delta, Snapshots
 from tests.store.conftest import SMALL_MAX_DELTAS, SMALL_PAGE
 from tests.store.copies import copy_of_live
 from tests.store.model import INCARNATION, State, delta, load, save, state_of
-from tests.store.test_failure import until_open
 
 pytestmark = pytest.mark.usefixtures("small_pages")
 
@@ -186,21 +184,29 @@ async def test_it_stops_when_the_store_was_opened_again_between_its_pages(
     """Pages that the first opening took may be lost: the header must not say that they are there."""
     snapshots = Snapshots(store, INCARNATION)
     model = await write_some(store, snapshots, 0, 20, State())
-    merged_page = compaction._merged_page
-    pages = 0
+    write = rocksdb.write
+    pages = 20 // SMALL_PAGE
+    writes = 0
 
-    def breaks(*args: Any) -> WriteBatch:
-        nonlocal pages
-        pages += 1
-        if pages == 4:
-            with store._failures(store._current()):
-                raise OSError(28, "No space left on device")
-        return merged_page(*args)
+    def opened_again_after_the_last_page(db: Rdict, batch: WriteBatch) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == pages + 1:
+            raise OSError(28, "No space left on device")
+        write(db, batch)
+        if writes == pages:
+            with pytest.raises(UnavailableError):
+                store.write(WriteBatch(raw_mode=True))
+            while True:
+                try:
+                    assert store.opening == 2
+                    return
+                except UnavailableError:
+                    continue
 
-    monkeypatch.setattr(compaction, "_merged_page", breaks)
+    monkeypatch.setattr(rocksdb, "write", opened_again_after_the_last_page)
     with pytest.raises(UnavailableError):
         await snapshots.compact_if_due()
-    await until_open(store)
     assert numbers_of(store, HEADER) == []
     assert state_of(Snapshots(store, INCARNATION).load()) == model
     assert await snapshots.compact_if_due()

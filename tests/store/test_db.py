@@ -173,6 +173,17 @@ async def test_a_record_that_is_not_sealed_for_its_key_is_refused(folder: Path, 
     assert reason(raised) == "STORE_DAMAGED"
 
 
+async def test_files_of_other_names_beside_those_of_the_store_are_left_alone(folder: Path) -> None:
+    store = Store.open(folder)
+    await store.put_topic(topic())
+    store.close()
+    (folder / "notes.log").write_bytes(b"mine")
+    store = Store.open(folder)
+    assert store.topics() == [topic()]
+    store.close()
+    assert (folder / "notes.log").read_bytes() == b"mine"
+
+
 async def test_a_topic_above_the_last_incarnation_given_is_refused(folder: Path) -> None:
     store = Store.open(folder)
     await store.put_topic(topic(5))

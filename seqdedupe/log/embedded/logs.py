@@ -148,10 +148,10 @@ def _topic(folder: Path) -> str | None:
     """The name that a log's folder says; None if it does not say one yet."""
     path = folder / TOPIC_FILE
     try:
-        text = path.read_text()
+        raw = path.read_bytes()
     except FileNotFoundError:
         return None
     try:
-        return topic_name(text) if text else None
-    except SeqdedupeError as e:
-        raise error("LOG_DAMAGED", f"{path} does not say the name of a topic: {e.message}", file=path) from e
+        return topic_name(raw.decode()) if raw else None
+    except (SeqdedupeError, UnicodeDecodeError) as e:
+        raise error("LOG_DAMAGED", f"{path} does not say the name of a topic: {e}", file=path) from e

@@ -226,12 +226,12 @@ class Reader:
         return max(0, bisect_right(self.segments, index, key=lambda segment: segment.base_index) - 1)
 
     def check_is_there(self, index: int) -> None:
-        """Raises POSITION_TRIMMED or POSITION_UNKNOWN unless reading can begin at this index."""
+        """Raises POSITION_TRIMMED or POSITION_AFTER_END unless reading can begin at this index."""
         if index < self.first_index:
             raise _trimmed(index, self.first_index)
         if index > self.next_index:
             raise error(
-                "POSITION_UNKNOWN",
+                "POSITION_AFTER_END",
                 f"index {index} is after the end: the next message gets {self.next_index}",
                 index=index,
                 next_index=self.next_index,

@@ -1,0 +1,53 @@
+"""What a topic answers to a frame."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from seqdedupe.errors import SeqdedupeError
+
+Int64s = npt.NDArray[np.int64]
+Uint8s = npt.NDArray[np.uint8]
+
+_NO_INDEXES = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The outcome of a frame that was not refused, as `Receipt` in publish.proto has it."""
+
+    frame: int
+    verdicts: Uint8s | None
+    """None: all rows are NOT_DUP."""
+    first_index: int
+    """-1 if no row is new."""
+    known_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
+    known_indexes: Int64s = field(default_factory=lambda: _NO_INDEXES)
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerNumbers:
+    """What a refusal says of a producer."""
+
+    name: str
+    epoch: int
+    current_epoch: int
+    sequence_id: int
+    previous_sequence_id: int
+    pushed: int
+    persisted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A frame of which nothing was admitted."""
+
+    frame: int
+    error: SeqdedupeError
+    producers: list[ProducerNumbers] = field(default_factory=list)
+
+
+Reply = Callable[[Receipt | Refusal], None]
+"""Is called once for each frame."""

@@ -1,0 +1,421 @@
+"""All topics: from the store and the logs to live topics, and back. It knows no kind of log.
+
+A topic's record says where it is in its life; it is durable before anything that it says is done. Creating and
+deleting run as tasks of their own: whoever asked for them may give up waiting, they are finished all the same.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from seqdedupe.errors import DamagedError, SeqdedupeError, error
+from seqdedupe.format.records import SECRET_BYTES
+from seqdedupe.log.contract import LogName, Logs
+from seqdedupe.names import topic_name
+from seqdedupe.store.db import Store
+from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.snapshotter import Intervals
+from seqdedupe.topic.state import State, damaged_topic
+
+logger = logging.getLogger("seqdedupe.topics")
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Closed:
+    """A topic whose log or snapshot could not be opened: it will be tried again, or is DAMAGED."""
+
+    record: TopicRecord
+    why: SeqdedupeError
+    state: State = State.RECOVERING
+
+    def error(self) -> SeqdedupeError:
+        """What whoever asks for the topic is told."""
+        if self.state is State.DAMAGED:
+            return damaged_topic(self.record.name, self.why)
+        return error("RECOVERING", f"topic {self.record.name} cannot be opened now: {self.why.message}")
+
+
+class Topics:
+    """The topics by full name. `on_state` is told when a topic's state changes, or None when it is gone."""
+
+    def __init__(
+        self,
+        store: Store,
+        logs: Logs,
+        *,
+        max_topics: int,
+        allow_auto_topic_creation: bool,
+        intervals: Intervals,
+        on_state: Callable[[str, State | None], None],
+        rebuild_store: bool = False,
+    ) -> None:
+        self._store = store
+        self._logs = logs
+        self._max_topics = max_topics
+        self._allow_auto_topic_creation = allow_auto_topic_creation
+        self._intervals = intervals
+        self._on_state = on_state
+        self._rebuild_store = rebuild_store
+        self._live: dict[str, Topic] = {}
+        self._closed: dict[str, Closed] = {}
+        self._records: dict[str, TopicRecord] = {}
+        self._creating: dict[str, asyncio.Task[Topic]] = {}
+        self._deleting: dict[str, asyncio.Task[None]] = {}
+        self._setting: dict[str, asyncio.Task[None]] = {}
+        self._unwritten: dict[str, SeqdedupeError] = {}
+        """Names whose record could not be written: the store may have it all the same, and it is being put right."""
+        self._opened_at_start: list[Topic] = []
+        self._background: set[asyncio.Task[None]] = set()
+        self.is_draining = False
+
+    # -- start and end -----------------------------------------------------------------------------------------
+
+    async def open_all(self) -> None:
+        """Opens every log. One that cannot be opened is tried again or DAMAGED, and the others are there.
+
+        Raises STORE_MISSING if there is a log without a record, and what `Logs.list` raises.
+        """
+        known = {record.incarnation for record in self._store.topics()}
+        for log in await self._logs.list():
+            if log.incarnation not in known:
+                await self._orphan(log)
+        await asyncio.gather(*(self._open_at_start(record) for record in self._store.topics()))
+
+    async def _orphan(self, log: LogName) -> None:
+        name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
+        if not self._rebuild_store:
+            raise error(
+                "STORE_MISSING",
+                f"there is a log of the topic {name}, of which the store knows nothing",
+                topic=name,
+                incarnation=log.incarnation,
+            )
+        logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
+        await self._store.put_topic(TopicRecord(name, log.incarnation, TopicState.ACTIVE))
+
+    async def _open_at_start(self, record: TopicRecord) -> None:
+        """Finishes what was begun with a topic, or opens it."""
+        if record.state is TopicState.DELETING:
+            await self._clean_up(record)
+            return
+        if record.state is TopicState.CREATING:
+            try:
+                await self._logs.create(record.incarnation, record.name, record.secret)
+                record = replace(record, state=TopicState.ACTIVE)
+                await self._store.put_topic(record)
+            except SeqdedupeError as e:
+                logger.warning("making topic %s cannot be finished now, it is undone: %s", record.name, e)
+                await self._undo(record)
+                return
+        if record.name in self._records:
+            why = error("STORE_DAMAGED", f"the store has two records of the topic {record.name}")
+            self._close(Closed(record, why, State.DAMAGED))
+            return
+        self._records[record.name] = record
+        if not await self._opened(record):
+            self._in_background(self._go_on_opening(record))
+        elif topic := self._live.get(record.name):
+            self._opened_at_start.append(topic)
+
+    async def _go_on_opening(self, record: TopicRecord) -> None:
+        await again_until(lambda: self._opened(record))
+        if topic := self._live.get(record.name):
+            await topic.recover()
+
+    async def _opened(self, record: TopicRecord) -> bool:
+        """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
+        before = self._closed.get(record.name)
+        try:
+            topic = await self._open(record)
+        except Exception as e:
+            # Whatever it is: one topic never keeps the others down.
+            if not isinstance(e, SeqdedupeError | OSError):
+                logger.error("topic %s could not be opened", record.name, exc_info=e)
+            why = e if isinstance(e, SeqdedupeError) else error("RECOVERING", f"{type(e).__name__}: {e}")
+            # A disk that fails for a moment can look like damage.
+            is_damaged = isinstance(e, DamagedError) and before is not None and isinstance(before.why, DamagedError)
+            self._close(Closed(record, why, State.DAMAGED if is_damaged else State.RECOVERING))
+            return is_damaged
+        self._closed.pop(record.name, None)
+        self._add(topic)
+        return True
+
+    def _close(self, closed: Closed) -> None:
+        name = closed.record.name
+        self._closed[name] = closed
+        logger.error("topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
+        self._on_state(name, closed.state)
+
+    async def _open(self, record: TopicRecord) -> Topic:
+        snapshots = Snapshots(self._store, record.incarnation)
+        loaded = await asyncio.to_thread(snapshots.load)
+        log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0, record.secret or None)
+        if loaded is None and log.first_index > 0 and not self._rebuild_store:
+            # Retention only drops what a snapshot covers.
+            await log.close()
+            raise error(
+                "STORE_MISSING",
+                f"the log of topic {record.name} begins with index {log.first_index}, but the store has no snapshot "
+                "that covers what came before",
+                topic=record.name,
+                first_index=log.first_index,
+            )
+        return Topic(
+            record.name,
+            log,
+            self._store,
+            snapshots,
+            loaded,
+            policy=Policy(record.deduplication_enabled),
+            intervals=self._intervals,
+            random_bytes=secrets.token_bytes,
+            on_state=self._topic_changed,
+        )
+
+    def _add(self, topic: Topic) -> None:
+        self._live[topic.name] = topic
+        self._topic_changed(topic)
+
+    def _topic_changed(self, topic: Topic) -> None:
+        logger.info("topic %s is %s%s", topic.name, topic.state.name, f": {topic.why}" if topic.why else "")
+        if self._live.get(topic.name) is topic:
+            self._on_state(topic.name, topic.state)
+
+    async def recover_all(self) -> None:
+        """Recovers every topic; one that cannot be recovered now goes on trying by itself, beside this."""
+        opened, self._opened_at_start = self._opened_at_start, []
+        await asyncio.gather(*(topic.recover() for topic in opened))
+        if self._rebuild_store:
+            # So that the next start needs no rebuilding.
+            await asyncio.gather(*(topic.snapshot_in_background() for topic in opened))
+
+    async def drain(self) -> None:
+        """Takes nothing more; settles what is in flight; durable snapshots. Reading goes on."""
+        self.is_draining = True
+        under_way = [*self._creating.values(), *self._deleting.values(), *self._setting.values()]
+        if under_way:
+            await asyncio.wait(under_way)
+        # What is tried again and again is finished at the next start.
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*(topic.drain() for topic in self._live.values()))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # -- topics ------------------------------------------------------------------------------------------------
+
+    def all(self) -> list[Topic | Closed]:
+        """All topics by name: live ones, and those that cannot be opened."""
+        every: dict[str, Topic | Closed] = {**self._closed, **self._live}
+        return [every[name] for name in sorted(every)]
+
+    def look_at(self, name: str) -> Topic | Closed:
+        """A topic, whether or not it can be used. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND."""
+        full = topic_name(name)
+        found = self._live.get(full) or self._closed.get(full)
+        if found is None:
+            raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
+        return found
+
+    def get(self, name: str) -> Topic:
+        """The live topic. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND, and what a topic that cannot be opened says."""
+        found = self.look_at(name)
+        if isinstance(found, Closed):
+            raise found.error()
+        return found
+
+    async def get_or_create(self, name: str) -> Topic:
+        """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
+        full = topic_name(name)
+        if full in self._live or full in self._closed or not self._allow_auto_topic_creation:
+            return self.get(full)
+        return await self.create(full, exists_ok=True)
+
+    async def create(self, name: str, *, policy: Policy | None = None, exists_ok: bool = False) -> Topic:
+        """Makes a topic; returns when it serves.
+
+        Raises INVALID_TOPIC_NAME, TOPIC_EXISTS, TOO_MANY_TOPICS; LOG_DAMAGED if one of that name is damaged; DRAINING,
+        LOG_REFUSED, STORE_UNAVAILABLE: then there is none.
+        """
+        full = topic_name(name)
+        while deletion := self._deleting.get(full):
+            await asyncio.wait({deletion})
+        self._check_takes_changes(full)
+        if full in self._creating and exists_ok:
+            return await asyncio.shield(self._creating[full])
+        if full in self._live or full in self._closed or full in self._creating:
+            if full not in self._creating:
+                topic = self.get(full)
+                topic.check_not_damaged()
+                if exists_ok:
+                    return topic
+            raise error("TOPIC_EXISTS", f"the topic {full} is there already", topic=full)
+        count = len(self._live) + len(self._closed) + len(self._creating)
+        if count >= self._max_topics:
+            raise error(
+                "TOO_MANY_TOPICS",
+                f"there are {count} topics: max_topics allows no more",
+                max_topics=self._max_topics,
+            )
+        return await _shielded(self._creating, full, self._create(full, policy or Policy()))
+
+    async def _create(self, full: str, policy: Policy) -> Topic:
+        incarnation = self._store.next_incarnation(time.time_ns() // 1000)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        record = TopicRecord(full, incarnation, TopicState.CREATING, policy.deduplication_enabled, secret)
+        topic: Topic | None = None
+        try:
+            await self._store.put_topic(record)
+            await self._logs.create(incarnation, full, secret)
+            topic = await self._open(record)
+            await topic.recover()
+            topic.check_serving()
+            record = replace(record, state=TopicState.ACTIVE)
+            await self._store.put_topic(record)
+        except Exception:
+            if topic is not None:
+                await topic.delete()
+            await self._undo(record)
+            raise
+        self._records[full] = record
+        self._add(topic)
+        return topic
+
+    async def delete(self, name: str) -> None:
+        """Deletes a topic for good. It takes nothing more from now on.
+
+        Raises TOPIC_NOT_FOUND, LOG_DAMAGED; STORE_UNAVAILABLE: then it is still there, and takes messages again once
+        the store says so. Whoever is cancelled here does not know: the deletion goes on.
+        """
+        full = topic_name(name)
+        while change := self._creating.get(full) or self._setting.get(full):
+            await asyncio.wait({change})
+        if deletion := self._deleting.get(full):
+            await asyncio.shield(deletion)
+            return
+        self._check_takes_changes(full)
+        topic = self.get(full)
+        topic.check_not_damaged()
+        await _shielded(self._deleting, full, self._delete(topic))
+
+    async def _delete(self, topic: Topic) -> None:
+        topic.hold(error("DRAINING", f"topic {topic.name} is being deleted"))
+        deleting = replace(self._records[topic.name], state=TopicState.DELETING)
+        await self._write_record(topic, deleting)
+        try:
+            await topic.delete()
+        finally:
+            del self._live[topic.name], self._records[topic.name]
+            self._on_state(topic.name, None)
+        await self._clean_up(deleting)
+
+    async def set_policy(self, name: str, policy: Policy) -> Topic:
+        """Sets a topic's policy; durable on return, and in force between two frames."""
+        full = topic_name(name)
+        while change := self._deleting.get(full) or self._setting.get(full):
+            await asyncio.wait({change})
+        self._check_takes_changes(full)
+        topic = self.get(full)
+        await _shielded(self._setting, full, self._set_policy(topic, policy))
+        return topic
+
+    async def _set_policy(self, topic: Topic, policy: Policy) -> None:
+        record = replace(self._records[topic.name], deduplication_enabled=policy.deduplication_enabled)
+        await self._write_record(topic, record)
+        self._records[topic.name] = record
+        topic.policy = policy
+
+    # -- records that could not be written ---------------------------------------------------------------------
+
+    def _check_takes_changes(self, full: str) -> None:
+        if self.is_draining:
+            raise error("DRAINING", "the sidecar is shutting down")
+        if why := self._unwritten.get(full):
+            raise error("STORE_UNAVAILABLE", f"what was begun with topic {full} is still being undone: {why.message}")
+
+    async def _write_record(self, topic: Topic, record: TopicRecord) -> None:
+        """Makes a live topic's new record durable.
+
+        If that fails the store may have it all the same, and at the next start it would be in force. So the topic
+        takes nothing until the record that is in force has been written again.
+        """
+        try:
+            await self._store.put_topic(record)
+        except SeqdedupeError as e:
+            topic.hold(
+                error("STORE_UNAVAILABLE", f"the record of topic {topic.name} could not be written: {e.message}")
+            )
+            self._unwritten[topic.name] = e
+            self._in_background(self._write_again(topic, self._records[topic.name]))
+            raise
+
+    async def _write_again(self, topic: Topic, record: TopicRecord) -> None:
+        await again_until(lambda: self._is_durable(record))
+        topic.release()
+
+    async def _is_durable(self, record: TopicRecord) -> bool:
+        try:
+            await self._store.put_topic(record)
+        except SeqdedupeError as e:
+            self._unwritten[record.name] = e
+            return False
+        self._unwritten.pop(record.name, None)
+        return True
+
+    async def _undo(self, record: TopicRecord) -> None:
+        """A creation has failed: nothing of it is left, also if that has to be tried again, or at the next start.
+
+        The name stays taken until the store says so: there must never be two records of it.
+        """
+        deleting = replace(record, state=TopicState.DELETING)
+        if await self._is_durable(deleting):
+            await self._clean_up(deleting)
+        else:
+            self._in_background(self._undo_later(deleting))
+
+    async def _undo_later(self, deleting: TopicRecord) -> None:
+        await again_until(lambda: self._is_durable(deleting))
+        await self._clean_up(deleting)
+
+    async def _clean_up(self, record: TopicRecord) -> None:
+        """Removes what is left of a topic whose record says DELETING; what cannot be removed now is tried again."""
+        if not await self._cleaned_up(record):
+            self._in_background(again_until(lambda: self._cleaned_up(record)))
+
+    async def _cleaned_up(self, record: TopicRecord) -> bool:
+        try:
+            await self._logs.delete(record.incarnation)
+            await self._store.remove_topic(record.incarnation)
+        except SeqdedupeError as e:
+            logger.warning("what is left of topic %s cannot be removed now: %s", record.name, e)
+            return False
+        return True
+
+
+async def _shielded(tasks: dict[str, asyncio.Task[T]], name: str, work: Coroutine[Any, Any, T]) -> T:
+    """Runs something in a task of its own, listed while it runs, which goes on when the caller is cancelled."""
+
+    async def run() -> T:
+        try:
+            return await work
+        finally:
+            del tasks[name]
+
+    tasks[name] = task = asyncio.ensure_future(run())
+    # Whoever asked for it may have gone.
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return await asyncio.shield(task)

@@ -1,0 +1,226 @@
+"""What a topic of every kind has: a state, producers and their sessions, a policy, snapshots.
+
+It says nothing of how messages come into the topic's log: `publishing` does.
+"""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import DUP, NOT_DUP
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.message_id import Position
+from seqdedupe.store.db import Store
+from seqdedupe.store.snapshots import Loaded, Snapshots
+from seqdedupe.topic.answers import Receipt
+from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.sessions import Sessions
+from seqdedupe.topic.snapshotter import Intervals, Snapshotter
+
+logger = logging.getLogger("seqdedupe.topic")
+
+
+class State(Enum):
+    """What a topic does at the moment."""
+
+    RECOVERING = 1
+    """The log is being read, or cannot be read now; what is certain is served to readers."""
+    SERVING = 2
+    READ_ONLY = 3
+    """The log refuses writes now; it is tried again."""
+    DRAINING = 4
+    DAMAGED = 5
+    """For good: something in the log or the store is not what was written."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since this process opened the topic: rows by verdict, frames refused, failures of the log."""
+
+    not_dup: int = 0
+    dup: int = 0
+    unknown: int = 0
+    refused: int = 0
+    log_failures: int = 0
+
+    def count(self, receipt: Receipt, new_rows: int) -> None:
+        """A frame has its receipt; so many of its rows were stored."""
+        self.not_dup += new_rows
+        if receipt.verdicts is not None:
+            verdicts = receipt.verdicts.tobytes()
+            dup = verdicts.count(DUP)
+            self.dup += dup
+            self.unknown += len(verdicts) - verdicts.count(NOT_DUP) - dup
+
+
+class TopicBase(ABC):
+    """A topic of this process, without its way of appending.
+
+    `loaded` is its newest snapshot; without one it begins at `first_index`. `on_state` is told each change of state.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        store: Store,
+        snapshots: Snapshots,
+        loaded: Loaded | None,
+        *,
+        first_index: int,
+        policy: Policy,
+        intervals: Intervals,
+        on_state: Callable[[Any], None],
+    ) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.policy = policy
+        self.counters = Counters()
+        self.state = State.RECOVERING
+        self.why = "the log is being read"
+        self.term = 0
+        self.knows_its_end = False
+        """Whether this process owns the log and has read it up to its own marker: only then is the end known."""
+        self.producers = Producers()
+        self.confirmed_index = first_index
+        """All messages below it are in the log for good, and in the producers' numbers."""
+        if loaded is not None:
+            self.producers.load(loaded.names, loaded.persisted, loaded.epochs)
+            self.term = loaded.term
+            self.confirmed_index = loaded.next_index
+        self.sessions = Sessions(self.producers)
+        self.confirmed = Broadcast()
+        self.damage: SeqdedupeError | None = None
+        self._held: SeqdedupeError | None = None
+        self._closed_because = "DRAINING"
+        self._on_state = on_state
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.snapshotter = Snapshotter(
+            store,
+            snapshots,
+            self.producers,
+            lambda: (self.term, self.last_position),
+            next_index=self.confirmed_index,
+            intervals=intervals,
+            on_durable=self._snapshot_is_durable,
+        )
+
+    @property
+    @abstractmethod
+    def last_position(self) -> Position:
+        """The position of the last confirmed message."""
+
+    @abstractmethod
+    def _snapshot_is_durable(self, next_index: int) -> None:
+        """All below this index is covered by a durable snapshot: retention may go on."""
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def _set_state(self, state: State, why: str) -> None:
+        if self.state is State.DRAINING and state is not State.DRAINING:
+            return
+        if (state, why) != (self.state, self.why):
+            self.state, self.why = state, why
+            self._on_state(self)
+            self.confirmed.tell()
+
+    def hold(self, why: SeqdedupeError) -> None:
+        """Takes nothing from now on, and says why, until `release`. What is in flight settles; readers go on."""
+        self._held = why
+
+    def release(self) -> None:
+        """Takes messages again."""
+        self._held = None
+
+    def check_serving(self) -> None:
+        """Raises RECOVERING, LOG_REFUSED, DRAINING, TOPIC_NOT_FOUND, LOG_DAMAGED unless the topic takes messages."""
+        if self._held is not None and self.state is not State.DRAINING:
+            raise self._held
+        if self.state is State.SERVING:
+            return
+        self.check_not_damaged()
+        reason = {
+            State.RECOVERING: "RECOVERING",
+            State.READ_ONLY: "LOG_REFUSED",
+            State.DRAINING: self._closed_because,
+        }[self.state]
+        raise error(reason, f"topic {self.name} takes no messages now: {self.why}")
+
+    def check_not_damaged(self) -> None:
+        """Raises LOG_DAMAGED if the topic is damaged."""
+        if self.damage is not None:
+            raise damaged_topic(self.name, self.damage)
+
+    def check_knows_its_end(self) -> None:
+        """Raises RECOVERING or LOG_DAMAGED while nobody can say where the topic ends."""
+        if self.knows_its_end:
+            return
+        self.check_not_damaged()
+        raise error(
+            "RECOVERING",
+            f"where topic {self.name} ends is not known yet: {self.why}",
+            certain_index=self.readable_index,
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a task of topic %s failed", self.name, exc_info=task.exception())
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @property
+    def readable_index(self) -> int:
+        """All messages below it may be shown to readers. Where the topic ends only if it `knows_its_end`."""
+        return self.confirmed_index
+
+    async def wait_for_message(self, index: int) -> None:
+        """Returns when the message with this index can be read, or the topic is closing or damaged."""
+        while self.readable_index <= index and self.state not in (State.DRAINING, State.DAMAGED):
+            await self.confirmed.wait()
+
+    # -- snapshots ---------------------------------------------------------------------------------------------
+
+    async def snapshot(self) -> None:
+        """Takes a snapshot; returns when it is durable.
+
+        Raises STORE_UNAVAILABLE (the next one makes up for it), and what `check_knows_its_end` raises: before this
+        process owns the log, what it holds may not be durable.
+        """
+        self.check_knows_its_end()
+        await self.snapshotter.take()
+
+    async def snapshot_in_background(self) -> None:
+        """`snapshot`, with a warning in the log instead of an error."""
+        try:
+            await self.snapshot()
+        except UnavailableError as e:
+            logger.warning("no snapshot of topic %s: %s", self.name, e)
+
+    @property
+    def snapshot_index(self) -> int:
+        """What the last durable snapshot covers: all messages below this index."""
+        return self.snapshotter.next_index
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.snapshotter.close()
+
+
+def damaged_topic(name: str, damage: SeqdedupeError) -> SeqdedupeError:
+    """The final answer of a topic that is damaged."""
+    return error("LOG_DAMAGED", f"topic {name} is damaged: {damage}", hint=damage.hint, topic=name)

@@ -1,0 +1,36 @@
+"""Logs in memory, for tests of what stands on all logs of a sidecar."""
+
+from collections.abc import Callable
+from typing import Any
+
+from seqdedupe.errors import error
+from seqdedupe.log.contract import LogName
+from tests.log.faulty import FaultyLog, Storage
+
+
+class MemoryLogs:
+    """Satisfies `seqdedupe.log.contract.Logs`. `storages` outlive the process; `before` hears the name of each call."""
+
+    def __init__(self, storages: dict[int, tuple[str, Storage]], before: Callable[[str], None] = lambda name: None):
+        self.storages = storages
+        self.before = before
+
+    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
+        self.before("create")
+        self.storages.setdefault(incarnation, (topic, Storage(incarnation)))
+
+    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> Any:
+        self.before("open")
+        if incarnation not in self.storages:
+            raise error("LOG_DAMAGED", f"there is no log {incarnation}")
+        return FaultyLog(self.storages[incarnation][1], automatic=True)
+
+    async def list(self) -> list[LogName]:
+        return [LogName(incarnation, topic) for incarnation, (topic, _) in sorted(self.storages.items())]
+
+    async def delete(self, incarnation: int) -> None:
+        self.before("delete")
+        self.storages.pop(incarnation, None)
+
+    async def close(self) -> None:
+        pass

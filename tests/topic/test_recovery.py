@@ -1,0 +1,262 @@
+"""What a topic does, and tells its readers, while it recovers from whatever its log does."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqdedupe.core.producers import Producers
+from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
+from seqdedupe.log.contract import Entries
+from seqdedupe.store.db import Store
+from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic import admission
+from seqdedupe.topic.admission import NumbersCache
+from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.reading import check_index, end_index, index_after, read_on
+from seqdedupe.topic.snapshotter import Intervals
+from seqdedupe.topic.state import State
+from tests.batches import batch
+from tests.log.faulty import FaultyLog, Storage
+
+INCARNATION = 5
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path / "store")
+    yield store
+    store.close()
+
+
+class TroubledLog(FaultyLog):
+    """`trouble` is called before each replay, and may raise. What is certain is not known of what it holds."""
+
+    @property
+    def certain_index(self) -> int:
+        return self.first_index
+
+    trouble: Callable[[], None] = staticmethod(lambda: None)
+
+    async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
+        self.trouble()
+        async for entries in super().replay(from_index):
+            yield entries
+
+
+def make_topic(store: Store, log: FaultyLog, intervals: Intervals | None = None) -> Topic:
+    snapshots = Snapshots(store, INCARNATION)
+    return Topic(
+        "persistent://public/default/t",
+        log,
+        store,
+        snapshots,
+        snapshots.load(),
+        policy=Policy(),
+        intervals=intervals or Intervals(1000),
+        random_bytes=lambda n: bytes(n),
+    )
+
+
+async def publish(topic: Topic, *ids: int) -> list[Receipt | Refusal]:
+    """One frame each; their answers, as they come."""
+    opened = await topic.open_sessions(["p"], None)
+    answers: list[Receipt | Refusal] = []
+    link = opened.persisted[0]
+    for sequence_id in ids:
+        encoded = batch([("p", sequence_id)], epochs={"p": opened.epochs[0]}, links={"p": link}).encode()
+        link = sequence_id
+        topic.admit(encoded, sequence_id, answers.append, NumbersCache())
+    return answers
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def filled(store: Store, rows: int) -> Storage:
+    """A storage with so many messages, of which a snapshot covers all but the last."""
+    storage = Storage(INCARNATION)
+    log = FaultyLog(storage, automatic=True)
+    topic = make_topic(store, log)
+    await topic.recover()
+    await publish(topic, *range(rows - 1))
+    await topic.in_flight_now()
+    await topic.snapshot()
+    await publish(topic, rows - 1)
+    await topic.in_flight_now()
+    await topic.close("")
+    return storage
+
+
+def recovering(call: Callable[[], Any]) -> None:
+    with pytest.raises(UnavailableError) as caught:
+        call()
+    assert caught.value.reason == "RECOVERING"
+    assert caught.value.retry_delay_ms > 0
+
+
+async def test_nobody_says_where_a_topic_ends_before_it_has_read_up_to_its_own_marker(store: Store) -> None:
+    storage = await filled(store, 5)
+    log = TroubledLog(storage, automatic=True)
+    log.opening_allowed.clear()
+    topic = make_topic(store, log)
+    recovery = asyncio.ensure_future(topic.recover())
+    await asyncio.sleep(0)
+    good, last = topic.position_before(5), topic.position_before(4)
+    assert index_after(topic, last) == 4
+    check_index(topic, 4)
+    for call in (
+        lambda: end_index(topic),
+        lambda: index_after(topic, good),
+        lambda: check_index(topic, 5),
+    ):
+        recovering(call)
+    with pytest.raises(UnavailableError):
+        await topic.snapshot()
+    # A follower waits where what is certain ends.
+    pages = read_on(topic, 2, None)
+    assert (await anext(pages)).next_index == 4
+    following = asyncio.ensure_future(anext(pages))
+    await asyncio.sleep(0)
+    assert not following.done()
+    log.opening_allowed.set()
+    await recovery
+    assert (await following).next_index == 5
+    assert end_index(topic) == 5
+    assert index_after(topic, good) == 5
+    with pytest.raises(PositionError, match="POSITION_AFTER_END"):
+        check_index(topic, 6)
+    await topic.close("")
+
+
+async def test_a_running_topic_that_settles_is_read_as_ever(store: Store) -> None:
+    log = FaultyLog(Storage(INCARNATION))
+    topic = make_topic(store, log)
+    await topic.recover()
+    await publish(topic, 1, 2, 3)
+    log.settle(1)
+    log.opening_allowed.clear()
+    log.unknown(lands=1)
+    await asyncio.sleep(0)
+    assert topic.state is State.RECOVERING
+    assert end_index(topic) == 1
+    with pytest.raises(PositionError, match="POSITION_AFTER_END"):
+        check_index(topic, 2)
+    log.opening_allowed.set()
+    await until(lambda: topic.state is State.SERVING)
+    assert end_index(topic) == 2
+    await topic.close("")
+
+
+async def test_a_frame_found_in_the_log_is_answered_with_where_it_stands(store: Store) -> None:
+    storage = Storage(INCARNATION)
+    log = FaultyLog(storage)
+    topic = make_topic(store, log)
+    await topic.recover()
+    answers = await publish(topic, 1)
+    # Another owner has put something before it meanwhile.
+    others = Producers()
+    others.add(b"q")
+    frame = admission.check(batch([("q", 1), ("q", 2)]).encode(), others, NumbersCache())
+    storage.add_batch(frame.encoded, frame.rows, frame.column_bytes)
+    log.unknown(lands=1)
+    await until(lambda: bool(answers))
+    assert isinstance(answers[0], Receipt)
+    assert answers[0].first_index == 2
+    await topic.close("")
+
+
+async def test_drain_of_a_topic_that_cannot_be_written_takes_no_snapshot(store: Store) -> None:
+    storage = await filled(store, 5)
+    log = TroubledLog(storage)
+    log.refuse_opens(1000)
+    topic = make_topic(store, log)
+    await topic.recover()
+    assert topic.state is State.READ_ONLY
+    assert topic.readable_index == 4
+    await topic.drain()
+    loaded = Snapshots(store, INCARNATION).load()
+    assert loaded is not None
+    assert loaded.next_index == 4
+
+
+@pytest.mark.parametrize("trouble", [OSError(24, "too many open files"), OSError(5, "input/output"), RuntimeError("?")])
+async def test_recovery_survives_whatever_is_no_damage(store: Store, trouble: Exception) -> None:
+    log = TroubledLog(await filled(store, 5), automatic=True)
+    left = 3
+
+    def fail() -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise trouble
+
+    log.trouble = fail
+    topic = make_topic(store, log)
+    await topic.recover()
+    assert topic.state is State.RECOVERING
+    recovering(topic.check_serving)
+    await until(lambda: topic.state is State.SERVING)
+    assert topic.confirmed_index == 5
+    await topic.close("")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_damage_is_looked_at_twice(store: Store, times: int) -> None:
+    log = TroubledLog(await filled(store, 5), automatic=True)
+    left = times
+
+    def fail() -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise error("LOG_DAMAGED", "it looks bad")
+
+    log.trouble = fail
+    topic = make_topic(store, log)
+    await topic.recover()
+    waiting = asyncio.ensure_future(anext(read_on(topic, 4, None)))
+    await until(lambda: topic.state in (State.SERVING, State.DAMAGED))
+    if times == 1:
+        assert topic.state is State.SERVING
+        assert (await waiting).next_index == 5
+    else:
+        assert topic.state is State.DAMAGED
+        assert "it looks bad" in topic.why
+        # Nobody waits for it, and what is certain is read.
+        for call in (topic.check_serving, lambda: end_index(topic)):
+            with pytest.raises(DamagedError, match="it looks bad"):
+                call()
+        with pytest.raises(DamagedError):
+            await waiting
+        check_index(topic, 3)
+    await topic.close("")
+
+
+async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
+    news = Broadcast()
+    for _ in range(3):
+        waiting = asyncio.ensure_future(news.wait())
+        await asyncio.sleep(0)
+        assert len(news) == 1
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert len(news) == 0
+
+
+async def test_snapshots_are_taken_by_time_and_by_entries(store: Store) -> None:
+    topic = make_topic(store, FaultyLog(Storage(INCARNATION), automatic=True), Intervals(3, seconds=0.02))
+    await topic.recover()
+    await publish(topic, 1)
+    await until(lambda: topic.snapshot_index == 1)
+    await publish(topic, 2, 3, 4)
+    await until(lambda: topic.snapshot_index == 4)
+    await topic.close("")
