@@ -11,7 +11,7 @@ from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.publish import BATCHES, IN_FLIGHT, PAYLOAD, ROWS, published_rows
 from seqdedupe.batch import Batch, Binary, single_producer
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 _names = itertools.count()
 

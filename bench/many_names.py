@@ -11,7 +11,7 @@ from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.publish import IN_FLIGHT, PAYLOAD, published_rows
 from seqdedupe.batch import Batch, Binary
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 NAMES = 1_000
 BATCHES = 600

@@ -9,7 +9,7 @@ import psutil
 
 from bench.figure import Figure, Ratio
 from bench.start import PRODUCERS, fill
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from bench import setup
 from bench.echo import ECHO, SYNCED_ECHO
 from bench.figure import Figure, Ratio
 from bench.publish import frame_bytes, rising
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 MESSAGES = 1_500
 

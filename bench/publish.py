@@ -10,7 +10,7 @@ import numpy as np
 from bench import setup
 from bench.figure import Figure, Ratio, over
 from seqdedupe.batch import Batch, Binary, single_producer
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 ROWS = 256
 IN_FLIGHT = 16

@@ -12,8 +12,8 @@ from bench import setup
 from bench.echo import STREAM
 from bench.figure import Figure, Ratio, over
 from bench.publish import rising
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import read_pb2
-from tests.sidecar import Sidecar
 
 MESSAGE_BYTES = 256 * 1024
 TOPIC_BYTES = 64 * 1024 * 1024

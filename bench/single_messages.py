@@ -10,7 +10,7 @@ from bench.figure import Figure, Ratio, over
 from bench.publish import PAYLOAD
 from seqdedupe.batch import Binary
 from seqdedupe.client import Client, blocking
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 ROWS = 1_000
 MESSAGES = 300_000

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.sql import SparkSession
-from seqdedupe_spark.dedupe import Deduplicator
 
 from bench.figure import Figure, Ratio, over
 from bench.spark_setup import CORES, session
 from seqdedupe.batch import NO_INT32S, Batch, Binary, Int64s, decode
 from seqdedupe.client.reader import StoredBatch
+from seqdedupe_spark.dedupe import Deduplicator
 
 ROWS = 500_000
 PRODUCERS = 1000

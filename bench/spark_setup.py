@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pyspark.sql import SparkSession
-from seqdedupe_spark.options import Selection
-from seqdedupe_spark.planning import plan, topics
-from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.session import workers_path
 
 from seqdedupe.client import ProducerConfig, blocking
 from seqdedupe.message_id import Position
+from seqdedupe_spark.options import Selection
+from seqdedupe_spark.planning import Listing
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.session import workers_path
 
 CORES = 2
 BATCH_ROWS = 256
@@ -50,5 +50,6 @@ def publish(address: str, rows: int) -> None:
 def ranges(address: str) -> list[Range]:
     """All that the two partitions hold."""
     with blocking.Client(address) as client:
-        names = topics(client, SELECTION)
-        return plan(client, {name: Position.before(client.ends(name).last.incarnation, 0) for name in names})
+        listing = Listing(client)
+        names = listing.select(SELECTION)
+        return listing.plan({name: Position.before(client.ends(name).last.incarnation, 0) for name in names})

@@ -11,11 +11,11 @@ from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
-from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.reading import read_range
 
 from bench import spark_setup
 from bench.figure import Figure, Ratio, over
+from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.reading import read_range
 from tests.sidecar import Sidecar
 
 ROWS = 1_000_000

@@ -13,9 +13,9 @@ from bench.figure import Figure, Ratio
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from seqdedupe.batch import Binary, single_producer
+from seqdedupe.testing import Sidecar
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
-from tests.sidecar import Sidecar
 
 PRODUCERS = 1_000_000
 TAIL = 1_000_000

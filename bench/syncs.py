@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.figure import Figure, Ratio
 from bench.publish import IN_FLIGHT, ROWS, published_rows
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 BATCHES = 1_000
 

@@ -4,13 +4,14 @@
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 
 ENVIRONMENT_PREFIX = "SEQDEDUPE_"
@@ -31,6 +32,7 @@ class Config:
     allow_insecure_listen: bool = _key(
         False, "Listen on an address that is not loopback, though nothing is encrypted or authenticated."
     )
+    socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
     allow_auto_topic_creation: bool = _key(True, "Create a topic when somebody opens a producer on it.")
     deduplication_entries_interval: int = _key(1000, "Take a snapshot of a topic every so many stored batches.")
     deduplication_snapshot_interval_seconds: int = _key(
@@ -39,7 +41,7 @@ class Config:
     default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's log. -1: no limit.")
     default_retention_time_in_minutes: int = _key(-1, "Keep each message so long. -1: no limit.")
     max_topics: int = _key(10_000, "Refuse to create more topics than this.")
-    max_streams: int = _key(1_000, "Serve at most so many publish and read streams at once.")
+    max_streams: int = _key(1_000, "Serve at most so many streams of all kinds at once.")
     drain_timeout_seconds: int = _key(30, "At SIGTERM, wait at most so long for what is in flight.")
     log_level: str = _key("info", "`debug`, `info`, `warning` or `error`.")
     log_format: str = _key("json", "`json` (one object a line) or `text`.")
@@ -63,20 +65,17 @@ class Config:
             raise _invalid("log_level", f"is {self.log_level!r}: it should be debug, info, warning or error")
         if self.log_format not in ("json", "text"):
             raise _invalid("log_format", f"is {self.log_format!r}: it should be json or text")
+        if not re.fullmatch("0?[0-7]{3}", self.socket_mode):
+            raise _invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
         self._check_listen()
         return self
 
     def _check_listen(self) -> None:
-        if self.listen.startswith("unix:") and self.listen != "unix:":
-            return
-        host, colon, port = self.listen.rpartition(":")
-        if not colon or not host or not port.isdecimal() or int(port) > 65_535:
-            raise _invalid("listen", f"is {self.listen!r}: it should be host:port or unix:/path")
         try:
-            is_loopback = ip_address(host.strip("[]")).is_loopback
-        except ValueError:
-            is_loopback = host == "localhost"
-        if not is_loopback and not self.allow_insecure_listen:
+            address = SidecarAddress.parse(self.listen)
+        except SeqdedupeError as e:
+            raise _invalid("listen", f"is {self.listen!r}: it should be host:port or unix:/path") from e
+        if not address.is_local and not self.allow_insecure_listen:
             raise error(
                 "INSECURE_LISTEN",
                 f"listen = {self.listen!r} can be reached from other machines, and nothing is encrypted or "

@@ -15,6 +15,9 @@ from seqdedupe.v1 import publish_pb2
 MAX_FRAMES = 256
 """In one message of a stream: they are admitted in one go, and others wait for their turn."""
 
+MAX_FIELDS = 2 * MAX_FRAMES
+"""In one message of a stream, the topic and fields of newer clients among them."""
+
 # A receipt whose rows are all new, its index and ID known: tag and length in `receipts`, frame, first_index, ID.
 _ALL_NEW = struct.Struct("<BBBQBqBBBqBqBB")
 _ALL_NEW_ID_BYTES = 20
@@ -38,17 +41,10 @@ def parse_publish(data: bytes) -> tuple[str, bytes]:
 
 def parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
     """Topic and frames (number, batch) of a message of the stream. Raises MALFORMED_MESSAGE, INVALID_REQUEST."""
-    topic, frames = _parse_frames(data)
-    if len(frames) > MAX_FRAMES:
-        raise error("INVALID_REQUEST", f"a message has {len(frames)} frames: at most {MAX_FRAMES} are accepted")
-    return topic, frames
-
-
-def _parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
     frames: list[tuple[int, bytes]] = []
     at = 0
-    # What all but the first message look like: frames, each its number and then its batch. Half the cost of parsing
-    # one, and a large batch is copied once instead of twice.
+    # What all but a stream's first message look like: frames, each its number and then its batch. Half the cost of
+    # parsing one, and a large batch is copied once instead of twice.
     while len(frames) <= MAX_FRAMES and data[at : at + 1] == wire.FRAMES_TAG:
         frame_bytes, number_at = wire.read_varint(data, at + 1)
         batch_at = number_at + _NUMBER_BYTES
@@ -59,8 +55,9 @@ def _parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
         if data[number_at : number_at + 1] != wire.NUMBER_TAG or data[batch_at : batch_at + 1] != wire.BATCH_TAG:
             break
         frames.append((int.from_bytes(data[number_at + 1 : batch_at], "little"), data[start:at]))
-        if at == len(data):
+        if at == len(data) and len(frames) <= MAX_FRAMES:
             return "", frames
+    _check_number_of_fields(data)
     request = parse(wire.PublishStreamRequest, data)
     size = _field_bytes(len(request.topic.encode()))
     for frame in request.frames:
@@ -69,6 +66,25 @@ def _parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
         request = parse(publish_pb2.PublishStreamRequest, data)
         return request.topic, [(frame.number, frame.batch.SerializeToString()) for frame in request.frames]
     return request.topic, [(frame.number, frame.batch) for frame in request.frames]
+
+
+def _check_number_of_fields(data: bytes) -> None:
+    """Raises INVALID_REQUEST if there are too many frames or fields to make objects of, MALFORMED_MESSAGE.
+
+    16 MiB hold millions of empty frames; parsed, they are a gigabyte.
+    """
+    at = frames = 0
+    for _ in range(MAX_FIELDS):
+        if at >= len(data):
+            return
+        frames += data[at : at + 1] == wire.FRAMES_TAG
+        if frames > MAX_FRAMES:
+            raise error("INVALID_REQUEST", f"a message has more than {MAX_FRAMES} frames")
+        at = wire.skip_field(data, at)
+        if at < 0:
+            raise error("MALFORMED_MESSAGE", "the request is not a PublishStreamRequest")
+    if at < len(data):
+        raise error("INVALID_REQUEST", f"a message has more than {MAX_FIELDS} fields")
 
 
 def _field_bytes(size: int) -> int:

@@ -5,7 +5,9 @@ from typing import Any
 
 import grpc
 
-from broker_sidecar.rpc import Context, Limiter, abort, parse, unary
+from broker_sidecar.budget import Share
+from broker_sidecar.rpc import Context, abort, parse_small, unary
+from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.topic.directory import Topics
@@ -14,6 +16,10 @@ from seqdedupe.topic.reading import PAGE_BYTES, Page, check_index, end_index, in
 from seqdedupe.v1 import read_pb2
 
 SERVICE = "seqdedupe.v1.ReadService"
+
+LEAST_PAGE_BYTES = 64 * 1024
+FREE_PARTS = 256
+"""A page is such a part of the memory that is free, at most: a thousand clients that read nothing leave some."""
 
 _TAIL = struct.Struct("<BqBqBq")
 
@@ -45,14 +51,14 @@ def _start(topic: Topic, start: read_pb2.ReadStart) -> int:
 class ReadService:
     """The handlers of ReadService."""
 
-    def __init__(self, topics: Topics, streams: Limiter) -> None:
+    def __init__(self, topics: Topics, streams: Streams) -> None:
         self._topics = topics
         self._streams = streams
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
             "Read": grpc.unary_unary_rpc_method_handler(self._read),
-            "ReadStream": grpc.unary_stream_rpc_method_handler(self._stream),
+            "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._stream)),
             "Locate": unary(read_pb2.LocateRequest, self._locate),
             "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._last),
         }
@@ -60,41 +66,55 @@ class ReadService:
 
     async def _read(self, data: bytes, context: Context) -> bytes:
         try:
-            request = parse(read_pb2.ReadRequest, data)
+            request = parse_small(read_pb2.ReadRequest, data)
+            share = Share(self._streams.budget)
+            page_bytes = _page_bytes(share)
+            if not share.fits(page_bytes):
+                raise error("QUEUE_FULL", "readers hold all the memory that there is for pages")
             topic = self._topics.get(request.topic)
             index = _start(topic, request.start)
             stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)
             if index < stop:
-                page = await read_page(topic, index, stop, PAGE_BYTES)
+                page = await read_page(topic, index, stop, page_bytes)
             else:
                 if not request.stop_index or index < request.stop_index:
                     # An empty page says that this is the end.
                     topic.check_knows_its_end()
                 page = Page(b"", index)
+            share.take(len(page.records))
+            # Unread, it is there until the call is over.
+            context.add_done_callback(lambda _: share.give_back(len(page.records)))  # type: ignore[arg-type]
             return _encode(topic, page)
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
 
-    async def _stream(self, data: bytes, context: Context) -> None:
-        try:
-            with self._streams:
-                request = parse(read_pb2.ReadStreamRequest, data)
-                topic = self._topics.get(request.topic)
-                index = _start(topic, request.start)
-                stop: int | None = None
-                if request.HasField("stop_index"):
-                    stop = _checked_stop(request.stop_index)
-                elif not request.follow:
-                    stop = end_index(topic)
-                # At once, so that the caller knows that it is being served, and where the end is.
-                await context.write(_encode(topic, Page(b"", index)))
-                async for page in read_on(topic, index, stop):
-                    await context.write(_encode(topic, page))
-                    index = page.next_index
-                if stop is None or index < stop:
-                    raise error("DRAINING", f"topic {topic.name} is closing: read on at index {index}", index=index)
-        except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
-            await abort(context, e)
+    async def _stream(self, data: bytes, _context: Context, stream: Stream) -> None:
+        request = parse_small(read_pb2.ReadStreamRequest, data)
+        topic = self._topics.get(request.topic)
+        index = _start(topic, request.start)
+        stop: int | None = None
+        if request.HasField("stop_index"):
+            stop = _checked_stop(request.stop_index)
+        elif not request.follow:
+            stop = end_index(topic)
+        # At once, so that the caller knows that it is being served, and where the end is.
+        await stream.write(_encode(topic, Page(b"", index)))
+
+        async def room() -> int:
+            size = _page_bytes(stream.share)
+            await stream.share.wait_for(size)
+            return size
+
+        async for page in read_on(topic, index, stop, room):
+            size = len(page.records)
+            stream.share.take(size)
+            try:
+                await stream.write(_encode(topic, page))
+            finally:
+                stream.share.give_back(size)
+            index = page.next_index
+        if stop is None or index < stop:
+            raise error("DRAINING", f"topic {topic.name} is closing: read on at index {index}", index=index)
 
     async def _locate(self, request: read_pb2.LocateRequest) -> read_pb2.LocateResponse:
         topic = self._topics.get(request.topic)
@@ -121,6 +141,11 @@ class ReadService:
         topic = self._topics.get(request.topic)
         last = topic.position_before(end_index(topic))
         return read_pb2.GetLastMessageIdResponse(last=last.to_proto(), first_index=topic.log.first_index)
+
+
+def _page_bytes(share: Share) -> int:
+    """How large the next page may be: less when many clients hold pages, so that there is one for each of them."""
+    return min(PAGE_BYTES, max(LEAST_PAGE_BYTES, share.free_bytes // FREE_PARTS))
 
 
 def _checked_stop(stop_index: int) -> int:

@@ -1,6 +1,5 @@
 """Between gRPC and the rest: errors become statuses, bytes become messages, at one place."""
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -16,6 +15,9 @@ from grpc_status import rpc_status
 from seqdedupe.errors import REASONS, SeqdedupeError, error
 
 ERROR_DOMAIN = "seqdedupe"
+
+MAX_CALL_BYTES = 1024 * 1024
+"""A request, unless it publishes. (gRPC's own limit is one for all calls.)"""
 
 logger = logging.getLogger("seqdedupe.server")
 
@@ -40,6 +42,8 @@ def status_of(e: SeqdedupeError) -> grpc.Status:
 
 async def abort(context: Context, e: Exception) -> NoReturn:
     """Ends the call with this error. What is none of ours is a defect: logged, and told without its inside."""
+    if isinstance(e, MemoryError):
+        e = error("OUT_OF_MEMORY", "there was no memory left for this call")
     if not isinstance(e, SeqdedupeError):
         logger.error("a call failed", exc_info=e)
         e = error("INTERNAL", f"the call failed inside the sidecar: {type(e).__name__}")
@@ -55,39 +59,21 @@ def parse(kind: type[M], data: bytes) -> M:
         raise error("MALFORMED_MESSAGE", f"the request is not a {kind.DESCRIPTOR.name}") from e
 
 
+def parse_small(kind: type[M], data: bytes) -> M:
+    """`parse`, of a request that does not publish. Raises INVALID_REQUEST if it is longer than such a one may be."""
+    if len(data) > MAX_CALL_BYTES:
+        message = f"a {kind.DESCRIPTOR.name} of {len(data)} bytes: at most {MAX_CALL_BYTES} are accepted"
+        raise error("INVALID_REQUEST", message, size_bytes=len(data), limit_bytes=MAX_CALL_BYTES)
+    return parse(kind, data)
+
+
 def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
     """The handler of a unary call that takes a `kind`."""
 
     async def handle(data: bytes, context: Context) -> bytes:
         try:
-            return (await call(parse(kind, data))).SerializeToString()
+            return (await call(parse_small(kind, data))).SerializeToString()
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
 
     return grpc.unary_unary_rpc_method_handler(handle)
-
-
-class Limiter:
-    """How many streams there may be at once. Each is served within `with`, in a task of its own."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._open: set[asyncio.Task[Any] | None] = set()
-        self.is_draining = False
-
-    def __enter__(self) -> None:
-        if len(self._open) >= self._limit:
-            raise error("TOO_MANY_STREAMS", f"{self._limit} streams are open: that is the limit", limit=self._limit)
-        self._open.add(asyncio.current_task())
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._open.discard(asyncio.current_task())
-        if kind is asyncio.CancelledError and self.is_draining:
-            raise error("DRAINING", "the sidecar is shutting down")
-
-    def drain(self) -> None:
-        """Ends all streams with DRAINING."""
-        self.is_draining = True
-        for task in self._open:
-            if task is not None:
-                task.cancel()

@@ -4,21 +4,24 @@ SIGTERM or SIGINT drains: health says NOT_SERVING, what is in flight is finished
 """
 
 import asyncio
+import errno
 import logging
+import os
 import signal
+import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from broker_sidecar import admin, logs, publish, read
+from broker_sidecar import admin, directory, health, logs, publish, read, reflection
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
+from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.memory import keep_freed_memory
-from broker_sidecar.rpc import Limiter
+from broker_sidecar.streams import CONNECTION_SHARE, Streams
+from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.topic.state import State
 
@@ -27,34 +30,37 @@ logger = logging.getLogger("seqdedupe.server")
 EXIT_ERROR = 1
 
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
-"""Four times what a batch may have: one that is too large gets an answer that says so. What is larger still is broken
+"""Twice what a batch may have: one that is too large gets an answer that says so. What is larger still is broken
 off by gRPC, which does not say that sending it again cannot help."""
+
+PRIVATE = 0o077
+"""The umask: nobody but the user that the sidecar runs as may read what it writes."""
 
 STOP_GRACE_SECONDS = 2.0
 """After draining: for clients to read their last answers."""
 
 _NO_OTHER_LISTENER = ("grpc.so_reuseport", 0)
 _MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
-_PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000))
-"""A client that waits for messages may ask every ten seconds whether the sidecar is still there."""
+_PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1_000))
+"""A client that waits for messages may ask every second whether the sidecar is still there."""
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+UNARY_CALLS_A_CONNECTION = 100
+"""At once, beside its streams; more wait in the client."""
 
 
 class Sidecar:
     """A sidecar in this process."""
 
-    def __init__(self, config: Config, *, rebuild_store: bool = False) -> None:
+    def __init__(self, config: Config, *, connections: int, rebuild_store: bool = False) -> None:
+        self._connections = connections
         self._config = config
         self._rebuild_store = rebuild_store
-        self._health = health.aio.HealthServicer()
-        self._health_changes: set[asyncio.Task[None]] = set()
-        self.address = ""
+        self._streams = Streams(config.max_streams)
+        self._health = health.Health(self._streams)
+        self.address: SidecarAddress | None = None
 
     async def listen(self) -> None:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
-        await self._health.set("", NOT_SERVING)
         self._data = Data(self._config, self._topic_changed, rebuild_store=self._rebuild_store)
         self._topics = self._data.topics
         try:
@@ -67,42 +73,45 @@ class Sidecar:
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
         await self._topics.recover_all()
-        await self._health.set("", SERVING)
+        self._health.set("", health.SERVING)
 
     async def _listen(self) -> None:
-        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_PINGS])
-        self._streams = streams = Limiter(self._config.max_streams)
+        at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
+        limits = (
+            ("grpc.max_concurrent_streams", at_once),
+            ("grpc.max_allowed_incoming_connections", self._connections),
+        )
+        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *limits, *_PINGS])
+        streams = self._streams
+        names = (publish.SERVICE, read.SERVICE, admin.SERVICE, health.SERVICE, reflection.SERVICE)
         self._server.add_generic_rpc_handlers(
             (
                 publish.PublishService(self._topics, streams).handlers(),
                 read.ReadService(self._topics, streams).handlers(),
                 admin.AdminService(self._topics).handlers(),
+                self._health.handlers(),
+                reflection.Reflection(names, streams).handlers(),
             )
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (publish.SERVICE, read.SERVICE, admin.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        listen = self._config.listen
+        address = SidecarAddress.parse(self._config.listen)
         try:
-            port = self._server.add_insecure_port(listen)
-        except RuntimeError as e:
-            raise error("INVALID_CONFIGURATION", f"listen = {listen!r}: cannot listen there (is it in use?)") from e
-        self.address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+            port = self._server.add_insecure_port(str(address))
+            if address.path:
+                os.chmod(address.path, int(self._config.socket_mode, 8))
+        except (RuntimeError, OSError) as e:
+            raise _cannot_listen(address, e) from e
+        self.address = address if address.path else replace(address, port=port)
         await self._server.start()
 
     def _topic_changed(self, name: str, state: State | None) -> None:
-        status: Any
         if state is None:
-            status = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            self._health.set(name, None)
         else:
-            status = SERVING if state is State.SERVING else NOT_SERVING
-        task = asyncio.ensure_future(self._health.set(name, status))
-        self._health_changes.add(task)
-        task.add_done_callback(self._health_changes.discard)
+            self._health.set(name, health.SERVING if state is State.SERVING else health.NOT_SERVING)
 
     async def stop(self) -> None:
         """Drains: takes nothing more, finishes what is in flight, takes durable snapshots, ends all calls."""
-        await self._health.enter_graceful_shutdown()
+        self._health.drain()
         try:
             async with asyncio.timeout(self._config.drain_timeout_seconds):
                 await self._topics.drain()
@@ -112,21 +121,39 @@ class Sidecar:
         await self._data.close()
 
 
+def _cannot_listen(address: SidecarAddress, e: Exception) -> SeqdedupeError:
+    """What keeps gRPC from listening, which it does not tell: so it is tried again by plain means."""
+    why = str(e)
+    try:
+        with socket.socket(socket.AF_UNIX if address.path else _family(address.host)) as probe:
+            probe.bind(address.path or (address.host.strip("[]"), address.port))
+    except OSError as found:
+        why = found.strerror or str(found)
+    hint = None
+    if why == os.strerror(errno.EADDRINUSE):
+        hint = "Stop the process that listens there, or choose another port."
+    return error("INVALID_CONFIGURATION", f"listen = {str(address)!r}: cannot listen there: {why}", hint=hint)
+
+
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 async def _serve(config: Config, rebuild_store: bool) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    sidecar = Sidecar(config, rebuild_store=rebuild_store)
+    sidecar = Sidecar(config, connections=connections_within(raise_limit()), rebuild_store=rebuild_store)
     await sidecar.listen()
-    logger.info("listening", extra={"address": sidecar.address})
+    logger.info("listening", extra={"address": str(sidecar.address)})
     recovery = asyncio.ensure_future(sidecar.recover())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)
     if recovery.done():
         recovery.result()
         keep_freed_memory()
-        logger.info("serving", extra={"address": sidecar.address})
+        logger.info("serving", extra={"address": str(sidecar.address)})
         await stop
     recovery.cancel()
     logger.info("draining")
@@ -137,8 +164,9 @@ async def _serve(config: Config, rebuild_store: bool) -> None:
 def run(config: Config, *, rebuild_store: bool = False) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. An error at the start is one clear line."""
     logs.configure(config.log_level, config.log_format)
+    os.umask(PRIVATE)
     try:
-        Path(config.data_directory).mkdir(parents=True, exist_ok=True)
+        directory.prepare(Path(config.data_directory))
         _run(config, rebuild_store)
     except SeqdedupeError as e:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from seqdedupe_spark.session import check_java
-
 from demo.check import Tally, check, check_rows
 from demo.flights import ORIGINS, TOTAL
 from demo.job import KILL_AT, ReaderJob, audit
@@ -22,6 +20,7 @@ from demo.producer import TOPIC
 from demo.run import Run
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe_spark.session import check_java
 
 READY_TIMEOUT_SECONDS = 30.0
 

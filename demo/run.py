@@ -13,7 +13,8 @@ from typing import Self
 from demo import producer
 from demo.board import Board
 from demo.flights import ORIGINS
-from demo.sidecar import Sidecar
+from seqdedupe.address import SidecarAddress
+from seqdedupe.testing import Sidecar
 
 KILL_SIDECAR_AT = (0.2, 0.45, 0.75)
 KILL_PRODUCER_AT = (0.3,)
@@ -52,7 +53,6 @@ class Run:
 
     def start_sidecar(self) -> None:
         self.sidecar.start()
-        self.sidecar.wait_for_port()
 
     def publish(self) -> None:
         """Publishes all flights; returns when every one is acknowledged. Raises RuntimeError if that fails."""
@@ -77,7 +77,8 @@ class Run:
             raise RuntimeError(f"all was published before {len(faults)} of the kills: publish more flights")
 
     def _start_producer(self, origin: str) -> None:
-        arguments = (self.sidecar.host, self.sidecar.port, origin, self._flights, self.board)
+        address = SidecarAddress.parse(self.sidecar.address)
+        arguments = (address.host, address.port, origin, self._flights, self.board)
         # A process of its own, that shares nothing but the board.
         process = get_context("spawn").Process(target=producer.run, args=arguments, daemon=True)
         # It inherits that Ctrl-C is ignored: this process decides when it ends.
@@ -97,7 +98,7 @@ class Run:
     def _kill_sidecar(self) -> None:
         in_flight = self.board.total("in_flight")
         self.sidecar.kill()
-        self.sidecar.start()
+        self.sidecar.spawn()
         self.sidecar_kills += 1
         self.say(f"killed the sidecar (-9) with {in_flight:,} messages in flight, and started it again")
 

@@ -158,6 +158,12 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_STREAMS": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Share streams: one carries any number of producers.", 1000
     ),
+    "STREAM_IDLE": Reason(
+        UnavailableError, "UNAVAILABLE", "Open the stream again when there is something to send or to read.", 1000
+    ),
+    "OUT_OF_MEMORY": Reason(
+        UnavailableError, "RESOURCE_EXHAUSTED", "Give the sidecar more memory, or send less at once.", 1000
+    ),
     "STORE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
@@ -176,11 +182,6 @@ REASONS: dict[str, Reason] = {
         PositionError,
         "OUT_OF_RANGE",
         "Messages after the position are gone by retention. Start again from the earliest if that is acceptable.",
-    ),
-    "POSITION_UNKNOWN": Reason(
-        PositionError,
-        "OUT_OF_RANGE",
-        "The topic was made anew, or has lost its end, since the position was taken. Find out which first.",
     ),
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
@@ -218,6 +219,7 @@ REASONS: dict[str, Reason] = {
     ),
     # What an operator or a user of the command told.
     "INVALID_CONFIGURATION": _configuration("Correct the key that the message names; docs/configuration.md has all."),
+    "INVALID_ADDRESS": _configuration("Write the address as host:port, [IPv6]:port or unix:/path."),
     "INSECURE_LISTEN": _configuration(
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),
@@ -233,6 +235,12 @@ REASONS: dict[str, Reason] = {
         "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
     ),
     "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark.md says what each can do."),
+    "JOB_CHANGED": _configuration(
+        "Run the job as it was begun, or give it another name (and table): then it reads from the start."
+    ),
+    "OUTPUT_MISSING": _configuration(
+        "Restore the table together with the positions, or give the job another name: then it reads from the start."
+    ),
     "OUTPUT_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the job's database cannot be used.", 500),
     "POSITION_CHANGED": Reason(
         UnavailableError,

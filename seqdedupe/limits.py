@@ -10,10 +10,11 @@ NO_SEQUENCE_ID = -1
 LINK_LEFT_OUT = -2
 """In `Batch.previous_sequence_ids`: the producer does not say what it sent before."""
 
-MAX_BATCH_BYTES = 4_000_000
-"""An encoded batch. With its record and answer around it, it stays below gRPC's default limit of 4 MiB a message."""
+MAX_BATCH_BYTES = 8 * 1024 * 1024
+"""An encoded batch. One with the largest payload has room for keys and properties beside it."""
 
 MAX_BATCH_ROWS = 65_536
-MAX_PAYLOAD_BYTES = 2 * 1024 * 1024
+MAX_PAYLOAD_BYTES = 5 * 1024 * 1024
+"""Pulsar's `maxMessageSize`."""
 MAX_OPEN_NAMES = 65_536
 """Names in one `Open`."""

@@ -5,14 +5,15 @@ import re
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_NAME_BYTES
 
-_SHORT_NAME = re.compile(r"[\w.:=\-]+")
-_FULL_NAME = re.compile(r"persistent://([\w.=\-]+)/([\w.=\-]+)/([\w.:=\-]+)")
+_SHORT_NAME = re.compile(r"[\w.:=\-]+", re.ASCII)
+_FULL_NAME = re.compile(r"persistent://([\w.=\-]+)/([\w.=\-]+)/([\w.:=\-]+)", re.ASCII)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def topic_name(name: str) -> str:
     """The full name, `persistent://tenant/namespace/name`, of a full or short topic name.
 
-    A short name stands for `persistent://public/default/name`, as in Pulsar. Parts are made of letters, digits,
+    A short name stands for `persistent://public/default/name`, as in Pulsar. Parts are made of ASCII letters, digits,
     `_`, `-`, `.`, `=`, and in the last one `:`. Raises INVALID_TOPIC_NAME.
     """
     full = f"persistent://public/default/{name}" if _SHORT_NAME.fullmatch(name) else name
@@ -20,7 +21,7 @@ def topic_name(name: str) -> str:
         raise error(
             "INVALID_TOPIC_NAME",
             f"{name[:80]!r} is not a topic name: it should be persistent://tenant/namespace/name or a short name, "
-            f"of letters, digits and any of _-.=:, at most {MAX_NAME_BYTES} bytes in all",
+            f"of ASCII letters, digits and any of _-.=:, at most {MAX_NAME_BYTES} bytes in all",
         )
     return full
 
@@ -36,4 +37,12 @@ def producer_name(name: str) -> bytes:
             "INVALID_NAME",
             f"a producer name is {len(encoded)} bytes long: it should be 1 to {MAX_NAME_BYTES}",
         )
+    return encoded
+
+
+def new_producer_name(name: str) -> bytes:
+    """`producer_name` for one that is to be known from now on: it has no control characters. Raises INVALID_NAME."""
+    encoded = producer_name(name)
+    if _CONTROL.search(name):
+        raise error("INVALID_NAME", f"the producer name {name[:80]!r} has a control character in it")
     return encoded

@@ -96,6 +96,33 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
     return -1, at
 
 
+_FIXED_BYTES = {1: 8, 5: 4}
+"""By wire type."""
+
+_LONGEST_VARINT = 10
+
+
+def skip_field(data: bytes, at: int) -> int:
+    """Where the field that begins at this place ends, or a group's tag; -1 if none does."""
+    tag, at = read_varint(data, at)
+    match tag & 7:
+        case 1 | 5 as kind:
+            at += _FIXED_BYTES[kind]
+        case 2:
+            size, at = read_varint(data, at)
+            at = at + size if size >= 0 else len(data) + 1
+        case 0:
+            end = at + _LONGEST_VARINT
+            while at < min(end, len(data)) and data[at] >= 0x80:
+                at += 1
+            at += 1
+        case 3 | 4:
+            pass
+        case _:
+            return -1
+    return -1 if tag < 0 or at > len(data) else at
+
+
 def length_delimited(field: int, value: bytes | memoryview) -> list[bytes | memoryview]:
     """The parts of an encoded `bytes` or message field, to be joined; none if it is empty."""
     return [varint(field << 3 | 2) + varint(len(value)), value] if len(value) else []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from broker_sidecar import kernels
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 # Before any test imports what is compiled.
 kernels.prepare()

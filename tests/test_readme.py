@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from seqdedupe.testing import Sidecar
 from tests import schema_client
 from tests.schema_client import SchemaClient
-from tests.sidecar import Sidecar
 
 StartSidecar = Callable[..., Sidecar]
 

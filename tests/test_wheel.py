@@ -7,8 +7,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pyspark_seqdedupe
 import pytest
+
+import pyspark_seqdedupe
 from seqdedupe_spark.session import workers_path
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ class ProducerConfig:
     """A batch of so many messages is full; at most 65,536."""
 
     max_batch_bytes: int = 128 * 1024
-    """A batch of about so many bytes is full; at most 4,000,000."""
+    """A batch of about so many bytes is full; at most 8 MiB."""
 
     max_in_flight_batches: int = 32
     """`send` waits while so many batches have no receipt."""

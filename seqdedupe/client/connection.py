@@ -11,6 +11,7 @@ from google.protobuf.any_pb2 import Any
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
 
 DEFAULT_ADDRESS = "127.0.0.1:6660"
@@ -51,9 +52,14 @@ _LOST = {
 """What gRPC says, beside UNAVAILABLE, when a connection breaks within a call."""
 
 
-def new_channel(address: str) -> grpc.aio.Channel:
-    """A channel with a connection of its own. The address is `host:port` or `unix:path`."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+def new_channel(address: str | SidecarAddress) -> grpc.aio.Channel:
+    """A channel with a connection of its own. The address, as text, is `host:port` or `unix:path`.
+
+    Raises INVALID_ADDRESS.
+    """
+    if isinstance(address, str):
+        address = SidecarAddress.parse(address)
+    return grpc.aio.insecure_channel(str(address), options=_OPTIONS)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class Producer(ProducerBase):
 
         Without a `sequence_id` the message gets `last_sequence_id + 1`. Those given must rise from message to
         message; the first may be any: one at or below `persisted_sequence_id` is answered DUP. `event_time` is an
-        aware datetime or milliseconds since 1970. A payload is at most 2 MiB.
+        aware datetime or milliseconds since 1970. A payload is at most 5 MiB.
 
         Raises `InvalidRequestError` for a message that cannot be sent (it changes nothing) and, once the producer
         has failed or is closed, what it failed with. If it is cancelled the message was not queued.
@@ -143,7 +143,7 @@ class Producer(ProducerBase):
         event_times_ms: Numbers | None = None,
         properties: Sequence[Properties | None] | None = None,
     ) -> BatchReceipt:
-        """Queues a ready batch of at most 65,536 messages and 4,000,000 bytes, behind what was sent before.
+        """Queues a ready batch of at most 65,536 messages and 8 MiB, behind what was sent before.
 
         Columns that are numpy arrays of int64 and `Binary` (laid out as Arrow does) pass as they are, and must not be
         changed afterwards. Otherwise as `send`.

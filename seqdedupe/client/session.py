@@ -33,7 +33,7 @@ CLOSE_TIMEOUT_SECONDS = 30.0
 
 FULL_MESSAGE_BYTES = 160 * 1024
 """Frames that are ready together go out in one message until it is as large as this. More gains nothing, and keeps
-the sidecar waiting. With the largest batch behind it, it stays below 4 MiB."""
+the sidecar waiting. With the largest batch after it, it stays well below what the sidecar takes."""
 
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 _FIRST_DELAY_SECONDS = 0.02
@@ -162,6 +162,10 @@ class Session:
             try:
                 await self._connect()
             except UnavailableError as e:
+                if e.reason == "STREAM_IDLE" and not len(self.outbox):
+                    # The session stays: it is resumed when there is something to send.
+                    await self._wait_for_something_to_send()
+                    continue
                 if not self._epochs and loop.time() > give_up_at:
                     self._fail(e)
                     return
@@ -169,6 +173,11 @@ class Session:
             except SeqdedupeError as e:
                 self._fail(e)
                 return
+
+    async def _wait_for_something_to_send(self) -> None:
+        while not len(self.outbox) and self.failure is None:
+            self._work.clear()
+            await self._work.wait()
 
     async def _connect(self) -> None:
         """Opens or resumes, then sends and takes answers until the connection breaks."""

@@ -145,7 +145,7 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
         raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
     # Plain numbers: each look into an array of numpy costs as much as ten into a list.
     at: list[int] = places.tolist()
-    if size(at, PROPERTY_NAMES) or size(at, PROPERTY_VALUES):
+    if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
     names = encoded[start(at, NAME_OFFSETS) : start(at, NAMES) + size(at, NAMES)]
     if names != cache.names:
@@ -160,6 +160,24 @@ def _check_properties(view: Uint8s, places: Int64s) -> None:
     for offsets, values in ((PROPERTY_NAME_OFFSETS, PROPERTY_NAMES), (PROPERTY_VALUE_OFFSETS, PROPERTY_VALUES)):
         if size(places, values) and not _is_text(view, places, offsets, values):
             raise error("INVALID_BATCH", "the batch is not valid: the names and values of properties are not all UTF-8")
+    row = _row_with_a_name_twice(view, places)
+    if row >= 0:
+        raise error("INVALID_BATCH", f"the batch is not valid: row {row} has two properties of one name")
+
+
+def _row_with_a_name_twice(view: Uint8s, places: Int64s) -> int:
+    """The first row that lists a property's name twice; -1 if there is none."""
+    of_rows = _column(view, places, PROPERTY_OFFSETS).view(np.int32)
+    several = np.flatnonzero(of_rows[1:] - of_rows[:-1] > 1).tolist()
+    if not several:
+        return -1
+    blob = _column(view, places, PROPERTY_NAMES).tobytes()
+    first_of, bounds = of_rows.tolist(), _column(view, places, PROPERTY_NAME_OFFSETS).view(np.int32).tolist()
+    for row in several:
+        first, end = first_of[row], first_of[row + 1]
+        if len({blob[bounds[i] : bounds[i + 1]] for i in range(first, end)}) < end - first:
+            return int(row)
+    return -1
 
 
 def _is_text(view: Uint8s, places: Int64s, offsets: int, values: int) -> bool:

@@ -1,6 +1,6 @@
 """Pages of a topic for readers: where to start, how far to go, batches cut at both ends."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,10 @@ from seqdedupe.topic.state import TopicBase
 
 PAGE_BYTES = 1024 * 1024
 """What an answer holds, about: large enough that gRPC's cost a message does not count."""
+
+
+CUT_BYTES = 4_000_000
+"""With an answer around it, this is below gRPC's default limit of 4 MiB a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,16 @@ def check_index(topic: Topic, index: int) -> None:
 async def read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
     """The records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
 
-    `from_index` below `stop_index`, and `stop_index` at most the topic's readable index.
+    A batch that is larger than clients take by default is cut between its rows. `from_index` below `stop_index`, and
+    `stop_index` at most the topic's readable index.
     """
+    page = await _read_page(topic, from_index, stop_index, max_bytes)
+    while len(page.records) > CUT_BYTES and (rows := page.next_index - from_index) > 1:
+        page = await _read_page(topic, from_index, from_index + rows // 2, max_bytes)
+    return page
+
+
+async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
     raw = await topic.log.read(from_index, stop_index, max_bytes)
     covers = np.empty(5, np.int64)
     span(np.frombuffer(raw, np.uint8), covers)
@@ -133,10 +145,17 @@ def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_i
     return header + encoded, int(places[RECORD_END])
 
 
-async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> AsyncIterator[Page]:
+async def _page_bytes() -> int:
+    return PAGE_BYTES
+
+
+async def read_on(
+    topic: Topic, from_index: int, stop_index: int | None, room: Callable[[], Awaitable[int]] = _page_bytes
+) -> AsyncIterator[Page]:
     """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
 
-    Ends early when the topic closes. Raises LOG_DAMAGED when no more messages will come.
+    `room` is asked before each how many bytes it may have. Ends early when the topic closes. Raises LOG_DAMAGED when
+    no more messages will come.
     """
     here = from_index
     while stop_index is None or here < stop_index:
@@ -145,6 +164,6 @@ async def read_on(topic: Topic, from_index: int, stop_index: int | None) -> Asyn
         if end <= here:
             topic.check_not_damaged()
             return
-        page = await read_page(topic, here, end, PAGE_BYTES)
+        page = await read_page(topic, here, end, await room())
         yield page
         here = page.next_index

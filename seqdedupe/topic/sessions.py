@@ -8,7 +8,7 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import EPOCH
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_OPEN_NAMES
-from seqdedupe.names import producer_name
+from seqdedupe.names import new_producer_name, producer_name
 
 _TERM_SHIFT = 32
 OPENS_PER_TERM = 2**_TERM_SHIFT - 1
@@ -43,6 +43,9 @@ class Sessions:
             epochs = [self._next_epoch()] * len(names)
         else:
             self._check_resumed(encoded, epochs)
+        for shown, name in zip(names, encoded, strict=True):
+            if name not in self._producers:
+                new_producer_name(shown)
         numbers = [self._producers.add(name) for name in encoded]
         for number, epoch in zip(numbers, epochs, strict=True):
             if self._producers.numbers[number, EPOCH] != epoch:

@@ -32,7 +32,7 @@ class Batch(_message.Message):
     once, repeated fields packed, empty ones left out, and tags and lengths in the fewest bytes. Any other legal
     encoding is accepted and re-encoded.
 
-    Limits: a batch is at most 4,000,000 bytes encoded and has at most 65,536 rows; a payload is at most 2 MiB; a key
+    Limits: a batch is at most 8 MiB encoded and has at most 65,536 rows; a payload is at most 5 MiB; a key
     and the properties of a message are limited by the batch.
     """
 

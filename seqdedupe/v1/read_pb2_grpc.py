@@ -82,14 +82,17 @@ class ReadServiceServicer(object):
     """
 
     def Read(self, request, context):
-        """One page: at least one message if there is one, at most about 1 MiB. An empty page means the end for now.
+        """One page: at least one message if there is one, at most about 1 MiB, or one batch, which is cut if it is above
+        4,000,000 bytes and has several rows. So gRPC's default limit of 4 MiB a message is enough, but for a single
+        message of more than that: a client that wants those sets `max_receive_message_length` to 6 MiB or more. An
+        empty page means the end for now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadStream(self, request, context):
-        """Messages from a start on, about 1 MiB an answer, until the end that was asked for.
+        """Messages from a start on, in pages as `Read` has them, until the end that was asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,9 +45,13 @@ class ReadServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReadServiceAsyncStub: ...
     Read: _grpc.UnaryUnaryMultiCallable[_read_pb2.ReadRequest, _read_pb2.ReadResponse]
-    """One page: at least one message if there is one, at most about 1 MiB. An empty page means the end for now."""
+    """One page: at least one message if there is one, at most about 1 MiB, or one batch, which is cut if it is above
+    4,000,000 bytes and has several rows. So gRPC's default limit of 4 MiB a message is enough, but for a single
+    message of more than that: a client that wants those sets `max_receive_message_length` to 6 MiB or more. An
+    empty page means the end for now.
+    """
     ReadStream: _grpc.UnaryStreamMultiCallable[_read_pb2.ReadStreamRequest, _read_pb2.ReadStreamResponse]
-    """Messages from a start on, about 1 MiB an answer, until the end that was asked for."""
+    """Messages from a start on, in pages as `Read` has them, until the end that was asked for."""
     Locate: _grpc.UnaryUnaryMultiCallable[_read_pb2.LocateRequest, _read_pb2.LocateResponse]
     """The index at which to start for a publish time, or to stop for a budget of bytes."""
     GetLastMessageId: _grpc.UnaryUnaryMultiCallable[_read_pb2.GetLastMessageIdRequest, _read_pb2.GetLastMessageIdResponse]
@@ -70,9 +74,13 @@ class ReadServiceAsyncStub(ReadServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Read: _aio.UnaryUnaryMultiCallable[_read_pb2.ReadRequest, _read_pb2.ReadResponse]  # type: ignore[assignment]
-    """One page: at least one message if there is one, at most about 1 MiB. An empty page means the end for now."""
+    """One page: at least one message if there is one, at most about 1 MiB, or one batch, which is cut if it is above
+    4,000,000 bytes and has several rows. So gRPC's default limit of 4 MiB a message is enough, but for a single
+    message of more than that: a client that wants those sets `max_receive_message_length` to 6 MiB or more. An
+    empty page means the end for now.
+    """
     ReadStream: _aio.UnaryStreamMultiCallable[_read_pb2.ReadStreamRequest, _read_pb2.ReadStreamResponse]  # type: ignore[assignment]
-    """Messages from a start on, about 1 MiB an answer, until the end that was asked for."""
+    """Messages from a start on, in pages as `Read` has them, until the end that was asked for."""
     Locate: _aio.UnaryUnaryMultiCallable[_read_pb2.LocateRequest, _read_pb2.LocateResponse]  # type: ignore[assignment]
     """The index at which to start for a publish time, or to stop for a budget of bytes."""
     GetLastMessageId: _aio.UnaryUnaryMultiCallable[_read_pb2.GetLastMessageIdRequest, _read_pb2.GetLastMessageIdResponse]  # type: ignore[assignment]
@@ -98,7 +106,11 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _read_pb2.ReadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_read_pb2.ReadResponse, _abc.Awaitable[_read_pb2.ReadResponse]]:
-        """One page: at least one message if there is one, at most about 1 MiB. An empty page means the end for now."""
+        """One page: at least one message if there is one, at most about 1 MiB, or one batch, which is cut if it is above
+        4,000,000 bytes and has several rows. So gRPC's default limit of 4 MiB a message is enough, but for a single
+        message of more than that: a client that wants those sets `max_receive_message_length` to 6 MiB or more. An
+        empty page means the end for now.
+        """
 
     @_abc_1.abstractmethod
     def ReadStream(
@@ -106,7 +118,7 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _read_pb2.ReadStreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_read_pb2.ReadStreamResponse], _abc.AsyncIterator[_read_pb2.ReadStreamResponse]]:
-        """Messages from a start on, about 1 MiB an answer, until the end that was asked for."""
+        """Messages from a start on, in pages as `Read` has them, until the end that was asked for."""
 
     @_abc_1.abstractmethod
     def Locate(

@@ -3,12 +3,12 @@
 Of each topic, from its first message left to the last one there is when the audit starts, it tells exactly:
 
 - **doubled**: second copies of a (producer, sequence ID);
-- **out of order**: messages that come for the first time, but behind a higher ID of their producer;
+- **out of order**: messages that come for the first time, but after a higher ID of their producer;
 - **missing**: links that prove that a message is not there. Gaps in the IDs are legal and prove nothing. But each
   stored batch says, per producer, the highest ID below its first one that the producer had sent before, and the sidecar
-  stores it only behind that message or a later one. If no ID as high stands before it in the log, a message is missing:
-  that one, or whichever higher one had moved the watermark over it. Counted are such links; behind each there is at
-  least one missing message.
+  stores it only after that message or a later one. If no ID as high stands before it in the log, a message is missing:
+  that one, or whichever higher one had moved the watermark over it. Counted are such links; for each of them at
+  least one message is missing.
 
 Not proved: that a message which was never sent should have been; that what a producer sent last is there (no link names
 it yet); anything where a link was left out; and, once retention has trimmed the topic's start, what links say of the
@@ -49,6 +49,7 @@ from seqdedupe_spark.options import Selection
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import read_stored
 from seqdedupe_spark.session import start_session
+from seqdedupe_spark.sharing import split
 
 MIN_RANGE_MESSAGES = 50_000
 """A range that a task looks at has about so many messages at least."""
@@ -90,7 +91,7 @@ def audit(spark: SparkSession, selection: Selection, service_url: str) -> Report
     producer, and 100 for each range that a producer is in while they come in (`spark.driver.maxResultSize` limits
     that) or link that is proof of something missing; what is doubled or out of order Spark sorts, on disk if it has to.
 
-    Raises NotFoundError, UnavailableError, PositionError if a topic is trimmed behind the audit or made anew.
+    Raises NotFoundError, UnavailableError, PositionError if a topic is trimmed while it is audited, or made anew.
     """
     return audit_targets(spark, find_targets(selection, service_url), partial(read_stored, service_url))
 
@@ -98,7 +99,7 @@ def audit(spark: SparkSession, selection: Selection, service_url: str) -> Report
 def find_targets(selection: Selection, service_url: str) -> list[Target]:
     """The topics that are there, with their ends now. Raises NotFoundError, UnavailableError."""
     with Client(service_url) as client:
-        return [_target(client, topic) for topic in planning.topics(client, selection)]
+        return [_target(client, topic) for topic in planning.Listing(client).select(selection)]
 
 
 def _target(client: Client, topic: str) -> Target:
@@ -122,7 +123,7 @@ def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[Range]:
     whole = [Range(target.topic, planning.earliest(target.ends), target.ends.last) for target in targets]
     whole = [one for one in whole if len(one)]
     at_most = RANGES_PER_CORE * spark.sparkContext.defaultParallelism
-    return planning.split(whole, max(min(sum(map(len, whole)) // MIN_RANGE_MESSAGES, at_most), 1)) if whole else []
+    return split(whole, max(min(sum(map(len, whole)) // MIN_RANGE_MESSAGES, at_most), 1)) if whole else []
 
 
 def _summaries(spark: SparkSession, ranges: Sequence[Range], read: Read) -> Iterator[pa.Table]:
@@ -193,7 +194,7 @@ def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement
         counts = [count for (one, topic, _), count in judgement.counts.items() if (one, topic) == (kind, number)]
         finding = Finding(sum(counts), len(counts))
         for one in judgement.examples.get((kind, number), []):
-            where = {"first_message_id": message_id(one.other)} if kind == DOUBLED else {"behind": one.other}
+            where = {"first_message_id": message_id(one.other)} if kind == DOUBLED else {"higher_before": one.other}
             name = names[one.producer].decode()
             finding.examples.append(Example(name, one.sequence_id, message_id(one.index), **where))
         return finding

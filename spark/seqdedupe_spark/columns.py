@@ -26,6 +26,7 @@ SCHEMA = pa.schema(
         "__sequenceId": pa.int64(),
         "__index": pa.int64(),
         "__partition": pa.int32(),
+        "__incarnation": pa.int64(),
     }
 )
 """All columns, with the names of the Pulsar connector where it has them."""
@@ -207,6 +208,10 @@ def _partitions(rows: _Rows) -> pa.Array:
     return pa.array(np.full(len(rows), partition_of(rows.topic), np.int32))
 
 
+def _incarnations(rows: _Rows) -> pa.Array:
+    return pa.array(np.repeat(np.array([one.incarnation for one in rows.stored]), rows.counts))
+
+
 _MAKERS: dict[str, Callable[[_Rows], pa.Array]] = {
     "value": _values,
     "key": _keys,
@@ -219,4 +224,5 @@ _MAKERS: dict[str, Callable[[_Rows], pa.Array]] = {
     "sequenceId": _sequence_ids,
     "index": _indexes,
     "partition": _partitions,
+    "incarnation": _incarnations,
 }

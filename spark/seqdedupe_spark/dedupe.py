@@ -20,7 +20,7 @@ class Deduplicator:
     """Tells which messages of one topic partition count: those whose sequence ID is above all before of their producer.
 
     That is the sidecar's own rule, so the first copy of (producer, sequence ID) counts, and a message that comes late,
-    behind a higher ID of its producer, does not. `watermarks` are the highest IDs before the first batch; batches are
+    after a higher ID of its producer, does not. `watermarks` are the highest IDs before the first batch; batches are
     given in the log's order, none twice. Exact; holds about 150 bytes a producer.
     """
 

@@ -26,6 +26,7 @@ NAMES = (
     "minPartitions",
     "failOnDataLoss",
     "plainColumnNames",
+    "readTimeoutSeconds",
 )
 """All options. Spark does not keep the case of their names."""
 
@@ -42,6 +43,9 @@ _ELSEWHERE = {
     "subscribepattern": "topicsPattern",
 }
 """What says the same in other connectors."""
+
+_OF_TABLE = "option."
+"""What Spark puts before the options of CREATE TABLE, which it gives together with properties of its own."""
 
 _ADDRESS = re.compile(r"unix:.+|[^/\s]+:\d{1,5}")
 _MAX_INT64 = 2**63 - 1
@@ -66,8 +70,9 @@ class Time:
 
 
 End = Literal["earliest", "latest"]
-Place = End | Time | Mapping[str, Position | End]
-"""Where to start or stop in each topic; topics in the mapping have full names."""
+Place = End | Time | Mapping[str, Position | int | End]
+"""Where to start or stop in each topic; topics in the mapping have full names. A number is the index of the first
+message to be read, or of the first one that is not."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Options:
     min_partitions: int = 1
     fail_on_data_loss: bool = True
     plain_column_names: bool = False
+    read_timeout_seconds: int | None = None
 
 
 def parse(options: Mapping[str, str]) -> Options:
@@ -107,7 +113,13 @@ def parse(options: Mapping[str, str]) -> Options:
         min_partitions=given.take("minPartitions", _count, 1),
         fail_on_data_loss=given.take("failOnDataLoss", _flag, True),
         plain_column_names=given.take("plainColumnNames", _flag, False),
+        read_timeout_seconds=given.take("readTimeoutSeconds", _count, None),
     )
+
+
+def of_table(given: Mapping[str, str]) -> dict[str, str]:
+    """The options that `CREATE TABLE … USING seqdedupe OPTIONS (…)` was given, if these are those of a table."""
+    return {name.removeprefix(_OF_TABLE): value for name, value in given.items() if name.startswith(_OF_TABLE)}
 
 
 def address(text: str) -> str:
@@ -121,7 +133,8 @@ class _Given:
     """What a user said, by name."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
-        self._values = {name.lower(): str(value) for name, value in options.items()}
+        said = {name.lower(): str(value) for name, value in options.items()}
+        self._values = of_table(said) or said
         known = {name.lower(): name for name in NAMES}
         for name in self._values.keys() - known.keys():
             near = difflib.get_close_matches(name, known, 1)
@@ -168,23 +181,29 @@ def _word(text: str, words: tuple[End, ...]) -> End | None:
     return next((word for word in words if word == text.lower()), None)
 
 
-def _places(text: str, words: tuple[End, ...]) -> dict[str, Position | End]:
-    forms = f'{" or ".join(words)}, or JSON, as {{"topic": "message ID"}}'
+def _places(text: str, words: tuple[End, ...]) -> dict[str, Position | int | End]:
+    forms = f'{" or ".join(words)}, or JSON, as {{"topic": "message ID"}} or {{"topic": index}}'
     try:
         pairs = json.loads(text, object_pairs_hook=tuple)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"it should be {forms}") from e
     if not isinstance(pairs, tuple):
         raise ValueError(f"it should be {forms}")
-    places: dict[str, Position | End] = {}
+    places: dict[str, Position | int | End] = {}
     for topic, value in pairs:
         name = topic_name(topic)
         if name in places:
             raise ValueError(f"{name} is in it twice")
-        if not isinstance(value, str):
-            raise ValueError(f"that of {name} is not a text")
-        places[name] = _word(value, words) or Position.parse(value)
+        places[name] = _place_in(name, value, words)
     return places
+
+
+def _place_in(name: str, value: object, words: tuple[End, ...]) -> Position | int | End:
+    if isinstance(value, str):
+        return _word(value, words) or Position.parse(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT64:
+        raise ValueError(f"that of {name} is neither an index from 0 up nor a text")
+    return value
 
 
 def _one_topic(text: str) -> tuple[str, ...]:

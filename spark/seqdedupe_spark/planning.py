@@ -1,10 +1,12 @@
 """What there is to read: topics, where they start and end, what was lost, and ranges within limits."""
 
+import logging
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from seqdedupe.client import blocking
 from seqdedupe.client.client import TopicEnds
@@ -12,13 +14,20 @@ from seqdedupe.client.connection import Backoff
 from seqdedupe.errors import NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe_spark.options import NO_LIMITS, Limits, Place, Selection, Time
+from seqdedupe.v1 import admin_pb2
+from seqdedupe_spark.options import NO_LIMITS, End, Limits, Place, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, partition_of
+from seqdedupe_spark.sharing import cut, shares
 
 PATIENCE_SECONDS = 30.0
-"""A sidecar that cannot be reached, or recovers, is asked again for so long."""
+"""A sidecar that cannot be reached is asked again for so long; one that recovers, for as long as it takes."""
+
+SAY_SECONDS = 10.0
+"""So often a line says what is waited for."""
 
 _DEFAULT_NAMESPACE = topic_name("_").removesuffix("_")
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -27,7 +36,8 @@ T = TypeVar("T")
 class Loss:
     """Why a topic cannot be read on after a position.
 
-    `next` is the position after which to go on with what is left; None if the topic is gone.
+    `next` is the position after which to go on with what is left; None if the topic is gone, or if going on would lead
+    back: a topic that ends before the position counts up to it again, with other messages under the same indexes.
     """
 
     topic: str
@@ -35,44 +45,195 @@ class Loss:
     reason: str
     message: str
 
+    @property
+    def may_be_accepted(self) -> bool:
+        """Whether `failOnDataLoss=false` allows to go on. It does not allow to go back."""
+        return self.next is not None or self.reason == "TOPIC_NOT_FOUND"
+
     def error(self) -> SeqdedupeError:
         """To be raised where nothing may be lost."""
         return error(self.reason, self.message, topic=self.topic)
 
 
-def patiently(call: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:
-    """Calls until there is an answer. Raises UnavailableError if there is none for so long."""
-    backoff = Backoff(0.02, 1.0)
+class Waiting:
+    """Says in the log, now and then, what is waited for."""
+
+    def __init__(self) -> None:
+        self._said: float | None = None
+
+    def say(self, what: object) -> None:
+        now = time.monotonic()
+        if self._said is None:
+            self._said = now - SAY_SECONDS / 2  # what is over at once is not worth a line
+        if now - self._said >= SAY_SECONDS:
+            self._said = now
+            _log.warning("waiting: %s", what)
+
+
+def patiently(
+    call: Callable[[], T], seconds: float = PATIENCE_SECONDS, should_stop: Callable[[], bool] = lambda: False
+) -> T:
+    """Calls until there is an answer. Raises UnavailableError if there is none for so long; while a topic recovers the
+    time does not count. Once it should stop it raises what it was told last."""
+    backoff, waiting = Backoff(0.02, 1.0), Waiting()
     until = time.monotonic() + seconds
     while True:
         try:
             return call()
         except UnavailableError as e:
             delay = max(backoff.next_seconds(), e.retry_delay_ms / 1000)
-            if time.monotonic() + delay > until:
+            if e.reason == "RECOVERING":
+                until = time.monotonic() + seconds
+            if time.monotonic() + delay > until or should_stop():
                 raise
+            waiting.say(e)
             time.sleep(delay)
 
 
-def topics(client: blocking.Client, selection: Selection, known: Iterable[str] = ()) -> list[str]:
-    """The full names of the topics there are; those of the partitions for a name that has no topic of its own.
+class Listing:
+    """The topics of a sidecar and what they hold at one moment, by one call for each 1,000 of them.
 
-    A pattern matches whole names, full or short, with or without `-partition-3`; it may match none. Topics that are
-    `known` count as there. Raises NotFoundError, naming the option, where a named topic is missing.
+    Where a topic ends only its owner knows, once it has recovered: others, and those that a position does not fit, are
+    asked for by themselves, and waited for.
     """
-    there = {topic.name for topic in patiently(client.admin.topics)} | set(known)
-    if selection.pattern is not None:
-        return _in_order(name for name in there if _matches(selection.pattern, name))
+
+    def __init__(self, client: blocking.Client, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Raises UnavailableError after PATIENCE_SECONDS."""
+        self._client = client
+        self._should_stop = should_stop
+        self._topics = {topic.name: topic for topic in self._patiently(client.admin.topics)}
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        return patiently(call, should_stop=self._should_stop)
+
+    def select(self, selection: Selection, known: Iterable[str] = ()) -> list[str]:
+        """The full names of the topics there are; those of the partitions for a name that has no topic of its own.
+
+        A pattern matches whole names, full or short, with or without `-partition-3`; it may match none. Topics that are
+        `known` count as there. Raises NotFoundError, naming the option, where a named topic is missing.
+        """
+        there = self._topics.keys() | set(known)
+        if selection.pattern is not None:
+            return _in_order(name for name in there if _matches(selection.pattern, name))
+        partitions = _partitions(there)
+        found: list[str] = []
+        for name in selection.names:
+            if name not in there and name not in partitions:
+                raise error("TOPIC_NOT_FOUND", f"{selection.option}: the sidecar has no topic {name}", topic=name)
+            found += [name] if name in there else partitions[name]
+        return _in_order(found)
+
+    def ends(self, topic: str) -> TopicEnds | None:
+        """What the topic holds; None if it is not there. Raises UnavailableError."""
+        found = self._topics.get(topic)
+        if found is not None and found.state == admin_pb2.TOPIC_STATE_SERVING:
+            return TopicEnds(found.first_index, Position.from_proto(found.last))
+        return self.ends_now(topic)
+
+    def ends_now(self, topic: str) -> TopicEnds | None:
+        """The same, asked for at this moment."""
+        try:
+            return self._patiently(lambda: self._client.ends(topic))
+        except NotFoundError:
+            return None
+
+    def find_loss(self, topic: str, position: Position) -> Loss | None:
+        """Why the topic cannot be read on after this position; None if it can."""
+        # Whoever has moved the position may have seen a later end than the listing.
+        if find_loss(topic, position, self.ends(topic)) is None:
+            return None
+        found = self.ends_now(topic)
+        if found is not None and topic in self._topics:
+            self._topics[topic].first_index = found.first_index
+            self._topics[topic].last.CopyFrom(found.last.to_proto())
+        return find_loss(topic, position, found)
+
+    def look(self, topic: str, position: Position) -> Position | Loss:
+        """The topic's last position; or why it cannot be read on after this one."""
+        loss = self.find_loss(topic, position)
+        return loss or self.ends(topic).last  # type: ignore[union-attr]  # deleted is a loss
+
+    def resolve(self, names: Iterable[str], place: Place, option: str) -> dict[str, Position]:
+        """The positions of a place in these topics.
+
+        In a mapping the name of a partitioned topic stands for those of its partitions that are not in it themselves.
+        Raises ConfigurationError (INVALID_OPTION) unless it has exactly these topics, NotFoundError for one that is not
+        there, PositionError for an index after a topic's end.
+        """
+        names = list(names)
+        if isinstance(place, Mapping):
+            place = self._spread(names, place, option)
+        return {name: self._resolve(name, place[name] if isinstance(place, Mapping) else place) for name in names}
+
+    def _spread(self, names: list[str], places: Mapping[str, Position | int | str], option: str) -> Mapping[str, Any]:
+        partitions = _partitions(names)
+        spread = {part: place for whole, place in places.items() for part in partitions.get(whole, ())}
+        spread |= {name: place for name, place in places.items() if name in names or name not in partitions}
+        if wrong := spread.keys() ^ set(names):
+            what = "lacks topic" if wrong & set(names) else "has a topic that is not read:"
+            raise error("INVALID_OPTION", f"{option} {what} {min(wrong & set(names) or wrong)}")
+        return spread
+
+    def _resolve(self, name: str, where: Position | int | End | Time) -> Position:
+        if isinstance(where, Position):
+            return where
+        if isinstance(where, Time):
+            milliseconds = where.milliseconds
+            return Position.before(*self._patiently(lambda: self._client.locate_time(name, milliseconds)))
+        found = self.ends(name) or self._patiently(lambda: self._client.ends(name))
+        if isinstance(where, int):
+            return Position.before(found.last.incarnation, where)
+        return found.last if where == "latest" else earliest(found)
+
+    def plan(self, starts: Mapping[str, Position], limits: Limits = NO_LIMITS) -> list[Range]:
+        """What there is to read after each start, within the limits; no range for a topic that has nothing new.
+
+        Raises PositionError or NotFoundError where `look` finds a loss, UnavailableError after PATIENCE_SECONDS.
+        """
+        ranges = []
+        for topic, start in starts.items():
+            end = self.look(topic, start)
+            if isinstance(end, Loss):
+                raise end.error()
+            ranges.append(Range(topic, start, end))
+        return self.within(ranges, limits)
+
+    def within(self, ranges: Iterable[Range], limits: Limits) -> list[Range]:
+        """The beginnings of those ranges that are not empty, within the limits.
+
+        A limit is shared in proportion to the messages there are. Each range keeps one message at least, even if that
+        is more than the limit. That of bytes is kept to about.
+        """
+        ranges = [one for one in ranges if len(one)]
+        there = counts = [len(one) for one in ranges]
+        if limits.messages is not None:
+            counts = [min(pair) for pair in zip(there, shares(there, limits.messages), strict=True)]
+        if limits.size_bytes is not None and self._log_bytes(ranges) > limits.size_bytes:
+            budgets = shares(there, limits.size_bytes)
+            counts = [
+                min(count, self._messages_in(one, budget))
+                for one, count, budget in zip(ranges, counts, budgets, strict=True)
+            ]
+        return [cut(one, 0, count) for one, count in zip(ranges, counts, strict=True)]
+
+    def _log_bytes(self, ranges: Iterable[Range]) -> float:
+        """What the topics have on disk altogether; a topic that is not listed may have any amount."""
+        return sum(self._topics[one.topic].log_bytes if one.topic in self._topics else math.inf for one in ranges)
+
+    def _messages_in(self, one: Range, size_bytes: int) -> int:
+        if len(one) == 1:
+            return 1
+        located = self._patiently(lambda: self._client.locate_bytes(one.topic, one.first_index, size_bytes))
+        return max(located.index - one.first_index, 1)
+
+
+def _partitions(names: Iterable[str]) -> dict[str, list[str]]:
+    """Those of the names that are partitions, by the name of the whole topic."""
     partitions: dict[str, list[str]] = {}
-    for name in there:
+    for name in names:
         if partition_of(name) != NOT_PARTITIONED:
             partitions.setdefault(_whole(name), []).append(name)
-    found: list[str] = []
-    for name in selection.names:
-        if name not in there and name not in partitions:
-            raise error("TOPIC_NOT_FOUND", f"{selection.option}: the sidecar has no topic {name}", topic=name)
-        found += [name] if name in there else partitions[name]
-    return _in_order(found)
+    return partitions
 
 
 def _whole(name: str) -> str:
@@ -95,38 +256,6 @@ def earliest(topic_ends: TopicEnds) -> Position:
     return Position.before(topic_ends.last.incarnation, topic_ends.first_index)
 
 
-def resolve(client: blocking.Client, names: Iterable[str], place: Place, option: str) -> dict[str, Position]:
-    """The positions of a place in these topics.
-
-    Raises ConfigurationError (INVALID_OPTION) unless a mapping has exactly these topics, NotFoundError for one that is
-    not there.
-    """
-    names = list(names)
-    if isinstance(place, Mapping) and (wrong := place.keys() ^ set(names)):
-        what = "lacks topic" if wrong & set(names) else "has a topic that is not read:"
-        raise error("INVALID_OPTION", f"{option} {what} {min(wrong & set(names) or wrong)}")
-    return {name: _resolve(client, name, place) for name in names}
-
-
-def _resolve(client: blocking.Client, name: str, place: Place) -> Position:
-    where = place[name] if isinstance(place, Mapping) else place
-    if isinstance(where, Position):
-        return where
-    if isinstance(where, Time):
-        milliseconds = where.milliseconds
-        return Position.before(*patiently(lambda: client.locate_time(name, milliseconds)))
-    found = patiently(lambda: client.ends(name))
-    return found.last if where == "latest" else earliest(found)
-
-
-def ends(client: blocking.Client, topic: str) -> TopicEnds | None:
-    """What the topic holds now; None if it was deleted. Raises UnavailableError after PATIENCE_SECONDS."""
-    try:
-        return patiently(lambda: client.ends(topic))
-    except NotFoundError:
-        return None
-
-
 def find_loss(topic: str, position: Position, found: TopicEnds | None) -> Loss | None:
     """Why a topic with these ends cannot be read on after a position; None if it can."""
     if found is None:
@@ -138,80 +267,12 @@ def find_loss(topic: str, position: Position, found: TopicEnds | None) -> Loss |
             f"{topic} was made anew: its incarnation is {last.incarnation}, the position is of {position.incarnation}; "
             f"what it held after index {position.index} is gone, and it begins with index {first} now"
         )
-        return Loss(topic, earliest(found), "POSITION_UNKNOWN", message)
+        return Loss(topic, earliest(found), "POSITION_OF_ANOTHER_INCARNATION", message)
     if last.index < position.index:
         message = f"{topic} ends with index {last.index}: it lacks indexes {last.index + 1} to {position.index}"
-        return Loss(topic, last, "POSITION_UNKNOWN", message)
+        return Loss(topic, None, "POSITION_AFTER_END", message)
     if position.index + 1 < first:
         gone = first - position.index - 1
         message = f"{topic} has lost {gone} messages to retention: indexes {position.index + 1} to {first - 1}"
         return Loss(topic, earliest(found), "POSITION_TRIMMED", message)
     return None
-
-
-def look(client: blocking.Client, topic: str, position: Position) -> Position | Loss:
-    """The topic's last position; or why it cannot be read on after this one."""
-    found = ends(client, topic)
-    return find_loss(topic, position, found) or found.last  # type: ignore[union-attr]  # deleted is a loss
-
-
-def plan(client: blocking.Client, starts: Mapping[str, Position], limits: Limits = NO_LIMITS) -> list[Range]:
-    """What there is to read after each start, within the limits; no range for a topic that has nothing new.
-
-    Raises PositionError or NotFoundError where `look` finds a loss, UnavailableError after PATIENCE_SECONDS.
-    """
-    ranges = []
-    for topic, start in starts.items():
-        end = look(client, topic, start)
-        if isinstance(end, Loss):
-            raise end.error()
-        ranges.append(Range(topic, start, end))
-    return within(client, ranges, limits)
-
-
-def within(client: blocking.Client, ranges: Iterable[Range], limits: Limits) -> list[Range]:
-    """The beginnings of those ranges that are not empty, within the limits.
-
-    A limit is shared in proportion to the messages there are. Each range keeps one message at least, even if that is
-    more than the limit. That of bytes is kept to about.
-    """
-    ranges = [one for one in ranges if len(one)]
-    there = counts = [len(one) for one in ranges]
-    if limits.messages is not None:
-        counts = [min(pair) for pair in zip(there, shares(there, limits.messages), strict=True)]
-    if limits.size_bytes is not None:
-        budgets = shares(there, limits.size_bytes)
-        counts = [
-            min(count, _messages_in(client, one, budget))
-            for one, count, budget in zip(ranges, counts, budgets, strict=True)
-        ]
-    return [_cut(one, 0, count) for one, count in zip(ranges, counts, strict=True)]
-
-
-def _messages_in(client: blocking.Client, range: Range, size_bytes: int) -> int:
-    located = patiently(lambda: client.locate_bytes(range.topic, range.first_index, size_bytes))
-    return max(located.index - range.first_index, 1)
-
-
-def shares(there: list[int], limit: int) -> list[int]:
-    """The limit shared out in proportion to what is there, at least one each."""
-    rest, more = max(limit - len(there), 0), max(sum(there) - len(there), 1)
-    return [1 + rest * (one - 1) // more for one in there]
-
-
-def split(ranges: list[Range], parts: int) -> list[Range]:
-    """The same messages in at least so many ranges, if there are so many messages; each range is cut evenly."""
-    messages = sum(len(one) for one in ranges)
-    return [
-        _cut(one, len(one) * i // pieces, len(one) * (i + 1) // pieces)
-        for one in ranges
-        if (pieces := min(-(-len(one) * parts // messages), len(one)))
-        for i in range(pieces)
-    ]
-
-
-def _cut(whole: Range, first: int, stop: int) -> Range:
-    """Its messages from the `first`-th to before the `stop`-th."""
-    start = Position.before(whole.incarnation, whole.first_index + first) if first else whole.start
-    end = Position.before(whole.incarnation, whole.first_index + stop) if stop < len(whole) else whole.end
-    return Range(whole.topic, start, end)

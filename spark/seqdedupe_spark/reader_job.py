@@ -7,14 +7,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from seqdedupe.command import address_option
-from seqdedupe.errors import error
+from seqdedupe.command import address_option, say
+from seqdedupe.errors import UnavailableError, error
 from seqdedupe_spark import options
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.failures import typed_failures
@@ -45,6 +47,7 @@ _SOURCE_OPTIONS = {
     "max_bytes_per_trigger": "maxBytesPerTrigger",
     "fail_on_data_loss": "failOnDataLoss",
     "plain_column_names": "plainColumnNames",
+    "read_timeout_seconds": "readTimeoutSeconds",
 }
 """The data source's options that a job takes too."""
 
@@ -69,6 +72,11 @@ def _source_options(command: Command) -> Command:
                 default=True,
                 show_default=True,
                 help="Whether messages that are gone before they were read are an error, or a warning.",
+            ),
+            click.option(
+                "--read-timeout-seconds",
+                metavar="N",
+                help="A task to which no message has come for so long ends, and is planned again; default: 20.",
             ),
             click.option("--plain-column-names", is_flag=True, help="Columns without the leading __."),
         ]
@@ -135,7 +143,12 @@ def run(
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     began = time.monotonic()
     reader.spark = spark = start_session(f"seqdedupe {job}", master)
-    signal.signal(signal.SIGTERM, lambda *_: reader.stop())
+
+    def stop(*_: object) -> None:
+        reader.stop()
+        say("seqdedupe job", "SIGTERM: it ends after its round")
+
+    signal.signal(signal.SIGTERM, stop)
     progress = Progress(sys.stderr)
     try:
         if checkpoint_location is None:
@@ -159,8 +172,6 @@ def _stream(
 ) -> None:
     """Runs the job as a streaming query, which is the clock only: whenever it ticks, all there is is read, from the
     stored positions. What its checkpoint takes for read and the database does not have is read before or after it."""
-    if follow:
-        reader.run(on_round=progress.show)
     clock = {name: value for name, value in given.items() if name in _CLOCK_OPTIONS}
     clock |= {"startingOffsets": "earliest", "failOnDataLoss": "false"}
 
@@ -174,13 +185,23 @@ def _stream(
         writer = writer.trigger(processingTime=f"{trigger_seconds} seconds")
     else:
         writer = writer.trigger(availableNow=True)
+    if follow:
+        reader.run(on_round=progress.show)
+    is_over = False
+    while not is_over and not reader.is_stopping:
+        with suppress(UnavailableError):
+            _run_query(writer, reader)
+            is_over = True
+        # If the sidecar or the database is away this waits for longer than a query does.
+        reader.run(on_round=progress.show)
+
+
+def _run_query(writer: DataStreamWriter, reader: ReaderJob) -> None:
     with typed_failures():
         query = writer.start()
         while not query.awaitTermination(1):
             if reader.is_stopping:
                 query.stop()
-    if not follow:
-        reader.run(on_round=progress.show)
 
 
 def _imported(name: str) -> Transform:

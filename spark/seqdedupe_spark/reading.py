@@ -1,11 +1,14 @@
 """Reading a range of a topic, in the process that needs its messages."""
 
+import threading
+import time
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 
 from seqdedupe.client import blocking
 from seqdedupe.client.reader import StoredBatch
+from seqdedupe.errors import error
 from seqdedupe_spark.columns import SCHEMA, to_arrow
 from seqdedupe_spark.ranges import Range
 
@@ -16,22 +19,56 @@ MAX_BYTES = 4 * 1024 * 1024
 """Or until their payloads, keys and properties have so many bytes."""
 
 
-def read_stored(service_url: str, range: Range) -> Iterator[StoredBatch]:
+def read_stored(service_url: str, range: Range, timeout_seconds: float | None = None) -> Iterator[StoredBatch]:
     """All messages of a range in order, as the log stores them; the first and last batch are cut to the range.
 
-    Over a lost connection it reads on by itself, for as long as it takes. Raises PositionError if messages of the range
+    Over a lost connection it reads on by itself, for as long as it takes, or until none has come for `timeout_seconds`:
+    then it raises UnavailableError. Raises PositionError if messages of the range
     are trimmed or the topic was made anew, NotFoundError if it was deleted, DamagedError for what is damaged.
     """
     if not len(range):
         return
     client = blocking.Client(service_url)
     with client.reader(range.topic, range.start, stop_index=range.stop_index) as reader:
-        yield from reader.batches()
+        if timeout_seconds is None:
+            yield from reader.batches()
+        else:
+            yield from _until_silent(reader, range, timeout_seconds)
 
 
-def read_range(service_url: str, range: Range, schema: pa.Schema = SCHEMA) -> Iterator[pa.RecordBatch]:
+def _until_silent(reader: blocking.Reader, range: Range, timeout_seconds: float) -> Iterator[StoredBatch]:
+    """Its batches; a watcher closes it, which ends a call that waits in it, when none has come for so long."""
+    is_over = threading.Event()
+    asked: float | None = None  # since when a batch is waited for
+
+    def watch() -> None:
+        while not is_over.wait(timeout_seconds / 4):
+            if asked is not None and time.monotonic() - asked > timeout_seconds:
+                is_over.set()
+                reader.close()
+
+    watcher = threading.Thread(target=watch, name="seqdedupe-read-timeout", daemon=True)
+    watcher.start()
+    try:
+        while True:
+            asked = time.monotonic()
+            stored = reader.next_batch()
+            asked = None
+            if stored is None:
+                break
+            yield stored
+        if is_over.is_set():
+            raise error("UNREACHABLE", f"no message of {range} has come for {timeout_seconds:g} seconds")
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def read_range(
+    service_url: str, range: Range, schema: pa.Schema = SCHEMA, timeout_seconds: float | None = None
+) -> Iterator[pa.RecordBatch]:
     """The same as Arrow batches of about MAX_ROWS rows or MAX_BYTES, with those columns that `schema` has."""
-    for stored in joined(read_stored(service_url, range)):
+    for stored in joined(read_stored(service_url, range, timeout_seconds)):
         yield to_arrow(stored, range.topic, schema)
 
 

@@ -19,14 +19,17 @@ from seqdedupe.client import blocking
 from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark import options as user_options
-from seqdedupe_spark import planning
 from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
 from seqdedupe_spark.options import NO_LIMITS, Options
-from seqdedupe_spark.planning import Loss
+from seqdedupe_spark.planning import Listing, Loss
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, read_range, read_stored
+from seqdedupe_spark.sharing import packed, split
 
 NAME = "seqdedupe"
+
+_OPTIONS = "seqdedupe.options"
+"""The metadata of a table's first column: Spark keeps no other part of what CREATE TABLE said for who reads it."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +45,20 @@ class SeqdedupeDataSource(DataSource):
         return NAME
 
     def schema(self) -> StructType:
-        return from_arrow_schema(_all_columns(user_options.parse(self.options)))
+        schema = from_arrow_schema(_all_columns(user_options.parse(self.options)))
+        if given := user_options.of_table(self.options):
+            schema.fields[0].metadata = {_OPTIONS: given}
+        return schema
+
+    def _parsed(self, schema: StructType) -> Options:
+        """The options; of a table, those that it was created with and those of the query."""
+        given: dict[str, str] = next(
+            (field.metadata[_OPTIONS] for field in schema if _OPTIONS in (field.metadata or {})), {}
+        )
+        return user_options.parse(given | dict(self.options))
 
     def reader(self, schema: StructType) -> "BatchReader":
-        options = user_options.parse(self.options)
+        options = self._parsed(schema)
         if options.limits != NO_LIMITS:
             raise error(
                 "INVALID_OPTION", "maxOffsetsPerTrigger and maxBytesPerTrigger are for streams: a batch has all"
@@ -53,7 +66,7 @@ class SeqdedupeDataSource(DataSource):
         return BatchReader(options, wanted_columns(schema, options))
 
     def streamReader(self, schema: StructType) -> "StreamReader":  # noqa: N802
-        options = user_options.parse(self.options)
+        options = self._parsed(schema)
         if options.ending is not None:
             raise error("INVALID_OPTION", "endingOffsets and endingTime are for batches: a stream has no end")
         return StreamReader(options, wanted_columns(schema, options))
@@ -92,62 +105,69 @@ class _Reading:
     def client(self) -> blocking.Client:
         return blocking.Client(self.options.service_url)
 
-    def ranges(
-        self, client: blocking.Client, starts: Mapping[str, Position], ends: Mapping[str, Position]
-    ) -> list[Range]:
+    def ranges(self, listing: Listing, starts: Mapping[str, Position], ends: Mapping[str, Position]) -> list[Range]:
         """What is to be read between positions, as far as it is there."""
         ranges = []
         for topic, end in ends.items():
             start = starts[topic]
             if start == end:
                 continue
-            found = planning.ends(client, topic)
-            before, behind = planning.find_loss(topic, start, found), planning.find_loss(topic, end, found)
-            if loss := before or behind:
-                self.accept(loss)
-            first = before.next if before else start
-            last = behind.next if behind else end
+            first, last = self._left(listing, topic, start), self._left(listing, topic, end)
             if first is None or last is None:
                 continue
             if first.incarnation != last.incarnation:
-                raise error("POSITION_UNKNOWN", f"{topic} was made anew just now: try again")
+                raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew just now: try again")
             if first.index < last.index:
                 ranges.append(Range(topic, first, last))
-        return planning.split(ranges, self.options.min_partitions)
+        return split(ranges, self.options.min_partitions)
+
+    def _left(self, listing: Listing, topic: str, position: Position) -> Position | None:
+        """The position, or that of what is left after it if the loss may be accepted; None if nothing is."""
+        loss = listing.find_loss(topic, position)
+        if loss is None:
+            return position
+        self.accept(loss)
+        return loss.next
+
+    def tasks(self, ranges: list[Range]) -> list[InputPartition]:
+        """A task for each range; small ones share tasks."""
+        parts = packed([len(one) for one in ranges], self.options.min_partitions)
+        return [InputPartition([ranges[number] for number in part]) for part in parts]
 
     def accept(self, loss: Loss) -> None:
         """Says once what is skipped, if that is allowed; raises it otherwise."""
-        if self.options.fail_on_data_loss:
+        if self.options.fail_on_data_loss or not loss.may_be_accepted:
             raise loss.error()
         if loss.message not in self._told:
             self._told.add(loss.message)
             _log.warning("failOnDataLoss is false, reading goes on: %s", loss.message)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The messages of a range. Spark gives a range of None where there is none at all."""
-        range: Range | None = partition.value
-        if range is None:
-            return iter(())
-        if self.options.fail_on_data_loss:
-            return read_range(self.options.service_url, range, self.schema)
-        return self._read_what_is_left(range)
+        """The messages of a task's ranges. Spark gives None where there is none at all."""
+        ranges: list[Range] = partition.value or []
+        for one in ranges:
+            if self.options.fail_on_data_loss:
+                yield from read_range(self.options.service_url, one, self.schema, self.options.read_timeout_seconds)
+            else:
+                yield from self._read_what_is_left(one)
 
     def _read_what_is_left(self, range: Range) -> Iterator[pa.RecordBatch]:
         """The same; what is lost while it reads is skipped."""
         start: Position | None = range.start
+        options = self.options
         while start is not None and start.incarnation == range.incarnation and start.index < range.end.index:
             try:
-                for stored in joined(read_stored(self.options.service_url, Range(range.topic, start, range.end))):
+                left = Range(range.topic, start, range.end)
+                for stored in joined(read_stored(options.service_url, left, options.read_timeout_seconds)):
                     start = stored[-1].position(len(stored[-1]) - 1)
                     yield to_arrow(stored, range.topic, self.schema)
             except (PositionError, NotFoundError):
                 with self.client() as client:
-                    found = planning.look(client, range.topic, start)
+                    found = Listing(client).look(range.topic, start)
                 if not isinstance(found, Loss):
                     raise
                 self.accept(found)
-                # A topic that has lost its end is not read again from before where this has come.
-                start = found.next if found.next and found.next.index > start.index else None
+                start = found.next
 
 
 class BatchReader(_Reading, DataSourceReader):
@@ -156,12 +176,13 @@ class BatchReader(_Reading, DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         options = self.options
         with self.client() as client:
-            names = planning.topics(client, options.selection)
+            listing = Listing(client)
+            names = listing.select(options.selection)
             if not names:
                 raise error("TOPIC_NOT_FOUND", f"topicsPattern: no topic matches {options.selection.pattern}")
-            starts = planning.resolve(client, names, options.starting or "earliest", "startingOffsets")
-            ends = planning.resolve(client, names, options.ending or "latest", "endingOffsets")
-            return [InputPartition(range) for range in self.ranges(client, starts, ends)]
+            starts = listing.resolve(names, options.starting or "earliest", "startingOffsets")
+            ends = listing.resolve(names, options.ending or "latest", "endingOffsets")
+            return self.tasks(self.ranges(listing, starts, ends))
 
 
 class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -178,9 +199,10 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         if self._initial is None:
             options = self.options
             with self.client() as client:
-                names = planning.topics(client, options.selection)
+                listing = Listing(client)
+                names = listing.select(options.selection)
                 place = options.starting or "latest"
-                self._initial = _offsets(planning.resolve(client, names, place, "startingOffsets"))
+                self._initial = _offsets(listing.resolve(names, place, "startingOffsets"))
         return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -196,10 +218,11 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         starts = _positions(start)
         ranges = []
         with self.client() as client:
-            names = planning.topics(client, self.options.selection, known=starts)
-            starts |= planning.resolve(client, [name for name in names if name not in starts], "earliest", "")
+            listing = Listing(client)
+            names = listing.select(self.options.selection, known=starts)
+            starts |= listing.resolve([name for name in names if name not in starts], "earliest", "")
             for topic in names:
-                found = planning.look(client, topic, starts[topic])
+                found = listing.look(topic, starts[topic])
                 if isinstance(found, Loss):
                     self.accept(found)
                     starts[topic] = found.next or starts[topic]
@@ -208,7 +231,7 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
                 if (stop := self._stop(topic, found)).index > starts[topic].index:
                     ranges.append(Range(topic, starts[topic], stop))
             limits = NO_LIMITS if isinstance(limit, ReadAllAvailable) else self.options.limits
-            ranges = planning.within(client, ranges, limits)
+            ranges = listing.within(ranges, limits)
         return _offsets(starts | {range.topic: range.end for range in ranges})
 
     def _stop(self, topic: str, end: Position) -> Position:
@@ -226,14 +249,15 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> list[InputPartition]:
         starts, ends = _positions(start), _positions(end)
         with self.client() as client:
+            listing = Listing(client)
             for topic in ends.keys() - starts.keys():
-                starts[topic] = self._start_of_new(client, topic, ends[topic].incarnation)
-            return [InputPartition(range) for range in self.ranges(client, starts, ends)]
+                starts[topic] = self._start_of_new(listing, topic, ends[topic].incarnation)
+            return self.tasks(self.ranges(listing, starts, ends))
 
-    def _start_of_new(self, client: blocking.Client, topic: str, incarnation: int) -> Position:
+    def _start_of_new(self, listing: Listing, topic: str, incarnation: int) -> Position:
         """A topic that was found later starts with what is left of it."""
         start = Position.start(incarnation)
-        found = planning.look(client, topic, start)
+        found = listing.look(topic, start)
         if isinstance(found, Loss) and found.reason == "POSITION_TRIMMED" and found.next:
             return found.next
         return start

@@ -156,6 +156,7 @@ class Client:
 
     def __init__(self, address: str) -> None:
         # Of its own: a shared one would break for all when a test cuts it.
+        self.address = address
         options = [("grpc.use_local_subchannel_pool", 1), *SOON_AGAIN]
         self.channel = grpc.insecure_channel(address, options)
         self.publish = publish_pb2_grpc.PublishServiceStub(self.channel)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import Client
-from tests.sidecar import Sidecar
 
 
 @pytest.fixture(scope="module")

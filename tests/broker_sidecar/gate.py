@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 _PROGRAM = """
 import os, time

@@ -8,9 +8,9 @@ from collections import defaultdict
 
 import grpc
 
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import publish_pb2
 from tests.broker_sidecar.calls import UNKNOWN, Client, batch, names_of, record_rows, verdicts
-from tests.sidecar import Sidecar
 
 MAX_IN_FLIGHT = 12
 """Frames sent and not answered."""

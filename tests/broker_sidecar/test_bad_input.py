@@ -11,7 +11,7 @@ import pytest
 
 from seqdedupe.errors import REASONS
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_PAYLOAD_BYTES
-from seqdedupe.v1 import batch_pb2, read_pb2
+from seqdedupe.v1 import batch_pb2, read_pb2, read_pb2_grpc
 from tests.batches import put_columns
 from tests.broker_sidecar.calls import (
     Client,
@@ -111,7 +111,7 @@ BAD: dict[str, tuple[str, Make]] = {
     ),
     "too many rows": ("BATCH_TOO_LARGE", lambda s: large(s, 0, MAX_BATCH_ROWS + 1)),
     "batch too large": ("BATCH_TOO_LARGE", lambda s: large(s, MAX_BATCH_BYTES // 4, 4)),
-    "batch far too large": ("BATCH_TOO_LARGE", lambda s: large(s, MAX_BATCH_BYTES, 4)),
+    "batch far too large": ("BATCH_TOO_LARGE", lambda s: large(s, 3 * 1024 * 1024, 5)),
     "payload too large": ("MESSAGE_TOO_LARGE", lambda s: large(s, MAX_PAYLOAD_BYTES + 1, 1)),
     "empty name": ("INVALID_NAME", lambda s: good(s, producer_name_offsets=[0, 0], producer_names=b"")),
     "name too long": (
@@ -188,6 +188,19 @@ BAD: dict[str, tuple[str, Make]] = {
     ),
     "property name not UTF-8": ("INVALID_BATCH", lambda s: good(s, **PROPERTIES | {"property_names": b"\xff"})),
     "property value not UTF-8": ("INVALID_BATCH", lambda s: good(s, **PROPERTIES | {"property_values": b"\xff"})),
+    "property name twice in a message": (
+        "INVALID_BATCH",
+        lambda s: good(
+            s,
+            **PROPERTIES
+            | {
+                "property_offsets": [0, 2, 5],
+                "property_name_offsets": [0, 1, 2, 3, 4, 5],
+                "property_names": b"ababb",
+                "property_value_offsets": [0, 0, 0, 0, 0, 1],
+            },
+        ),
+    ),
     "property values of half a character": (
         "INVALID_BATCH",
         lambda s: good(
@@ -310,18 +323,30 @@ def test_what_builds_on_a_refused_frame_is_refused_and_the_resend_is_admitted(sc
 
 def test_a_batch_of_the_largest_size_is_accepted_and_read_back(scene: Scene) -> None:
     """The limits are what they say: one byte or row less than refused is stored, and readers can be sent it."""
-    empty = len(encoded(large(scene, 0, 2)))
-    payload = (MAX_BATCH_BYTES - empty) // 2 - 3
-    full = large(scene, payload, 2)
-    assert MAX_BATCH_BYTES - 10 <= len(encoded(full)) <= MAX_BATCH_BYTES
+    empty = len(encoded(large(scene, 0, 8)))
+    payload = (MAX_BATCH_BYTES - empty) // 8 - 3
+    full = large(scene, payload, 8)
+    assert MAX_BATCH_BYTES - 40 <= len(encoded(full)) <= MAX_BATCH_BYTES
     receipt = scene.client.publish_unary(scene.topic, full)
-    [record] = scene.client.records(scene.topic, index=receipt.first_index)
-    assert record.batch == full
+    # It is cut for clients with gRPC's default limit, as these are.
+    records = list(scene.client.records(scene.topic, index=receipt.first_index))
+    assert max(record.rows for record in records) < 4
+    assert [i for record in records for i in record.batch.sequence_ids] == list(full.sequence_ids)
+    assert b"".join(record.batch.payloads for record in records) == full.payloads
     page = scene.client.reading.Read(
         read_pb2.ReadRequest(topic=scene.topic, start=read_pb2.ReadStart(index=receipt.first_index))
     )
-    assert page.records[0].batch == full
-    ids = range(7, 7 + MAX_BATCH_ROWS)
+    assert page.records[0] == records[0]
+    with grpc.insecure_channel(scene.client.address, [("grpc.max_receive_message_length", 16 * 1024 * 1024)]) as wide:
+        read = read_pb2_grpc.ReadServiceStub(wide).Read
+        single = batch([("p", STORED + 8)], scene.epochs, payloads=[bytes(MAX_PAYLOAD_BYTES)])
+        index = scene.client.publish_unary(scene.topic, single).first_index
+        request = read_pb2.ReadRequest(topic=scene.topic, start=read_pb2.ReadStart(index=index))
+        assert read(request).records[0].batch == single
+        with pytest.raises(grpc.RpcError) as e:
+            scene.client.reading.Read(request)
+        assert e.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    ids = range(14, 14 + MAX_BATCH_ROWS)
     rows = batch([("p", i) for i in ids], scene.epochs, payloads=[b""] * MAX_BATCH_ROWS)
     assert scene.client.stream(scene.topic).receipt(rows).verdicts == []
 
@@ -358,6 +383,9 @@ def stream_status(client: Client, topic: str) -> Refused:
         ("", "INVALID_TOPIC_NAME"),
         ("a/b", "INVALID_TOPIC_NAME"),
         ("with space", "INVALID_TOPIC_NAME"),
+        ("überflug", "INVALID_TOPIC_NAME"),
+        ("т", "INVALID_TOPIC_NAME"),
+        ("persistent://tenant/é/t", "INVALID_TOPIC_NAME"),
         ("persistent://a/b", "INVALID_TOPIC_NAME"),
         ("non-persistent://a/b/c", "INVALID_TOPIC_NAME"),
         ("n" * 256, "INVALID_TOPIC_NAME"),

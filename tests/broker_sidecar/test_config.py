@@ -1,5 +1,7 @@
 """Configuration: where a key may be given, what wins, and one clear line for what cannot be."""
 
+import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +13,9 @@ import pytest
 
 from broker_sidecar.config import Config, load
 from seqdedupe.errors import ConfigurationError
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client, batch, refused, verdicts
-from tests.sidecar import Sidecar
 
 StartSidecar = Callable[..., Sidecar]
 
@@ -57,6 +59,8 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "port too high": ("listen", {"listen": "127.0.0.1:65536"}),
     "port below 0": ("listen", {"listen": "127.0.0.1:-1"}),
     "socket without a path": ("listen", {"listen": "unix:"}),
+    "permissions that are none": ("socket_mode", {"socket_mode": "rw-------"}),
+    "permissions that are not octal": ("socket_mode", {"socket_mode": "680"}),
 }
 
 
@@ -153,6 +157,25 @@ def test_unix_socket_also_after_kill_9(start_sidecar: StartSidecar, tmp_path: Pa
     client.close()
 
 
+@pytest.mark.parametrize(("keys", "expected"), [({}, 0o600), ({"socket_mode": "660"}, 0o660)])
+def test_only_the_sidecars_user_may_use_its_socket_and_read_its_files(
+    start_sidecar: StartSidecar, tmp_path: Path, keys: dict[str, Any], expected: int
+) -> None:
+    path = tmp_path / "sidecar.sock"
+    before = os.umask(0o022)
+    try:
+        sidecar = start_sidecar(listen=f"unix:{path}", **keys)
+    finally:
+        os.umask(before)
+    client = Client(f"unix:{path}")
+    client.publish_unary("t", batch([("p", 0)], client.epochs("t", "p")))
+    client.close()
+    assert stat.S_IMODE(path.stat().st_mode) == expected
+    written = [sidecar.data, *sidecar.data.rglob("*")]
+    assert len(written) > 5
+    assert not [entry for entry in written if entry.stat().st_mode & 0o077]
+
+
 def test_limits_and_an_address_that_is_wanted(start_sidecar: StartSidecar) -> None:
     sidecar = start_sidecar(
         listen="0.0.0.0:0",
@@ -172,17 +195,20 @@ def test_limits_and_an_address_that_is_wanted(start_sidecar: StartSidecar) -> No
     client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic="c"))
 
     epochs = client.epochs("b", "p")
-    streams = [client.stream("b") for _ in range(2)]
+    # Two streams, one of each connection: another of the same one is its second, and a third is too many for all.
+    other, third = Client(client.address), Client(client.address)
+    streams = [one.stream("b") for one in (client, other)]
     for i, stream in enumerate(streams):
         stream.receipt(batch([("p", i)], epochs))
-    extra = client.stream("b")
-    extra.send(batch([("p", 2)], epochs))
-    answer = refused(lambda: extra.answer(1))
-    assert (answer.reason, answer.numbers["limit"]) == ("TOO_MANY_STREAMS", "2")
-    assert answer.retry_delay_ms > 0
-    assert refused(lambda: client.rows("b")).reason == "TOO_MANY_STREAMS"
+    for caller, limit in ((client, "1"), (third, "2")):
+        for i, stream in enumerate(streams):  # so that none of them is idle
+            stream.receipt(batch([("p", i)], epochs))
+        answer = refused(lambda caller=caller: caller.rows("b"))  # type: ignore[misc]
+        assert (answer.reason, answer.numbers["limit"]) == ("TOO_MANY_STREAMS", limit)
+        assert answer.retry_delay_ms > 0
     # Unary calls are not streams, and an ended stream makes room for another.
     assert client.end_index("b") == 2
-    streams.pop().end()
+    streams.pop(0).end()
     assert client.rows("b") == [("p", 0), ("p", 1)]
-    client.close()
+    for one in (client, other, third):
+        one.close()

@@ -11,12 +11,12 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Answer, Client, batch, receipt_of, refused, verdicts
 from tests.broker_sidecar.gate import Gate
 from tests.broker_sidecar.health import health_of
 from tests.broker_sidecar.load import Publisher, compare, stored_ids
-from tests.sidecar import Sidecar
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

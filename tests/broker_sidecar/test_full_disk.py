@@ -9,10 +9,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2, read_pb2
 from tests.broker_sidecar.calls import Client, batch, payload_of, refused, verdicts
 from tests.broker_sidecar.health import health_of
-from tests.sidecar import Sidecar
 
 DISK_BYTES = 48 * 1024 * 1024
 BALLAST_BYTES = 16 * 1024 * 1024

@@ -12,7 +12,7 @@ import pytest
 from broker_sidecar import kernels
 from broker_sidecar.kernels import is_ours_alone
 from seqdedupe.format import jit
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 SOMEBODY = 54_321
 GiveAway = Callable[[Path], None]

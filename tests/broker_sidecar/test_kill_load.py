@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import DUP, Client
 from tests.broker_sidecar.load import Publisher, compare, kill_at_random_moments, stored_ids
-from tests.sidecar import Sidecar
 
 
 @pytest.mark.parametrize(("deduplicate", "kills"), [(True, 10), (False, 2)])

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.load import Publisher, compare, kill_at_random_moments, stored_ids
-from tests.sidecar import Sidecar
 
 KILLS = 9
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch
-from tests.sidecar import Sidecar
 
 KILLS = 14
 ROWS = 400

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import grpc
 import pytest
 
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch
-from tests.sidecar import Sidecar
 
 KILLS = 5
 

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_BATCH_ROWS
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.broker_sidecar.calls import (
     DUP,
@@ -22,7 +23,6 @@ from tests.broker_sidecar.calls import (
     verdicts,
 )
 from tests.broker_sidecar.gate import Gate
-from tests.sidecar import Sidecar
 
 LARGE_PAYLOAD_BYTES = 1_900_000
 WAIT_SECONDS = 30.0

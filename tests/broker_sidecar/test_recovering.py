@@ -10,10 +10,10 @@ import pytest
 
 from seqdedupe.client import Client as Library
 from seqdedupe.message_id import Position
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2
 from tests.broker_sidecar.calls import Client, batch, refused
 from tests.broker_sidecar.gate import Gate
-from tests.sidecar import Sidecar
 
 ROWS = 40
 

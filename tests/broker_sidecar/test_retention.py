@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from seqdedupe.store.db import Store
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused, verdicts
-from tests.sidecar import Sidecar
 
 PAYLOAD_BYTES = 1_990_000
 SEGMENT_BYTES = 128 * 1024 * 1024

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from seqdedupe.core.producers import Producers
 from seqdedupe.limits import MAX_OPEN_NAMES
+from seqdedupe.testing import Sidecar
+from seqdedupe.topic.sessions import Sessions
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused, verdicts
-from tests.sidecar import Sidecar
 
 
 def test_open_answers_nothing_for_a_new_name(client: Client, topic: str) -> None:
@@ -120,7 +122,7 @@ def test_as_many_names_as_allowed_and_one_more(client: Client, topic: str) -> No
     answer = refused(lambda: client.open(topic, *names))
     assert answer.reason == "INVALID_NAME"
     assert str(MAX_OPEN_NAMES) in answer.message
-    assert client.topic(topic).producers == 0
+    assert refused(lambda: client.topic(topic)).reason == "TOPIC_NOT_FOUND"  # it was not even made
     opened = client.open(topic, *names[:-1])
     assert len(opened.epochs) == len(opened.persisted_message_ids) == MAX_OPEN_NAMES
     assert client.topic(topic).producers == MAX_OPEN_NAMES
@@ -208,3 +210,16 @@ def test_snapshot_is_where_recovery_starts(killable: tuple[Sidecar, Client]) -> 
     assert "4 messages read, up to index 14" in replayed[-1]
     assert list(client.open("t", "a", epochs=list(epochs.values())).persisted) == [13]
     assert list(client.publish_unary("t", batch([("a", 3)], epochs)).verdicts) == [DUP]
+
+
+def test_a_new_name_has_no_control_characters_and_an_old_one_may(client: Client, topic: str) -> None:
+    """They would be printed on somebody's terminal. Names that are in a log already keep what they have."""
+    for name in ("a\nb", "\x1b[2J", "tab\t", "\x7f", "c1\x9b"):
+        answer = refused(lambda name=name: client.open(topic, "fine", name))  # type: ignore[misc]
+        assert answer.reason == "INVALID_NAME"
+    assert client.open(topic, "ünïcödé 名前").persisted == [-1]
+    producers = Producers()
+    sessions = Sessions(producers)
+    sessions.begin_term(1)
+    old = producers.add(b"a\nb")
+    assert sessions.open(["a\nb"], None)[0] == [old]

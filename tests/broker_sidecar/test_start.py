@@ -1,8 +1,10 @@
 """Starts that must be refused: in use, damaged, incomplete, newer. A clear line, status 1, and nothing is changed."""
 
 import hashlib
+import os
 import shutil
 import struct
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +13,12 @@ import google_crc32c
 import pytest
 from grpc_health.v1 import health_pb2
 
-from seqdedupe.errors import REASONS
+from broker_sidecar.directory import prepare
+from seqdedupe.errors import REASONS, ConfigurationError
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused
 from tests.broker_sidecar.health import health_of
-from tests.sidecar import Sidecar
 
 ROWS = 40
 
@@ -239,10 +242,36 @@ def test_an_address_in_use_and_a_directory_that_cannot_be(copied: Sidecar, tmp_p
     other.spawn()
     assert other.wait() == 1
     # gRPC's C library may have its say before.
-    assert other.errors[-1].startswith(f"seqdedupe: listen = {copied.address!r}: cannot listen there")
+    assert other.errors[-1].startswith(
+        f"seqdedupe: listen = {copied.address!r}: cannot listen there: Address already in"
+    )
+    assert "Stop the process that listens there" in other.errors[-1]
+    elsewhere = Sidecar(tmp_path / "elsewhere", listen="192.0.2.1:1", allow_insecure_listen=True)
+    elsewhere.spawn()
+    assert elsewhere.wait() == 1
+    assert "Cannot assign requested address" in elsewhere.errors[-1]
     file = tmp_path / "file"
     file.write_text("")
     third = Sidecar(tmp_path / "third", data_directory=file / "data")
     third.spawn()
     assert third.wait() == 1
-    assert "Traceback" not in "".join(third.errors)
+    assert third.errors[0].startswith(f"seqdedupe: data_directory = '{file}/data' cannot be used: Not a directory")
+    assert "a part of the path is a file" in third.errors[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_data_directory_of_another_user(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        os.seteuid(65_534)
+        try:
+            with pytest.raises(ConfigurationError) as owned:
+                prepare(Path(folder))
+            with pytest.raises(ConfigurationError) as hidden:
+                prepare(tmp_path / "data")
+        finally:
+            os.seteuid(0)
+    assert "it belongs to root, and this process runs as" in owned.value.message
+    assert "Permission denied" in hidden.value.message
+    assert "chown" in owned.value.hint
+    assert "chown" in hidden.value.hint

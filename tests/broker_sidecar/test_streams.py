@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from seqdedupe.limits import MAX_BATCH_ROWS
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import read_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, encoded, names_of, receipt_of, verdicts
-from tests.sidecar import Sidecar
 
 MIB = 1024 * 1024
 PAYLOAD_BYTES = 1_500_000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
 TIMEOUT_SECONDS = 60.0

@@ -1,5 +1,6 @@
 """A sidecar that says what a test wants: for answers that the real one gives seldom, or never."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -58,6 +59,9 @@ class FakeSidecar:
         self.term = 1
         self.ends_streams = 0
         """So many streams end, in peace, with their first batch."""
+        self.idle_streams = 0
+        """So many streams are told that they are of no use, as soon as they have said what they are for."""
+        self.was_idle = asyncio.Event()
         self.opens: list[publish_pb2.OpenRequest] = []
         self.messages: list[publish_pb2.PublishStreamRequest] = []
         self.frames: list[publish_pb2.Frame] = []
@@ -98,6 +102,11 @@ class FakeSidecar:
     async def _publish(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for data in requests:
             self.messages.append(publish_pb2.PublishStreamRequest.FromString(data))
+            if self.idle_streams:
+                self.idle_streams -= 1
+                self.was_idle.set()
+                idle = Refused(grpc.StatusCode.UNAVAILABLE, "STREAM_IDLE", 0)
+                await context.abort(idle.code, idle.message, idle.trailing_metadata())
             for frame in self.messages[-1].frames:
                 self.frames.append(frame)
                 if self.ends_streams:

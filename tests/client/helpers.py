@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from seqdedupe.client import Client, Message, Receipt
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 
 async def read_all(sidecar: Sidecar, topic: str) -> list[Message]:

@@ -17,7 +17,7 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 
 def read_ids(client: blocking.Client, topic: str) -> list[int]:

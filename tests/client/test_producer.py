@@ -19,9 +19,9 @@ from seqdedupe.client import (
     Verdict,
 )
 from seqdedupe.message_id import Position
+from seqdedupe.testing import Sidecar
 from tests.client.helpers import ids_in_log, read_all, until, until_stored, wait_for
 from tests.client.proxy import Proxy
-from tests.sidecar import Sidecar
 
 
 async def test_what_is_sent_is_read_back_field_by_field(shared_sidecar: Sidecar, topic: str) -> None:

@@ -15,9 +15,9 @@ from seqdedupe.client import (
     ProducerConfig,
 )
 from seqdedupe.client.reader import Reader, Start
+from seqdedupe.testing import Sidecar
 from tests.client.helpers import until
 from tests.client.proxy import Proxy
-from tests.sidecar import Sidecar
 
 
 async def publish(sidecar: Sidecar, topic: str, count: int, size_bytes: int = 0, batch_rows: int = 10) -> None:

@@ -16,10 +16,10 @@ from seqdedupe.client import (
     Receipt,
     UnavailableError,
 )
+from seqdedupe.testing import Sidecar
 from tests.client.helpers import ids_in_log, read_all, until
 from tests.client.proxy import Proxy
 from tests.conftest import StartSidecar
-from tests.sidecar import Sidecar
 
 TOPIC = "t"
 

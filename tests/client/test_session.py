@@ -84,8 +84,8 @@ async def test_what_is_ready_goes_out_together_up_to_a_size(fake: FakeSidecar) -
     assert [len(message.frames) for message in fake.messages[-4:]] == [whole, whole, whole, batches - 3 * whole]
 
 
-def test_the_largest_message_is_below_the_default_limit_of_grpc() -> None:
-    assert FULL_MESSAGE_BYTES + MAX_BATCH_BYTES < 4 * 1024 * 1024 < MAX_REQUEST_BYTES
+def test_the_largest_message_is_below_the_limit_of_the_sidecar() -> None:
+    assert FULL_MESSAGE_BYTES + MAX_BATCH_BYTES < MAX_REQUEST_BYTES - 1024 * 1024
 
 
 async def test_a_resume_names_its_epoch_and_uses_the_new_one(fake: FakeSidecar) -> None:
@@ -103,6 +103,21 @@ async def test_a_resume_names_its_epoch_and_uses_the_new_one(fake: FakeSidecar) 
         await (await producer.send(b""))
     assert [list(request.epochs) for request in fake.opens] == [[], [100], [101]]
     assert [list(frame.batch.epochs) for frame in fake.frames] == [[100], [101], [102]]
+
+
+async def test_a_stream_that_was_ended_for_being_idle_is_resumed_when_there_is_something_to_send(
+    fake: FakeSidecar,
+) -> None:
+    """Were it begun again at once, it would take the place of another idle one, and so on for ever."""
+    fake.idle_streams = 1
+    epochs = itertools.count(100)
+    fake.on_open = lambda _: fake.opened(next(epochs))
+    async with Client(fake.address) as client, client.producer("t", "p") as producer:
+        await fake.was_idle.wait()
+        await asyncio.sleep(0.3)
+        assert [list(request.epochs) for request in fake.opens] == [[]]
+        assert (await (await producer.send(b""))).verdict is Verdict.NOT_DUP
+    assert [list(request.epochs) for request in fake.opens] == [[], [100]]
 
 
 async def test_a_stream_that_ends_is_begun_again(fake: FakeSidecar) -> None:

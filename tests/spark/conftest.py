@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
-from seqdedupe_spark.session import workers_path
 
 from seqdedupe.client import blocking
+from seqdedupe_spark.session import workers_path
 from tests.sidecar import Sidecar
 
 REPOSITORY = Path(__file__).parents[2]

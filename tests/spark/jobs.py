@@ -11,17 +11,17 @@ from pathlib import Path
 
 import psycopg
 import pyarrow as pa
-from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.job.range_task import Output, RangeTask, Step, Transform
-from seqdedupe_spark.options import Options, parse
-from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
-from seqdedupe_spark.stores.postgres import PostgresStore
-from seqdedupe_spark.stores.sqlite import SqliteStore
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.job.range_task import Output, RangeTask, Step, Transform
+from seqdedupe_spark.options import Options, parse
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory
+from seqdedupe_spark.stores.postgres import PostgresStore
+from seqdedupe_spark.stores.sqlite import SqliteStore
 
 JOB = "job"
 TABLE = "rows"
@@ -163,6 +163,12 @@ class GatedStore(OutputStore):
 
     def close(self) -> None:
         self._inner.close()
+
+    def bind(self, job: str, binding: Binding) -> Binding:
+        return self._inner.bind(job, binding)
+
+    def has_table(self, table: str) -> bool:
+        return self._inner.has_table(table)
 
     def prepare(self, table: str, schema: pa.Schema) -> None:
         self._inner.prepare(table, schema)

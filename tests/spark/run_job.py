@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from pyspark.sql import SparkSession
-from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
-from seqdedupe_spark.session import start_session
 
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
+from seqdedupe_spark.session import start_session
 from tests.spark.jobs import select
 
 QUICK_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"

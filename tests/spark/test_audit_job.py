@@ -9,13 +9,6 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
-from seqdedupe_spark import audit_job
-from seqdedupe_spark.audit.ranges import EXAMPLES
-from seqdedupe_spark.audit.report import TopicReport
-from seqdedupe_spark.audit_job import Target, audit, audit_targets, find_targets, selection_of
-from seqdedupe_spark.command import run_command
-from seqdedupe_spark.options import Selection
-from seqdedupe_spark.ranges import Range
 
 from seqdedupe.batch import Binary
 from seqdedupe.client.blocking import Client
@@ -26,6 +19,13 @@ from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
+from seqdedupe_spark import audit_job
+from seqdedupe_spark.audit.ranges import EXAMPLES
+from seqdedupe_spark.audit.report import TopicReport
+from seqdedupe_spark.audit_job import Target, audit, audit_targets, find_targets, selection_of
+from seqdedupe_spark.command import run_command
+from seqdedupe_spark.options import Selection
+from seqdedupe_spark.ranges import Range
 from tests.batches import batch
 from tests.sidecar import Sidecar
 from tests.spark.histories import NAMES, Told, cut, stored, truth

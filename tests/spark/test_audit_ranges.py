@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from seqdedupe_spark.audit.late import DOUBLED, OUT_OF_ORDER, ROWS_SCHEMA, Judgement, judge, suspect_rows
 from seqdedupe_spark.audit.ranges import EXAMPLES, SUMMARY, TopicMerge, summarise
-
 from tests.spark.histories import Told, cut, stored, told_batches, truth
 
 LINKS = {"all": {}, "after_first": {"first_links_prove": False}, "none": {"links_prove": False}}

@@ -8,14 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
-from seqdedupe_spark import bootstrap_job
-from seqdedupe_spark.bootstrap_job import bootstrap_from_parquet, bootstrap_from_topic
-from seqdedupe_spark.command import run_command
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, NotFoundError
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.watermarks import read
+from seqdedupe_spark import bootstrap_job
+from seqdedupe_spark.bootstrap_job import bootstrap_from_parquet, bootstrap_from_topic
+from seqdedupe_spark.command import run_command
 
 
 def test_a_topic_s_watermarks_are_those_of_its_producers(client: Client, topic: str, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
-from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
 
 from seqdedupe import batch as batches
 from seqdedupe.client.reader import StoredBatch
 from seqdedupe.message_id import MessageId
+from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
 from tests.batches import batch
 
 TOPIC = "persistent://public/default/t-partition-12"
@@ -52,6 +52,7 @@ def _random_batch(random: random.Random, base_index: int, is_cut: bool) -> tuple
                 "__sequenceId": random.choice([0, i, 2**63 - 1]),
                 "__index": base_index + i,
                 "__partition": 12,
+                "__incarnation": INCARNATION,
             }
         )
     made = batch(

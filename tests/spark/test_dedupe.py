@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from seqdedupe_spark.dedupe import Deduplicator
 
 from seqdedupe.batch import decode
 from seqdedupe.client.reader import StoredBatch
 from seqdedupe.limits import MAX_SEQUENCE_ID
+from seqdedupe_spark.dedupe import Deduplicator
 from tests.batches import Row, batch
 
 NAMES = ["a", "b", "ü", "d" * 255]

@@ -11,13 +11,13 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
+
+from seqdedupe.errors import PositionError, SeqdedupeError, UnavailableError
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.job.frames import FrameTask, all_of, sql
 from seqdedupe_spark.job.range_task import Output
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.stores.contract import Advance
-
-from seqdedupe.errors import PositionError, SeqdedupeError, UnavailableError
 from tests.sidecar import Sidecar
 from tests.spark.jobs import (
     JOB,
@@ -190,7 +190,7 @@ def test_a_reading_error_on_a_worker_is_the_same_error_here(
     task = FrameTask(address, SCHEMA, sql("SELECT * FROM messages"))
     with pytest.raises(PositionError) as raised:
         task.run(spark, Output(database.store, JOB, TABLE, OUTPUT), [step], one_transaction=False)
-    assert raised.value.reason == "POSITION_UNKNOWN"
+    assert raised.value.reason == "POSITION_OF_ANOTHER_INCARNATION"
     assert database.position(step.range.topic) == start
 
 
@@ -260,7 +260,7 @@ def test_a_streaming_query_is_only_the_clock(
     publish(address, "clocked", 10, first=20)
     ReaderJob(spark, given, select).run()
     each_once(database.indexes(topic), 30)
-    # The checkpoint is behind the database now; then there is none.
+    # The checkpoint is older than the database now; then there is none.
     for first, checkpoint in ((30, "kept"), (40, "new")):
         publish(address, "clocked", 10, first=first)
         tick(tmp_path / checkpoint)

@@ -2,6 +2,7 @@
 
 import pickle
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,14 +12,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from seqdedupe_spark.job import rounds
-from seqdedupe_spark.job.operations import positions_of, reset_position
-from seqdedupe_spark.job.positions import FIRST_START, Positions
-from seqdedupe_spark.job.range_task import Report, Step
-from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, Round
-from seqdedupe_spark.stores.contract import Stored
 
 from seqdedupe.client.blocking import Client
+from seqdedupe.client.client import TopicEnds
 from seqdedupe.errors import (
     ConfigurationError,
     DataLossError,
@@ -30,6 +26,14 @@ from seqdedupe.errors import (
 )
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe_spark import planning
+from seqdedupe_spark.job import rounds
+from seqdedupe_spark.job.operations import positions_of, reset_position
+from seqdedupe_spark.job.positions import FIRST_START, Positions
+from seqdedupe_spark.job.range_task import Report, Step
+from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, Round
+from seqdedupe_spark.planning import Listing
+from seqdedupe_spark.stores.contract import Stored
 from tests.sidecar import Sidecar
 from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, select, source, sqlite_database
 
@@ -163,6 +167,7 @@ def test_two_that_start_at_once_agree_on_where(
         return resolve(self, *given)
 
     monkeypatch.setattr(Positions, "_start", start_late)
+    assert slow.run().read == 0
     assert slow.run().read == 5
     each_once(database.indexes(full), 5, 10)
 
@@ -190,7 +195,8 @@ def test_a_reset_to_either_end(address: str, database: Database, topic: str, pla
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"), [("soon", "INVALID_OPTION"), ("1:1", "POSITION_UNKNOWN"), ("1:2:3:4", "INVALID_OPTION")]
+    ("place", "reason"),
+    [("soon", "INVALID_OPTION"), ("1:1", "POSITION_OF_ANOTHER_INCARNATION"), ("1:2:3:4", "INVALID_OPTION")],
 )
 def test_a_reset_to_a_wrong_place_changes_nothing(
     address: str, database: Database, topic: str, place: str, reason: str
@@ -262,7 +268,7 @@ def test_a_topic_made_anew_is_an_error(address: str, database: Database, topic: 
     for each in (running, job(address, database, topic)):
         with pytest.raises(PositionError) as raised:
             each.run()
-        assert raised.value.reason == "POSITION_UNKNOWN"
+        assert raised.value.reason == "POSITION_OF_ANOTHER_INCARNATION"
     assert stored(database) == before
     each_once(database.indexes(full), 20)
 
@@ -453,9 +459,95 @@ def test_missing_topics_and_wrong_tables_are_named(address: str, database: Datab
         ReaderJob(SESSION, replace(config(address, database, topic), deduplicate=True), frame="select 1")
 
 
-def test_a_sidecar_that_is_not_there_is_said_at_once(database: Database, topic: str) -> None:
+def test_a_sidecar_that_is_not_there_is_waited_for_and_named(
+    database: Database, topic: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rounds, "GIVE_UP_SECONDS", 0.5)
+    monkeypatch.setattr(planning, "SAY_SECONDS", 0.1)
+    monkeypatch.setattr(planning.patiently, "__defaults__", (0.2, lambda: False))
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9"):
         job("127.0.0.1:9", database, topic).run()
+    assert "waiting: no connection to the sidecar at 127.0.0.1:9" in caplog.text
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9"])
+def test_a_job_that_waits_for_its_sidecar_stops_when_it_is_told_to(address: str, database: Database) -> None:
+    waiting = job(address, database, "t")
+    threading.Timer(0.3, waiting.stop).start()
+    assert waiting.run(follow=True).read == 0
+
+
+def test_a_task_whose_sidecar_is_away_ends(
+    start_sidecar: Callable[..., Sidecar], database: Database, topic: str
+) -> None:
+    sidecar = start_sidecar()
+    publish(sidecar.address, topic, 10)
+    running = job(sidecar.address, database, topic, readTimeoutSeconds=1)
+
+    def away(*_: object) -> list[Report]:
+        sidecar.kill()
+        running.stop()
+        return real(*_)
+
+    real: Callable[..., list[Report]] = vars(rounds)["run_tasks"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "run_tasks", away)
+        assert running.run(follow=True).read == 0
+
+
+@pytest.mark.parametrize("option", ["table", "deduplicate"])
+def test_a_job_goes_on_as_it_was_begun_only(address: str, database: Database, topic: str, option: str) -> None:
+    full = publish(address, topic, 5)
+    given = config(address, database, topic)
+    ReaderJob(SESSION, given, select).run()
+    changed = replace(given, table="others") if option == "table" else replace(given, deduplicate=True)
+    publish(address, topic, 5, first=5)
+    with pytest.raises(ConfigurationError) as raised:
+        ReaderJob(SESSION, changed, select).run()
+    assert raised.value.reason == "JOB_CHANGED"
+    assert ReaderJob(SESSION, given, select).run().read == 5
+    each_once(database.indexes(full), 10)
+
+
+def test_a_table_that_is_gone_is_an_error(address: str, database: Database, topic: str) -> None:
+    full = publish(address, topic, 5)
+    job(address, database, topic).run()
+    _execute(database, f"DROP TABLE {TABLE}")
+    with pytest.raises(ConfigurationError) as raised:
+        job(address, database, topic).run()
+    assert raised.value.reason == "OUTPUT_MISSING"
+    another = replace(config(address, database, topic), job="another")
+    assert ReaderJob(SESSION, another, select).run().read == 5
+    each_once(database.indexes(full), 5)
+
+
+def test_positions_of_the_first_format_are_refused(address: str, database: Database, topic: str) -> None:
+    publish(address, topic, 5)
+    _execute(database, "CREATE TABLE seqdedupe_positions (job TEXT, topic TEXT, epoch INTEGER, message_id TEXT)")
+    with pytest.raises(ConfigurationError, match="are of format 1, this version has 2"):
+        job(address, database, topic).run()
+
+
+def test_an_end_that_is_answered_too_low_does_not_double_the_table(
+    address: str, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a sidecar that answers with its snapshot's end while it recovers."""
+    full = publish(address, topic, 20)
+    accepting = {"failOnDataLoss": "false"}
+    job(address, database, topic, **accepting).run()
+    before = stored(database)
+    low = Position.before(ends(address, topic).incarnation, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "GIVE_UP_SECONDS", 0.2)
+        patch.setattr(Client, "ends", lambda *_: TopicEnds(0, low))
+        patch.setattr(Listing, "ends", lambda *_: TopicEnds(0, low))
+        for _ in range(2):
+            with pytest.raises(PositionError, match="lacks indexes 7 to 19"):
+                job(address, database, topic, **accepting).run()
+            assert stored(database) == before
+    publish(address, topic, 5, first=20)
+    assert job(address, database, topic, **accepting).run().read == 5
+    each_once(database.indexes(full), 25)
 
 
 def test_the_marker_of_the_first_start_is_not_shown(address: str, database: Database, topic: str) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pyspark
 import pytest
-from seqdedupe_spark.session import workers_path
 
+from seqdedupe_spark.session import workers_path
 from tests.spark.jobs import Gate, postgres_database
 from tests.spark.killing import BOTH, all_are_there, config, gated
 from tests.spark.killing import address as address

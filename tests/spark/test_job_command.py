@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+
+from seqdedupe.cli.job import job
+from seqdedupe.client.blocking import Client
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe_spark import reader_job
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.job.positions import Positions
 from seqdedupe_spark.job.rounds import JobConfig
 from seqdedupe_spark.session import workers_path
 from seqdedupe_spark.stores.urls import from_url
-
-from seqdedupe.cli.job import job
-from seqdedupe.client.blocking import Client
-from seqdedupe.errors import SeqdedupeError
 from tests.sidecar import Sidecar
 from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, source, sqlite_database
 from tests.spark.run_job import QUICK_JVM
@@ -95,6 +95,23 @@ def test_follows_as_a_streaming_query_until_it_is_told_to_stop(
     found = json.loads(out)
     assert (found["read"], found["written"], found["lag"], list(found["topics"])) == (150, 150, 0, [topic])
     each_once(database.indexes(topic), 150)
+
+
+def test_sigterm_ends_a_job_whose_sidecar_is_away(sidecar: Sidecar, tmp_path: Path) -> None:
+    publish(sidecar.address, "events", 10)
+    flags = ["--address", sidecar.address, "--topic", "events", "--store", "sqlite:///out.db", "--table", TABLE]
+    flags += ["--follow", "--trigger-seconds", "0.1", "--json", "--master", "local[2]"]
+    process = start(tmp_path, "run", "--job", JOB, *flags, JAVA_TOOL_OPTIONS=QUICK_JVM)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "rows/s, lag" in line:
+            sidecar.kill()
+        if "waiting: no connection to the sidecar" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert json.loads(out)["written"] == 10
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
-from seqdedupe_spark.job.rounds import ReaderJob
 
+from seqdedupe_spark.job.rounds import ReaderJob
 from tests.spark.jobs import Gate, postgres_database, select
 from tests.spark.killing import a_successor_finishes, all_are_there, config, gated, kill_drivers
 from tests.spark.killing import address as address

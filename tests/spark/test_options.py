@@ -3,10 +3,11 @@
 import pickle
 
 import pytest
-from seqdedupe_spark.options import Limits, Options, Selection, Time, parse
 
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe.names import topic_name
+from seqdedupe_spark.options import Limits, Options, Selection, Time, parse
 
 T = "persistent://public/default/t"
 
@@ -121,8 +122,9 @@ def test_what_is_no_position(text: str) -> None:
         ({"topic": "t", "startingOffsets": "erliest"}, "startingOffsets is 'erliest': it should be earliest or latest"),
         ({"topic": "t", "startingOffsets": "[]"}, "startingOffsets is '[]': it should be"),
         ({"topic": "t", "startingOffsets": "[" * 100_000}, "startingOffsets is '[[["),
-        ({"topic": "t", "startingOffsets": '{"t": 7}'}, "is not a text"),
-        ({"topic": "t", "startingOffsets": '{"t": {"a": "5:7"}}'}, "is not a text"),
+        ({"topic": "t", "startingOffsets": '{"t": -7}'}, "is neither an index from 0 up nor a text"),
+        ({"topic": "t", "startingOffsets": '{"t": true}'}, "is neither an index"),
+        ({"topic": "t", "startingOffsets": '{"t": {"a": "5:7"}}'}, "is neither an index"),
         ({"topic": "t", "startingOffsets": '{"t": "7"}'}, "startingOffsets is '{\"t\": \"7\"}': '7' is neither"),
         ({"topic": "t", "startingOffsets": '{"t": "1:7", "t": "1:8"}'}, "twice"),
         ({"topic": "t", "startingOffsets": f'{{"t": "1:7", "{T}": "1:8"}}'}, "twice"),
@@ -146,3 +148,16 @@ def test_what_is_wrong_is_named_in_one_line(options: dict[str, str], said: str) 
     assert said in failure.value.message
     assert "\n" not in failure.value.message
     assert len(failure.value.message) < 400
+
+
+def test_an_index_is_a_place() -> None:
+    assert parse({"topic": "t", "startingOffsets": '{"t": 7, "u": "latest"}'}).starting == {
+        topic_name("t"): 7,
+        topic_name("u"): "latest",
+    }
+
+
+def test_options_of_a_table_are_taken() -> None:
+    """As Spark hands them over after `CREATE TABLE … USING seqdedupe OPTIONS (topic 't')`."""
+    given = {"option.topic": "t", "topic": "t", "provider": "seqdedupe", "owner": "root"}
+    assert parse(given) == parse({"topic": "t"})

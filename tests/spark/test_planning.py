@@ -3,16 +3,18 @@
 import random
 
 import pytest
-from seqdedupe_spark import planning
-from seqdedupe_spark.options import Limits, Selection, Time
-from seqdedupe_spark.planning import Loss, find_loss, plan, resolve, shares, split, topics
-from seqdedupe_spark.ranges import Range
 
 from seqdedupe.client import blocking
 from seqdedupe.client.client import TopicEnds
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.v1 import admin_pb2
+from seqdedupe_spark import planning
+from seqdedupe_spark.options import Limits, Selection, Time
+from seqdedupe_spark.planning import Listing, Loss, find_loss
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.sharing import packed, shares, split
 
 T = "persistent://public/default/t"
 
@@ -38,20 +40,22 @@ class TestTopics:
         client.admin.create_topic(f"persistent://a/b/{topic}-partition-0")
         client.admin.create_topic(f"{topic}x-partition-1")
         client.admin.create_topic(f"{topic}x-partition-0")
-        assert topics(client, selected(topic)) == full(topic)
-        assert topics(client, selected(topic + "x")) == full(f"{topic}x-partition-0", f"{topic}x-partition-1")
-        assert topics(client, selected(f"persistent://a/b/{topic}")) == full(f"persistent://a/b/{topic}-partition-0")
+        assert Listing(client).select(selected(topic)) == full(topic)
+        assert Listing(client).select(selected(topic + "x")) == full(f"{topic}x-partition-0", f"{topic}x-partition-1")
+        assert Listing(client).select(selected(f"persistent://a/b/{topic}")) == full(
+            f"persistent://a/b/{topic}-partition-0"
+        )
         client.admin.delete_topic(topic)
         parts = full(f"{topic}-partition-0", f"{topic}-partition-2", f"{topic}-partition-10")
-        assert topics(client, selected(topic)) == parts
-        assert topics(client, selected(f"{topic}-partition-2", topic, topic)) == parts
+        assert Listing(client).select(selected(topic)) == parts
+        assert Listing(client).select(selected(f"{topic}-partition-2", topic, topic)) == parts
 
     def test_a_missing_name_is_an_error_unless_it_is_known(self, client: blocking.Client, topic: str) -> None:
         client.admin.create_topic(topic)
         with pytest.raises(NotFoundError, match=rf"topics: .*/{topic}-no"):
-            topics(client, selected(topic, f"{topic}-no"))
+            Listing(client).select(selected(topic, f"{topic}-no"))
         known = full(f"{topic}-no-partition-0", "other")
-        assert topics(client, selected(topic, f"{topic}-no"), known) == full(topic, f"{topic}-no-partition-0")
+        assert Listing(client).select(selected(topic, f"{topic}-no"), known) == full(topic, f"{topic}-no-partition-0")
 
     @pytest.mark.parametrize(
         ("pattern", "found"),
@@ -70,7 +74,7 @@ class TestTopics:
     ) -> None:
         for name in ("", "-a", "-b-partition-1"):
             client.admin.create_topic(topic + name)
-        assert topics(client, Selection("topicsPattern", pattern=pattern.format(topic))) == full(
+        assert Listing(client).select(Selection("topicsPattern", pattern=pattern.format(topic))) == full(
             *[topic + name for name in found]
         )
 
@@ -79,24 +83,75 @@ def test_places(client: blocking.Client, topic: str) -> None:
     name = topic_name(topic)
     client.admin.create_topic(topic)
     empty = Position.start(client.ends(topic).last.incarnation)
-    assert [resolve(client, [name], place, "o") for place in ("earliest", "latest", Time(0))] == [{name: empty}] * 3
+    for place in ("earliest", "latest", Time(0)):
+        assert Listing(client).resolve([name], place, "o") == {name: empty}
     send(client, topic, 3)
     last = client.ends(topic).last
-    assert resolve(client, [name], "latest", "o") == {name: last}
-    assert resolve(client, [name], "earliest", "o") == {name: empty}
+    assert Listing(client).resolve([name], "latest", "o") == {name: last}
+    assert Listing(client).resolve([name], "earliest", "o") == {name: empty}
     with client.reader(topic) as reader:
         stored = list(reader.batches())
     times = [one.publish_time_ms for one in stored]
     for milliseconds in (0, times[0], times[1], times[2], times[2] + 1):
         before = sum(len(one) for one in stored if one.publish_time_ms < milliseconds)
-        assert resolve(client, [name], Time(milliseconds), "o") == {name: Position.before(empty.incarnation, before)}
+        at = Position.before(empty.incarnation, before)
+        assert Listing(client).resolve([name], Time(milliseconds), "o") == {name: at}
     given = {name: Position.before(5, 7)}
-    assert resolve(client, [name], given, "o") == given
-    assert resolve(client, [name], {name: "latest"}, "o") == {name: last}
+    assert Listing(client).resolve([name], given, "o") == given
+    assert Listing(client).resolve([name], {name: "latest"}, "o") == {name: last}
     with pytest.raises(SeqdedupeError, match=r"startingOffsets lacks topic .*/other \[INVALID_OPTION\]"):
-        resolve(client, [name, topic_name("other")], given, "startingOffsets")
+        Listing(client).resolve([name, topic_name("other")], given, "startingOffsets")
     with pytest.raises(SeqdedupeError, match=r"startingOffsets has a topic that is not read: .*/other"):
-        resolve(client, [name], given | {topic_name("other"): "latest"}, "startingOffsets")
+        Listing(client).resolve([name], given | {topic_name("other"): "latest"}, "startingOffsets")
+
+
+def test_an_index_is_a_place_and_a_whole_topic_stands_for_its_partitions(client: blocking.Client, topic: str) -> None:
+    parts = full(f"{topic}-partition-0", f"{topic}-partition-1")
+    for name in parts:
+        send(client, name, 3)
+    starts = {name: Position.before(client.ends(name).last.incarnation, 0) for name in parts}
+    listing = Listing(client)
+    found = listing.resolve(parts, {topic_name(topic): 2, parts[1]: "earliest"}, "o")
+    assert found == {parts[0]: Position.before(starts[parts[0]].incarnation, 2), parts[1]: starts[parts[1]]}
+    assert listing.resolve(parts, {topic_name(topic): "earliest"}, "o") == starts
+
+
+class TestListing:
+    def test_many_topics_are_looked_up_in_one_call(
+        self, client: blocking.Client, topic: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = full(*(f"{topic}-{i}" for i in range(20)))
+        for name in names:
+            send(client, name, 1)
+        ends = {name: client.ends(name).last for name in names}
+        calls: list[str] = []
+        for single in ("ends", "locate_bytes", "locate_time"):
+            monkeypatch.setattr(blocking.Client, single, lambda *_: calls.append("one"))
+        listing = Listing(client)
+        starts = listing.resolve(listing.select(selected(*names)), "earliest", "o")
+        ranges = listing.plan(starts, Limits(1000, 64 * 1024 * 1024))
+        assert {one.topic: one.end for one in ranges} == ends
+        assert calls == []
+
+    def test_an_end_that_only_another_call_knows_is_asked_for(self, client: blocking.Client, topic: str) -> None:
+        """A topic that has not recovered, and a position that another run has moved on since."""
+        send(client, topic, 2)
+        name, listing = topic_name(topic), Listing(client)
+        send(client, topic, 2)
+        now = client.ends(topic).last
+        assert listing.look(name, now) == now
+        recovering = Listing(client)
+        recovering._topics[name].state = admin_pb2.TOPIC_STATE_RECOVERING
+        recovering._topics[name].last.index = 0
+        assert recovering.look(name, Position.start(now.incarnation)) == now
+
+
+def test_small_ranges_share_a_task() -> None:
+    assert packed([]) == []
+    assert packed([5] * 500) == [range(i, min(i + 32, 500)) for i in range(0, 500, 32)]
+    assert packed([4_000, 4_000, 4_000, 50_000, 1, 1]) == [range(2), range(2, 3), range(3, 4), range(4, 6)]
+    assert len(packed([5] * 500, least_parts=100)) >= 100
+    assert packed([1, 1], least_parts=8) == [range(1), range(1, 2)]
 
 
 class TestLosses:
@@ -117,7 +172,7 @@ class TestLosses:
     def test_a_lost_end(self) -> None:
         loss = find_loss(T, Position.before(1, 13), TopicEnds(0, Position.before(1, 10)))
         assert loss is not None
-        assert (loss.next, loss.reason) == (Position.before(1, 10), "POSITION_UNKNOWN")
+        assert (loss.next, loss.reason, loss.may_be_accepted) == (None, "POSITION_AFTER_END", False)
         assert "indexes 10 to 12" in loss.message
 
     def test_another_incarnation_is_neither_earlier_nor_later(self) -> None:
@@ -125,30 +180,30 @@ class TestLosses:
             for index in (0, 5, 50):
                 loss = find_loss(T, Position.before(incarnation, index), TopicEnds(5, Position.before(2, 10)))
                 assert loss is not None
-                assert (loss.next, loss.reason) == (Position.before(2, 5), "POSITION_UNKNOWN")
+                assert (loss.next, loss.reason) == (Position.before(2, 5), "POSITION_OF_ANOTHER_INCARNATION")
 
     def test_on_a_sidecar(self, client: blocking.Client, topic: str) -> None:
         name = topic_name(topic)
         client.admin.create_topic(topic)
         send(client, topic, 3)
         old = client.ends(topic).last
-        assert planning.look(client, name, old) == old
-        assert plan(client, {name: old}) == []
-        assert plan(client, {name: Position.start(old.incarnation)}) == [
+        assert Listing(client).look(name, old) == old
+        assert Listing(client).plan({name: old}) == []
+        assert Listing(client).plan({name: Position.start(old.incarnation)}) == [
             Range(name, Position.start(old.incarnation), old)
         ]
         client.admin.delete_topic(topic)
-        gone = planning.look(client, name, old)
+        gone = Listing(client).look(name, old)
         assert isinstance(gone, Loss)
         assert gone.next is None
         with pytest.raises(NotFoundError, match="was deleted"):
-            plan(client, {name: old})
+            Listing(client).plan({name: old})
         client.admin.create_topic(topic)
-        new = planning.look(client, name, old)
+        new = Listing(client).look(name, old)
         assert isinstance(new, Loss)
         assert new.next == Position.start(client.ends(topic).last.incarnation)
         with pytest.raises(PositionError, match="made anew"):
-            plan(client, {name: old})
+            Listing(client).plan({name: old})
 
 
 class TestLimits:
@@ -171,11 +226,11 @@ class TestLimits:
         for name, count in zip(names, counts, strict=True):
             send(client, name, count)
         starts = {name: Position.start(client.ends(name).last.incarnation) for name in names}
-        first = plan(client, starts, Limits(messages=22))
+        first = Listing(client).plan(starts, Limits(messages=22))
         assert [len(one) for one in first] == [18, 1, 2]
         done = [0] * 3
         rounds = 0
-        while ranges := plan(client, starts, Limits(messages=22, size_bytes=2000)):
+        while ranges := Listing(client).plan(starts, Limits(messages=22, size_bytes=2000)):
             assert sum(map(len, ranges)) <= 22
             rounds += 1
             for one in ranges:
@@ -189,17 +244,17 @@ class TestLimits:
         name = topic_name(topic)
         send(client, topic, 50, 10_000)
         start = {name: Position.start(client.ends(topic).last.incarnation)}
-        assert [len(one) for one in plan(client, start, Limits(size_bytes=1))] == [1]
-        assert 8 <= len(plan(client, start, Limits(size_bytes=100_000))[0]) <= 12
-        assert len(plan(client, start, Limits(size_bytes=10**9))[0]) == 50
-        assert len(plan(client, start, Limits(messages=3, size_bytes=10**9))[0]) == 3
+        assert [len(one) for one in Listing(client).plan(start, Limits(size_bytes=1))] == [1]
+        assert 8 <= len(Listing(client).plan(start, Limits(size_bytes=100_000))[0]) <= 12
+        assert len(Listing(client).plan(start, Limits(size_bytes=10**9))[0]) == 50
+        assert len(Listing(client).plan(start, Limits(messages=3, size_bytes=10**9))[0]) == 3
 
     def test_more_topics_than_the_limit(self, client: blocking.Client, topic: str) -> None:
         names = full(*(f"{topic}-partition-{i}" for i in range(3)))
         for name in names:
             send(client, name, 2)
         starts = {name: Position.start(client.ends(name).last.incarnation) for name in names}
-        assert [len(one) for one in plan(client, starts, Limits(messages=1))] == [1, 1, 1]
+        assert [len(one) for one in Listing(client).plan(starts, Limits(messages=1))] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -238,3 +293,20 @@ class TestPatience:
             return "answer"
 
         assert planning.patiently(call) == "answer"
+
+    def test_a_topic_that_recovers_is_waited_for_without_a_limit(self, caplog: pytest.LogCaptureFixture) -> None:
+        answers = iter([UnavailableError("RECOVERING", "it is being read", "", 1, {})] * 8)
+
+        def call() -> str:
+            if (failure := next(answers, None)) is not None:
+                raise failure
+            return "answer"
+
+        assert planning.patiently(call, seconds=1.5) == "answer"
+
+    def test_it_ends_when_it_should(self) -> None:
+        def call() -> None:
+            raise UnavailableError("RECOVERING", "", "", 1, {})
+
+        with pytest.raises(UnavailableError):
+            planning.patiently(call, should_stop=lambda: True)

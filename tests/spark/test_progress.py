@@ -3,13 +3,13 @@
 import io
 
 import pytest
+
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.job.positions import Standing
 from seqdedupe_spark.job.progress import Progress, summary, text
 from seqdedupe_spark.job.range_task import Report
 from seqdedupe_spark.job.rounds import Round
 from seqdedupe_spark.stores.contract import Stored
-
-from seqdedupe.message_id import MessageId, Position
 
 MIDDLE, END = (Position(1, MessageId(1, index), index) for index in (39, 99))
 

@@ -10,17 +10,19 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.job.range_task import Report, Transform, output_schema, transformed
-from seqdedupe_spark.stores.contract import Advance, Stored
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import DataLossError, FencedError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import Position
+from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.job.range_task import Report, Transform, output_schema, transformed
+from seqdedupe_spark.stores.contract import Advance, Stored
 from tests.sidecar import Sidecar
 from tests.spark import run_task
 from tests.spark.jobs import (
     JOB,
+    OUTPUT,
+    TABLE,
     CarelessSqliteStore,
     Database,
     Gate,
@@ -80,7 +82,7 @@ def test_a_second_run_of_the_same_range_writes_nothing(address: str, database: D
     each_once(database.indexes(step.range.topic), 50)
 
 
-def test_a_range_that_lies_behind_the_position_is_done(address: str, sqlite: Database) -> None:
+def test_a_range_that_lies_before_the_position_is_done(address: str, sqlite: Database) -> None:
     first, longer = whole(address, "full", 0, 50), whole(address, "full", 0, 80)
     begin(sqlite.store, [longer])
     task(address, sqlite.store).run([longer])
@@ -107,7 +109,7 @@ def test_rows_that_are_all_dropped_move_the_position_too(address: str, database:
         (lambda start: None, DataLossError, "POSITION_WENT_BACK"),
         (lambda start: Stored(start, 2), FencedError, "POSITION_RESET"),
     ],
-    ids=["ahead", "another incarnation", "behind", "older epoch", "nothing", "newer epoch"],
+    ids=["ahead", "another incarnation", "before", "older epoch", "nothing", "newer epoch"],
 )
 def test_a_range_that_does_not_start_at_the_position_is_refused(
     address: str,
@@ -161,6 +163,44 @@ def test_a_transformation_that_fails_writes_nothing_and_says_where(address: str,
     assert "KeyError: 'price'" in str(failure)
     assert "test_range_task.py:" in str(failure)
     assert sqlite.position(step.range.topic) == step.range.start
+
+
+def test_a_message_that_the_transformation_fails_on_is_named(address: str, sqlite: Database) -> None:
+    step = whole(address, "full")
+    begin(sqlite.store, [step])
+
+    def fail(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if b"value 77" in batch.column("value").to_pylist():
+            raise ValueError("what is this?")
+        return select(batch)
+
+    failure = task(address, sqlite.store, fail).run([step]).failure
+    assert failure is not None
+    message_id = f"{step.range.incarnation}:77"
+    assert f"the message is {message_id}, index 77, of {step.range.topic}" in str(failure)
+    assert failure.numbers == {"topic": step.range.topic, "index": "77", "message_id": message_id}
+    assert sqlite.position(step.range.topic) == step.range.start
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_a_message_that_the_database_refuses_is_named(address: str, sqlite: Database, deduplicate: bool) -> None:
+    """Of a transformation that makes none, one or two rows of a message."""
+    step = whole(address, "full")
+    begin(sqlite.store, [step])
+    with sqlite.store() as store:
+        store._connection.execute(f"CREATE UNIQUE INDEX one ON {TABLE} (value)")  # type: ignore[attr-defined]
+
+    def several(batch: pa.RecordBatch) -> pa.RecordBatch:
+        rows = []
+        for row in select(batch).to_pylist():
+            value = b"0 of value 20" if row["index"] == 31 else b"0 of " + row["value"]
+            rows += [row | {"value": value}, row | {"value": b"1 of " + row["value"]}][: row["index"] % 3]
+        return pa.RecordBatch.from_pylist(rows, OUTPUT)
+
+    failure = task(address, sqlite.store, several, deduplicate=deduplicate).run([step]).failure
+    assert failure is not None
+    assert (failure.reason, failure.numbers["index"]) == ("INVALID_OUTPUT", "31")
+    assert "UNIQUE constraint failed" in str(failure)
 
 
 @pytest.mark.parametrize("wrong", [lambda batch: "rows", lambda batch: batch])

@@ -5,14 +5,14 @@ from collections.abc import Generator, Iterator
 
 import pyarrow as pa
 import pytest
-from seqdedupe_spark import reading
-from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.ranges import Range
 
 from seqdedupe.client import ProducerConfig, blocking
 from seqdedupe.errors import NotFoundError, PositionError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe_spark import reading
+from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.ranges import Range
 from tests.conftest import StartSidecar
 from tests.sidecar import Sidecar
 

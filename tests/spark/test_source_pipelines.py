@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.dataset
-from seqdedupe_spark.session import workers_path
 
 from seqdedupe.client import blocking
+from seqdedupe_spark.session import workers_path
 from tests.spark.conftest import REPOSITORY
 
 TIMEOUT_SECONDS = 110

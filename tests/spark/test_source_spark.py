@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from seqdedupe_spark.columns import SCHEMA
 
 from seqdedupe.client import blocking
 from seqdedupe.names import topic_name
+from seqdedupe_spark.columns import SCHEMA
 
 Load = Callable[..., DataFrame]
 
@@ -75,6 +75,24 @@ def test_it_is_found_in_sql(load: Load, spark: SparkSession, client: blocking.Cl
     options = f"`service.url` '{client.address}', topic '{topic}'"
     spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW messages USING seqdedupe OPTIONS ({options})")
     assert spark.sql("SELECT max(__index) AS last FROM messages").collect()[0].last == 3
+
+
+def test_a_table_keeps_the_options_it_was_created_with(
+    spark: SparkSession, client: blocking.Client, topic: str
+) -> None:
+    send(client, topic, 0, 4)
+    name = topic.replace("-", "_")
+    options = f"`service.url` '{client.address}', topic '{topic}', startingOffsets '{{\"{topic}\": 1}}'"
+    spark.sql(f"CREATE TABLE {name} USING seqdedupe OPTIONS ({options})")
+    try:
+        assert [row["__index"] for row in spark.table(name).collect()] == [1, 2, 3]
+        counted = spark.sql(f"SELECT count(*) AS n, max(value) AS last FROM {name} WHERE __index < 3").collect()[0]
+        assert (counted.n, counted.last) == (2, b"2")
+        assert spark.sql(f"SELECT * FROM {name} WITH (startingOffsets = 'earliest')").count() == 4
+        with pytest.raises(PySparkException, match="did you mean topic"):
+            spark.sql(f"CREATE TABLE {name}_wrong USING seqdedupe OPTIONS (topik 't')")
+    finally:
+        spark.sql(f"DROP TABLE IF EXISTS {name}")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """An audit's second look, at late messages and their earlier copies only: doubled, or out of order?
 
 `suspect_rows` finds these messages in a range. Sorted by topic, producer, sequence ID and index, `judge` tells which
-are second copies, and which come for the first time, but behind a higher ID.
+are second copies, and which come for the first time, but after a higher ID.
 """
 
 from collections import Counter
@@ -58,7 +58,7 @@ def suspect_rows(topic: int, stored: Iterable[StoredBatch], suspects: Suspects) 
 
 @dataclass(frozen=True, order=True)
 class Late:
-    """A late message. If it is doubled, `other` is the index of the first copy, else the ID that it comes behind."""
+    """A late message. If it is doubled, `other` is the index of the first copy, else the ID that it comes after."""
 
     index: int
     producer: int

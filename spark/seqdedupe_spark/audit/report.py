@@ -16,8 +16,8 @@ class Example:
     message_id: str
     first_message_id: str | None = None
     """doubled: where the first copy stands."""
-    behind: int | None = None
-    """out of order: the higher sequence ID that it comes behind."""
+    higher_before: int | None = None
+    """out of order: the higher sequence ID that stands before it."""
     link: int | None = None
     """missing: the message with this sequence ID, or one between it and `highest_before`, is missing."""
     highest_before: int | None = None
@@ -26,8 +26,8 @@ class Example:
     def __str__(self) -> str:
         if self.first_message_id is not None:
             what = f"the first copy is {self.first_message_id}"
-        elif self.behind is not None:
-            what = f"comes behind {self.behind}"
+        elif self.higher_before is not None:
+            what = f"comes after {self.higher_before}"
         else:
             before = "nothing" if self.highest_before is None else f"nothing above {self.highest_before}"
             what = f"was sent after {self.link}, but {before} stands before it"

@@ -21,8 +21,10 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe_spark.failures import typed_failures
-from seqdedupe_spark.job.range_task import Output, Report, Step, all_done
+from seqdedupe_spark.job.poison import names_a_row, naming
+from seqdedupe_spark.job.range_task import Output, Report, Step, all_done, column_of
 from seqdedupe_spark.reading import read_range
+from seqdedupe_spark.sharing import packed
 from seqdedupe_spark.stores.contract import Advance
 
 DataFrameTransform = Callable[[DataFrame], DataFrame]
@@ -61,14 +63,16 @@ _OPERATOR = re.compile(r"^(?P<indent>[\s:|]*(?:[+:]- )?)(?:\*\(\d+\) )?(?P<name>
 def run_tasks(
     spark: SparkSession, run: Callable[[Sequence[Step]], Report], groups: Sequence[Sequence[Step]]
 ) -> list[Report]:
-    """Runs `run` on every group of steps, each in a task of its own, and returns the reports."""
+    """Runs `run` on every group of steps, and returns the reports. Small groups share a task of Spark's."""
+    parts = packed([sum(len(step.range) for step in group) for group in groups])
 
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                yield _row(run(groups[number]))
+                for one in parts[number]:
+                    yield _row(run(groups[one]))
 
-    return _collect(spark.range(0, len(groups), 1, len(groups)).mapInArrow(task, _REPORT))
+    return _collect(spark.range(0, len(parts), 1, len(parts)).mapInArrow(task, _REPORT))
 
 
 def _row(report: Report) -> pa.RecordBatch:
@@ -97,6 +101,7 @@ class FrameTask:
     service_url: str
     columns: pa.Schema
     transform: DataFrameTransform
+    read_timeout_seconds: float | None = None
 
     def output_schema(self, spark: SparkSession) -> pa.Schema:
         """The columns that the transformation makes. Raises INVALID_OUTPUT if it cannot be planned."""
@@ -120,12 +125,12 @@ class FrameTask:
             frame.unpersist()
 
     def _transformed(self, spark: SparkSession, steps: Sequence[Step]) -> DataFrame:
-        service_url, columns = self.service_url, self.columns
+        service_url, columns, timeout = self.service_url, self.columns, self.read_timeout_seconds
 
         def read_planned_ranges(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 for number in batch.column(0).to_pylist():
-                    yield from read_range(service_url, steps[number].range, columns)
+                    yield from read_range(service_url, steps[number].range, columns, timeout)
 
         count = len(steps)
         messages = spark.range(0, count, 1, max(count, 1)).mapInArrow(read_planned_ranges, from_arrow_schema(columns))
@@ -173,15 +178,37 @@ def all_of(batches: Iterator[pa.RecordBatch], expected: int) -> Iterator[pa.Reco
 
 def _commit(output: Output, steps: Sequence[Step], batches: Iterator[pa.RecordBatch]) -> Report:
     """Writes the rows of these steps and moves their positions, unless that was done already."""
+    given: list[pa.RecordBatch] = []
     try:
         with output.store() as store:
             stored = [store.watermarks(output.job, step.range.topic)[0] for step in steps]
             if all_done(steps, stored):
                 return Report()
-            written = store.write(output.job, output.table, batches, [Advance(*step) for step in steps])
+            written = store.write(output.job, output.table, _noted(batches, given), [Advance(*step) for step in steps])
     except SeqdedupeError as failure:
-        return Report(failure=failure)
+        return Report(failure=_naming(failure, given, steps))
     return Report(sum(len(step.range) for step in steps), written)
+
+
+def _noted(batches: Iterator[pa.RecordBatch], given: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The batches; of each the columns that say which messages it is made of are kept, as far as it has them."""
+    for batch in batches:
+        names = [name for name in batch.schema.names if name.removeprefix("__") in ("topic", "index")]
+        given.append(batch.select(names))
+        yield batch
+
+
+def _naming(failure: SeqdedupeError, given: list[pa.RecordBatch], steps: Sequence[Step]) -> SeqdedupeError:
+    """A store's failure, which says which message the row is of, if the rows do."""
+    if not names_a_row(failure):
+        return failure
+    batch, row = given[int(failure.numbers["batch"])], int(failure.numbers["row"])
+    incarnations = {step.range.topic: step.range.incarnation for step in steps}
+    try:
+        topic, index = (column_of(batch, name)[row].as_py() for name in ("topic", "index"))
+        return naming(failure, topic, incarnations[topic], index)
+    except KeyError:
+        return failure
 
 
 def _inside(step: Step, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -205,10 +232,11 @@ def _inside(step: Step, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
-    for each in ("__" + name, name):
-        if each in batch.schema.names:
-            return batch.column(each)
-    raise error("UNSUPPORTED_PLAN", f"the transformation drops the column __{name}: keep topic, partition and index")
+    try:
+        return column_of(batch, name)
+    except KeyError as e:
+        what = f"the transformation drops the column __{name}: keep topic, partition and index"
+        raise error("UNSUPPORTED_PLAN", what) from e
 
 
 def _check_row_wise(frame: DataFrame) -> None:

@@ -1,17 +1,18 @@
 """A job's positions as its driver sees them: where each topic stands, checked before anything is planned."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
-from seqdedupe_spark import planning
 from seqdedupe_spark.job.range_task import Step
 from seqdedupe_spark.options import Limits, Options
+from seqdedupe_spark.planning import Listing
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored
+from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored
 
 FIRST_START = "*"
 """Stored as a topic when the first start has given every topic its position: what is found later begins at its
@@ -49,8 +50,19 @@ class Positions:
     accepted: set[str] = field(default_factory=set)
     """Topics that were deleted, and that a warning was logged for."""
 
-    def look(self, client: Client, store: OutputStore) -> dict[str, Standing]:
-        """Where each selected topic stands; a topic without a position is given one first.
+    def bind(self, store: OutputStore, binding: Binding) -> None:
+        """Binds the job to its table and mode, before the table is made.
+
+        Raises JOB_CHANGED if it is bound to others, OUTPUT_MISSING if it has positions and its table is gone.
+        """
+        binding.check(self.job, store.bind(self.job, binding))
+        if not store.has_table(binding.table) and FIRST_START in store.positions(self.job):
+            raise error("OUTPUT_MISSING", f"job {self.job!r} has positions, but its table {binding.table!r} is gone")
+
+    def look(
+        self, client: Client, store: OutputStore, should_stop: Callable[[], bool] = lambda: False
+    ) -> tuple[Listing, dict[str, Standing]]:
+        """The listing, and where each selected topic stands; a topic without a position is given one first.
 
         Raises POSITION_WENT_BACK if the database has become an older one, POSITION_RESET if an operator has reset a
         position, and unless `fail_on_data_loss` is off PositionError or NotFoundError for a topic that cannot be read
@@ -58,20 +70,21 @@ class Positions:
         """
         stored = store.positions(self.job)
         self._check_against_seen(stored)
-        names = planning.topics(client, self.source.selection, stored.keys() - {FIRST_START})
+        listing = Listing(client, should_stop)
+        names = listing.select(self.source.selection, stored.keys() - {FIRST_START})
         if FIRST_START not in stored or not stored.keys() >= set(names):
-            stored = self._start(client, store, names, stored)
-        looked = {name: self._look_at(client, store, name, stored[name]) for name in names}
+            stored = self._start(listing, store, names, stored)
+        looked = {name: self._look_at(listing, store, name, stored[name]) for name in names}
         standings = {name: standing for name, standing in looked.items() if standing is not None}
         self.seen.update({name: standing.stored for name, standing in standings.items()})
-        return standings
+        return listing, standings
 
-    def plan(self, client: Client, standings: dict[str, Standing]) -> list[Step]:
+    def plan(self, listing: Listing, standings: dict[str, Standing]) -> list[Step]:
         """The next round: for every topic with something new its range, within the limits."""
         ranges = [Range(topic, stored.position, end) for topic, (stored, end) in standings.items()]
         limits = self.source.limits
         limits = Limits(limits.messages or MAX_MESSAGES, limits.size_bytes or MAX_BYTES)
-        planned = planning.within(client, ranges, limits)
+        planned = listing.within(ranges, limits)
         return [Step(span, standings[span.topic].stored.epoch) for span in planned]
 
     def committed(self, step: Step) -> None:
@@ -81,32 +94,32 @@ class Positions:
     def _check_against_seen(self, stored: dict[str, Stored]) -> None:
         for topic, before in self.seen.items():
             now = stored.get(topic)
-            if now is None or now.epoch < before.epoch or (now.epoch == before.epoch and _is_behind(now, before)):
+            if now is None or now.epoch < before.epoch or (now.epoch == before.epoch and _is_before(now, before)):
                 what = f"is {now.position}" if now else "is gone"
                 raise error("POSITION_WENT_BACK", f"the position for {topic} {what}, it was {before.position}")
             if now.epoch > before.epoch:
                 raise error("POSITION_RESET", f"the position for {topic} was reset to {now.position}", epoch=now.epoch)
 
     def _start(
-        self, client: Client, store: OutputStore, names: list[str], stored: dict[str, Stored]
+        self, listing: Listing, store: OutputStore, names: list[str], stored: dict[str, Stored]
     ) -> dict[str, Stored]:
         """Inserts the missing positions; what another run has inserted meanwhile is what counts."""
         is_first = FIRST_START not in stored
         missing = [name for name in names if name not in stored]
         place = self.source.starting if is_first else None
-        found = planning.resolve(client, names if is_first else missing, place or "earliest", "startingOffsets")
+        found = listing.resolve(names if is_first else missing, place or "earliest", "startingOffsets")
         for name in missing:
             store.replace(self.job, name, None, Stored(found[name], 0))
         if is_first:
             store.replace(self.job, FIRST_START, None, Stored(Position.start(0), 0))
         return store.positions(self.job)
 
-    def _look_at(self, client: Client, store: OutputStore, topic: str, stored: Stored) -> Standing | None:
+    def _look_at(self, listing: Listing, store: OutputStore, topic: str, stored: Stored) -> Standing | None:
         """Where one topic stands; None if it was deleted and that is accepted."""
-        found = planning.look(client, topic, stored.position)
+        found = listing.look(topic, stored.position)
         if isinstance(found, Position):
             return Standing(stored, found)
-        if self.source.fail_on_data_loss:
+        if self.source.fail_on_data_loss or not found.may_be_accepted:
             raise found.error()
         if topic not in self.accepted:
             _log.warning("job %s: %s", self.job, found.message)
@@ -122,10 +135,10 @@ class Positions:
         elif not store.replace(self.job, topic, stored, moved):
             raise error("POSITION_CHANGED", f"another run of job {self.job!r} has moved the position for {topic}")
         self.seen[topic] = moved
-        return self._look_at(client, store, topic, moved)
+        return self._look_at(listing, store, topic, moved)
 
 
-def _is_behind(now: Stored, before: Stored) -> bool:
+def _is_before(now: Stored, before: Stored) -> bool:
     """Whether a position that was stored before is stored no more. Those of two incarnations have no order: another run
     may have moved on to the next one, and what is not so does not fit the topic."""
     return now.position.incarnation == before.position.incarnation and now.position.index < before.position.index

@@ -5,15 +5,18 @@ It knows nothing of Spark. Whoever runs it, however often, twice at once or afte
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.message_id import Position
 from seqdedupe_spark.columns import to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
+from seqdedupe_spark.job.poison import first_failing, message_of_row, names_a_row, naming
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, read_range, read_stored
 from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
@@ -86,6 +89,8 @@ def _is_done(step: Step, stored: Stored | None) -> bool:
 class _Tally:
     read: int = 0
     duplicates: int = 0
+    handed: list[tuple[str, pa.Array]] = field(default_factory=list)
+    """For every batch of rows that the store was given, the topic and the indexes of the messages it was made of."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class RangeTask:
     columns: pa.Schema
     transform: Transform | None
     deduplicate: bool
+    read_timeout_seconds: float | None = None
 
     def run(self, steps: Sequence[Step]) -> Report:
         """Takes the steps in one transaction, unless they are taken already. The report carries what is raised."""
@@ -120,15 +126,20 @@ class RangeTask:
                 sources.append(self._read_once_each(step.range, deduplicator, tally))
                 advances.append(Advance(step.range, step.epoch, deduplicator.changed))
             else:
-                sources.append(read_range(self.service_url, step.range, self.columns))
+                sources.append(read_range(self.service_url, step.range, self.columns, self.read_timeout_seconds))
                 advances.append(Advance(*step))
         batches = (batch for source in sources for batch in source)
-        written = store.write(job, self.output.table, self._transformed(batches, tally), advances)
+        try:
+            written = store.write(job, self.output.table, self._transformed(batches, tally), advances)
+        except SeqdedupeError as failure:
+            if not names_a_row(failure):
+                raise
+            raise self._naming(failure, tally, [step.range for step in steps]) from failure
         return Report(tally.read, written, tally.duplicates)
 
     def _read_once_each(self, span: Range, deduplicator: Deduplicator, tally: _Tally) -> Iterator[pa.RecordBatch]:
         """The range's messages but for those that are duplicates."""
-        for group in joined(read_stored(self.service_url, span)):
+        for group in joined(read_stored(self.service_url, span, self.read_timeout_seconds)):
             batch = to_arrow(group, span.topic, self.columns)
             kept = [deduplicator.keep(stored) for stored in group]
             if any(rows is not None for rows in kept):
@@ -147,11 +158,51 @@ class RangeTask:
     def _transformed(self, batches: Iterator[pa.RecordBatch], tally: _Tally) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             tally.read += len(batch)
-            rows = batch if self.transform is None else transformed(self.transform, batch)
+            rows = self._rows(batch)
             if rows is not None and len(rows):
                 if rows.schema != self.output.schema:
                     raise error("INVALID_OUTPUT", f"the transformation's columns vary: {_columns(rows.schema)}")
+                tally.handed.append((_value(batch, "topic", 0), column_of(batch, "index")))
                 yield rows
+
+    def _rows(self, messages: pa.RecordBatch) -> pa.RecordBatch | None:
+        transform = self.transform
+        if transform is None:
+            return messages
+        try:
+            return transformed(transform, messages)
+        except SeqdedupeError as failure:
+            found = first_failing(lambda some: transformed(transform, some), messages)
+            if found is None:
+                raise
+            topic, incarnation, index = (_value(messages, name, found) for name in ("topic", "incarnation", "index"))
+            raise naming(failure, topic, incarnation, index) from failure
+
+    def _naming(self, failure: SeqdedupeError, tally: _Tally, ranges: Sequence[Range]) -> SeqdedupeError:
+        """A store's failure, which says which message the row was made of. That one is read again for it."""
+        batch, row = int(failure.numbers["batch"]), int(failure.numbers["row"])
+        topic, indexes = tally.handed[batch]
+        incarnation = next(one.incarnation for one in ranges if one.topic == topic)
+        found = row
+        if self.transform is not None:
+            start = Position.before(incarnation, indexes[0].as_py())
+            span = Range(topic, start, Position.before(incarnation, indexes[-1].as_py() + 1))
+            read = pa.Table.from_batches(
+                read_range(self.service_url, span, self.columns, self.read_timeout_seconds), self.columns
+            )
+            there = pc.is_in(column_of(read, "index"), value_set=indexes)
+            (messages,) = read.filter(there).combine_chunks().to_batches()
+            found = message_of_row(lambda some: len(self._rows(some) or ()), messages, row)
+        return naming(failure, topic, incarnation, indexes[found].as_py())
+
+
+def column_of(batch: pa.RecordBatch | pa.Table, name: str) -> Any:
+    """The column of messages, with the leading `__` or without it. Raises KeyError if there is none."""
+    return batch.column("__" + name if "__" + name in batch.schema.names else name)
+
+
+def _value(batch: pa.RecordBatch, name: str, row: int) -> Any:
+    return column_of(batch, name)[row].as_py()
 
 
 def transformed(transform: Transform, batch: pa.RecordBatch) -> pa.RecordBatch | None:

@@ -1,6 +1,5 @@
 """The reader job: rounds that are planned from the stored positions, until the topics are read."""
 
-import logging
 import re
 import threading
 import time
@@ -13,17 +12,22 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.connection import Backoff
-from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark.columns import SCHEMA, plain
 from seqdedupe_spark.job.frames import DataFrameTransform, FrameTask, run_tasks, sql
 from seqdedupe_spark.job.positions import Positions, Standing
 from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
 from seqdedupe_spark.options import Options
-from seqdedupe_spark.stores.contract import Stored, StoreFactory
+from seqdedupe_spark.planning import Waiting
+from seqdedupe_spark.stores.contract import Binding, Stored, StoreFactory
 
 GIVE_UP_SECONDS = 120.0
 """Rounds that fail for so long, though another try should help, end the run."""
+
+READ_TIMEOUT_SECONDS = 20.0
+"""A task to which no message has come for so long ends, unless the source says otherwise: the round is planned again,
+where the sidecar is waited for, and a job that was told to stop does."""
 
 TRIGGER_SECONDS = 1.0
 """The pause of a job that follows its topics and has read all there is."""
@@ -31,8 +35,10 @@ TRIGGER_SECONDS = 1.0
 _FIRST_DELAY_SECONDS = 0.05
 _LONGEST_DELAY_SECONDS = 5.0
 
+_MAY_BE_ACCEPTED = {"POSITION_TRIMMED", "POSITION_OF_ANOTHER_INCARNATION", "TOPIC_NOT_FOUND"}
+"""Losses that planning again goes on after, if the source allows it."""
+
 _LOCAL = re.compile(r"local(\[.*\])?")
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class ReaderJob:
     is the batch. With neither the messages are written as they are.
 
     An object belongs to one thread, `stop` apart. Raises ConfigurationError (INVALID_OPTION, INVALID_OUTPUT,
-    UNSUPPORTED_PLAN, UNSUPPORTED_STORE) from the first round, before it reads.
+    UNSUPPORTED_PLAN, UNSUPPORTED_STORE, JOB_CHANGED, OUTPUT_MISSING) from the first round, before it reads.
     """
 
     def __init__(
@@ -123,14 +129,16 @@ class ReaderJob:
     ) -> Round:
         """Rounds until all is read that was there at the start, or with `follow` until `stop`; returns `total`.
 
-        Raises UnavailableError when rounds have failed for GIVE_UP_SECONDS, and at once what trying again cannot cure.
-        What was committed stays so: run again, it goes on there.
+        While the database or the sidecar is away it waits, from the start on, and says so in the log; a topic that
+        recovers is waited for without a limit. Raises UnavailableError when rounds have failed for GIVE_UP_SECONDS, and
+        at once what trying again cannot cure. What was committed stays so: run again, it goes on there.
         """
-        self._prepare(self._session())
         ends: dict[str, Position] | None = None
         while not self._stopping.is_set():
             began = time.monotonic()
             done = self._round_at_last()
+            if done is None:
+                break
             if on_round is not None:
                 on_round(done)
             if ends is None:
@@ -142,7 +150,7 @@ class ReaderJob:
         return self.total
 
     def stop(self) -> None:
-        """Lets `run` end after its round. Any thread, or a signal's handler, may call it."""
+        """Lets `run` end after its round, or without it if it waits. Any thread, or a signal's handler, may call it."""
         self._stopping.set()
 
     @property
@@ -165,8 +173,8 @@ class ReaderJob:
         spark = self._session()
         output = self._prepare(spark)
         with output.store() as store:
-            standings = self._positions.look(self._client, store)
-        steps = self._positions.plan(self._client, standings)
+            listing, standings = self._positions.look(self._client, store, self._stopping.is_set)
+        steps = self._positions.plan(listing, standings)
         done = Round(standings=standings)
         self.total.standings = standings
         if steps:
@@ -181,11 +189,12 @@ class ReaderJob:
         is_one = self.config.transaction == "batch"
         groups = [steps] if is_one else [[step] for step in steps]
         url = self.config.source.service_url
+        timeout = self.config.source.read_timeout_seconds or READ_TIMEOUT_SECONDS
         if self._frame is not None:
-            task = FrameTask(url, self._columns, self._frame)
+            task = FrameTask(url, self._columns, self._frame, timeout)
             reports = task.run(spark, output, steps, one_transaction=is_one)
         else:
-            run = RangeTask(output, url, self._columns, self._transform, self.config.deduplicate).run
+            run = RangeTask(output, url, self._columns, self._transform, self.config.deduplicate, timeout).run
             reports = run_tasks(spark, run, groups)
         for group, report in zip(groups, reports, strict=True):
             if report.failure is None:
@@ -197,19 +206,24 @@ class ReaderJob:
                     done.standings[step.range.topic] = Standing(stored, end)
         return [report.failure for report in reports if report.failure is not None]
 
-    def _round_at_last(self) -> Round:
-        """A round; one that fails though another try should help is followed by others, for so long."""
-        backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+    def _round_at_last(self) -> Round | None:
+        """A round; one that fails though another try should help is followed by others, for so long. None if it was
+        told to stop before one succeeded."""
+        backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), Waiting()
         began = time.monotonic()
         while True:
             try:
                 return self.run_round()
             except SeqdedupeError as e:
-                is_lost = isinstance(e, PositionError | NotFoundError) and not self.config.source.fail_on_data_loss
+                is_lost = e.reason in _MAY_BE_ACCEPTED and not self.config.source.fail_on_data_loss
+                if e.reason == "RECOVERING":
+                    began = time.monotonic()
                 is_late = time.monotonic() > began + GIVE_UP_SECONDS
-                if is_late or self._stopping.is_set() or not (is_lost or isinstance(e, UnavailableError)):
+                if is_late or not (is_lost or isinstance(e, UnavailableError)):
                     raise
-                _log.info("job %s plans again: %s", self.config.job, e)
+                if self._stopping.is_set():
+                    return None
+                waiting.say(e)
                 self._stopping.wait(max(backoff.next_seconds(), e.retry_delay_ms / 1000))
 
     def _session(self) -> SparkSession:
@@ -224,7 +238,6 @@ class ReaderJob:
         config = self.config
         if not config.job:
             raise error("INVALID_OPTION", "job: a job needs a name")
-        self._client.admin.version()  # at once, where planning is patient
         if self._frame is not None:
             schema = FrameTask(config.source.service_url, self._columns, self._frame).output_schema(spark)
         else:
@@ -237,6 +250,7 @@ class ReaderJob:
                 )
             if config.deduplicate and not store.keeps_watermarks:
                 raise error("UNSUPPORTED_STORE", "deduplicate: this store cannot hold watermarks")
+            self._positions.bind(store, Binding(config.table, config.deduplicate))
             store.prepare(config.table, schema)
         self._output = Output(config.store, config.job, config.table, schema)
         return self._output

@@ -35,6 +35,48 @@ def no_watermarks() -> Watermarks:
     return {}
 
 
+class Binding(NamedTuple):
+    """What a job is bound to from its first start on: its positions say what stands in this table, read so."""
+
+    table: str
+    deduplicate: bool
+
+    def check(self, job: str, stored: "Binding") -> None:
+        """Raises JOB_CHANGED unless this is what is stored."""
+        if self.table != stored.table:
+            raise error("JOB_CHANGED", f"job {job!r} writes to table {stored.table!r}, not to {self.table!r}")
+        if self.deduplicate != stored.deduplicate:
+            mode = "with" if stored.deduplicate else "without"
+            raise error("JOB_CHANGED", f"job {job!r} was begun {mode} --deduplicate, which cannot be changed")
+
+
+FORMAT_VERSION = 2
+"""Of what stores keep beside the rows. Version 1 did not say which table a job writes to."""
+
+
+def check_format(version: int, place: str) -> None:
+    """Raises INVALID_OUTPUT if a store holds positions of an older format, NEWER_FORMAT if of a newer one."""
+    if version > FORMAT_VERSION:
+        raise error(
+            "NEWER_FORMAT", f"the positions in {place} are of format {version}, this version has {FORMAT_VERSION}"
+        )
+    if version < FORMAT_VERSION:
+        raise error(
+            "INVALID_OUTPUT",
+            f"the positions in {place} are of format {version}, this version has {FORMAT_VERSION}",
+            hint="Let the version that wrote them go on with them, or begin anew in another database or table.",
+        )
+
+
+def check_replacement(topic: str, expected: Stored | None, new: Stored) -> None:
+    """Raises INTERNAL if a position would move back: within an incarnation only an operator's reset may do that."""
+    if expected is None or expected.epoch != new.epoch:
+        return
+    before, after = expected.position, new.position
+    if before.incarnation == after.incarnation and after.index < before.index:
+        raise error("INTERNAL", f"the position for {topic} would move back from {before} to {after}")
+
+
 @dataclass(frozen=True)
 class Advance:
     """The move of one topic's position over a range, planned in `epoch`.
@@ -46,6 +88,12 @@ class Advance:
     range: Range
     epoch: int
     changed_watermarks: Callable[[], Watermarks] = no_watermarks
+
+    def __post_init__(self) -> None:
+        """Raises INTERNAL if it would move back, or into another incarnation."""
+        start, end = self.range.start, self.range.end
+        if start.incarnation != end.incarnation or end.index < start.index:
+            raise error("INTERNAL", f"the position for {self.range.topic} would move from {start} to {end}")
 
     def check(self, job: str, stored: Stored | None) -> None:
         """For stores that look before they write. Raises POSITION_CHANGED unless this is what it was planned from."""
@@ -80,6 +128,18 @@ class OutputStore(ABC):
         """Lets go of the connection; what is not committed is rolled back."""
 
     @abstractmethod
+    def bind(self, job: str, binding: Binding) -> Binding:
+        """Stores what the job is bound to unless that is stored already; what is stored then. Many may do it at once.
+
+        Raises ConfigurationError (INVALID_OUTPUT) or DamagedError (NEWER_FORMAT) if what the store holds is of another
+        format, see `check_format`.
+        """
+
+    @abstractmethod
+    def has_table(self, table: str) -> bool:
+        """Whether the output table is there."""
+
+    @abstractmethod
     def prepare(self, table: str, schema: pa.Schema) -> None:
         """Makes the tables for positions and watermarks, and the output table from `schema`, where they are missing.
 
@@ -99,7 +159,8 @@ class OutputStore(ABC):
     def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
         """Stores `new` and drops the topic's watermarks, durably, if `expected` is what is stored (None: nothing).
 
-        Returns whether it was; otherwise nothing changes.
+        Returns whether it was; otherwise nothing changes. Raises INTERNAL, and nothing changes, if it would move the
+        position back, see `check_replacement`.
         """
 
     @abstractmethod
@@ -109,7 +170,8 @@ class OutputStore(ABC):
 
         Raises UnavailableError (POSITION_CHANGED), and nothing of it is written, unless for every advance the stored
         position is its range's start and the stored epoch its epoch, when the transaction commits. What `batches`
-        raises, it raises, and nothing is written. The positions are the last to be written before the commit, so that
+        raises, it raises, and nothing is written. INVALID_OUTPUT that one row is the cause of has its place in the
+        numbers `batch` and `row`, both from 0. The positions are the last to be written before the commit, so that
         a writer that stalls holds up no other.
         """
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import PurePosixPath
 from urllib.parse import quote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from deltalake.exceptions import (
     CommitFailedError,
@@ -17,7 +19,15 @@ from deltalake.exceptions import (
 
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored
+from seqdedupe_spark.stores.contract import (
+    FORMAT_VERSION,
+    Advance,
+    Binding,
+    OutputStore,
+    Stored,
+    check_format,
+    check_replacement,
+)
 from seqdedupe_spark.stores.kinds import (
     BAD_VALUES,
     Column,
@@ -25,6 +35,8 @@ from seqdedupe_spark.stores.kinds import (
     bad_value,
     check_schema,
     check_table,
+    first_bad,
+    in_batch,
     kind_of,
     one_line,
 )
@@ -34,12 +46,15 @@ _NO_MESSAGE = MessageId(-1, -1)
 
 _PROPERTY = "seqdedupe."
 
+_FORMAT = "seqdedupe_format_version"
+"""The property of the table that says how the others are to be read."""
+
 
 class DeltaStore(OutputStore):
     """One Delta table with the positions of the jobs that write to it. The output table's name is its folder's.
 
     A property of the table, `seqdedupe.<job>/<topic>`, holds epoch and incarnation; application transactions hold the
-    rest: `<job>/<topic>/<incarnation>` the index, and those with `/ledger`, `/entry` and `/batch` behind it the message
+    rest: `<job>/<topic>/<incarnation>` the index, and those with `/ledger`, `/entry` and `/batch` after it the message
     ID. They are in the commit that adds the rows, and it is made on the very version of the table in which they were
     checked: Delta refuses it if a later version has changed the same ones, and merges those of other topics.
 
@@ -53,6 +68,19 @@ class DeltaStore(OutputStore):
 
     def close(self) -> None:
         pass
+
+    def bind(self, job: str, binding: Binding) -> Binding:
+        # The table is the store: the name of its folder binds all jobs that write to it.
+        self._check_name(binding.table)
+        if binding.deduplicate:
+            raise error("UNSUPPORTED_STORE", "a Delta table cannot keep the watermarks of a job that drops duplicates")
+        self.positions(job)
+        return binding
+
+    def has_table(self, table: str) -> bool:
+        self._check_name(table)
+        with self._errors():
+            return bool(DeltaTable.is_deltatable(self._uri))
 
     def prepare(self, table: str, schema: pa.Schema) -> None:
         self._check_name(table)
@@ -70,6 +98,8 @@ class DeltaStore(OutputStore):
 
     def positions(self, job: str) -> dict[str, Stored]:
         with self._errors():
+            if not DeltaTable.is_deltatable(self._uri):
+                return {}
             found = DeltaTable(self._uri)
             prefix = _PROPERTY + _prefix(job, "")
             topics = [name[len(prefix) :] for name in found.metadata().configuration if name.startswith(prefix)]
@@ -80,13 +110,17 @@ class DeltaStore(OutputStore):
         return self.positions(job).get(topic), {}
 
     def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
+        check_replacement(topic, expected, new)
         with self._errors():
             found = DeltaTable(self._uri)
             if self._stored(found, job, topic) != expected:
                 return False
             try:
                 found.alter.set_table_properties(
-                    {_PROPERTY + _prefix(job, topic): f"{new.epoch} {new.position.incarnation}"},
+                    {
+                        _PROPERTY + _prefix(job, topic): f"{new.epoch} {new.position.incarnation}",
+                        _FORMAT: str(FORMAT_VERSION),
+                    },
                     raise_if_not_exists=False,
                     commit_properties=CommitProperties(app_transactions=_transactions(job, topic, new.position)),
                 )
@@ -101,7 +135,12 @@ class DeltaStore(OutputStore):
         with self._errors():
             found = DeltaTable(self._uri)
             schema = _arrow_schema(found)
-        rows = pa.Table.from_batches([self._cast(table, batch, schema) for batch in batches if len(batch)], schema)
+        cast = []
+        for number, batch in enumerate(batches):
+            if len(batch):
+                with in_batch(number):
+                    cast.append(self._cast(table, batch, schema))
+        rows = pa.Table.from_batches(cast, schema)
         if any(advance.changed_watermarks() for advance in advances):
             raise error("UNSUPPORTED_STORE", "a Delta table cannot keep the watermarks of a job that drops duplicates")
         moves = [move for advance in advances for move in _transactions(job, advance.range.topic, advance.range.end)]
@@ -123,6 +162,7 @@ class DeltaStore(OutputStore):
         value = found.metadata().configuration.get(_PROPERTY + _prefix(job, topic))
         if value is None:
             return None
+        check_format(int(found.metadata().configuration.get(_FORMAT, "1")), f"the Delta table {self._uri}")
         epoch, incarnation = map(int, value.split())
         numbers = [
             number
@@ -143,13 +183,14 @@ class DeltaStore(OutputStore):
             if field.name not in batch.schema.names:
                 columns.append(pa.nulls(len(batch), field.type))
                 continue
+            given, cast = batch.column(field.name), partial(_cast, field.type)
             try:
-                column = batch.column(field.name).cast(field.type)
-                column.validate(full=True)
+                column = cast(given)
             except BAD_VALUES as e:
-                raise bad_value(field.name, e) from e
+                raise bad_value(field.name, first_bad(cast, given), e) from e
             if column.null_count and not field.nullable:
-                raise error("INVALID_OUTPUT", f"column {field.name!r} takes no null")
+                row = pc.index(column.is_null(), True).as_py()
+                raise error("INVALID_OUTPUT", f"column {field.name!r} takes no null", row=row)
             columns.append(column)
         return pa.record_batch(columns, schema=schema)
 
@@ -170,6 +211,12 @@ class DeltaStore(OutputStore):
             raise error("INVALID_OUTPUT", f"the Delta table {self._uri} refuses: {one_line(e)}") from e
         except (DeltaError, OSError) as e:
             raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} cannot be used: {one_line(e)}") from e
+
+
+def _cast(kind: pa.DataType, column: pa.Array) -> pa.Array:
+    cast = column.cast(kind)
+    cast.validate(full=True)
+    return cast
 
 
 def _prefix(job: str, topic: str) -> str:

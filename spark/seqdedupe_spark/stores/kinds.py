@@ -4,7 +4,8 @@ import base64
 import datetime
 import decimal
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.types as t
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_id import Position
 from seqdedupe_spark.stores.contract import Stored
 
 
@@ -72,15 +73,14 @@ def kind_of(field: pa.Field) -> Kind:
 
 
 def to_cells(stored: Stored) -> list[object]:
-    """Epoch, incarnation, message ID and index, as the tables of positions have them."""
+    """Epoch, incarnation, index and the whole position, as the tables of positions have them."""
     position = stored.position
-    message_id = str(position.message_id) if position.message_id else None
-    return [stored.epoch, position.incarnation, message_id, position.index]
+    return [stored.epoch, position.incarnation, position.index, str(position)]
 
 
-def from_cells(epoch: int, incarnation: int, message_id: str | None, index: int) -> Stored:
-    """What `to_cells` took apart."""
-    return Stored(Position(incarnation, MessageId.parse(message_id) if message_id else None, index), epoch)
+def from_cells(epoch: int, position: str) -> Stored:
+    """What is stored, of the cells that say it all."""
+    return Stored(Position.parse(position), epoch)
 
 
 def split_name(table: str) -> list[str]:
@@ -131,9 +131,35 @@ BAD_VALUES = (pa.ArrowException, KeyError, TypeError, ValueError)
 """What conversion raises for a value that cannot be converted."""
 
 
-def bad_value(name: str, cause: Exception) -> SeqdedupeError:
+def bad_value(name: str, row: int, cause: object) -> SeqdedupeError:
     """The error for a column with a value that cannot be written."""
-    return error("INVALID_OUTPUT", f"column {name!r} has a value that cannot be written: {one_line(cause)}")
+    what = f"column {name!r} has a value that cannot be written: {one_line(cause)}"
+    return error("INVALID_OUTPUT", what, row=row)
+
+
+def first_bad(convert: Callable[[pa.Array], object], column: pa.Array) -> int:
+    """The row of the first value that cannot be converted, of a column that has one."""
+    first, count = 0, len(column)
+    while count > 1:
+        half = count // 2
+        try:
+            convert(column.slice(first, half))
+        except BAD_VALUES:
+            count = half
+        else:
+            first, count = first + half, count - half
+    return first
+
+
+@contextmanager
+def in_batch(number: int) -> Iterator[None]:
+    """Completes an error that names a row: it is one of this batch."""
+    try:
+        yield
+    except SeqdedupeError as e:
+        if "row" in e.numbers:
+            e.numbers["batch"] = str(number)
+        raise
 
 
 def one_line(cause: object) -> str:

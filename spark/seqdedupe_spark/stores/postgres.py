@@ -1,5 +1,6 @@
 """A PostgreSQL database: rows go in by binary COPY, positions by compare-and-set."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +12,22 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
 from seqdedupe.errors import error
-from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, Watermarks
+from seqdedupe_spark.stores.contract import (
+    FORMAT_VERSION,
+    Advance,
+    Binding,
+    OutputStore,
+    Stored,
+    Watermarks,
+    check_format,
+    check_replacement,
+)
 from seqdedupe_spark.stores.kinds import (
     Column,
     check_schema,
     check_table,
     from_cells,
+    in_batch,
     one_line,
     quoted,
     split_name,
@@ -47,14 +58,19 @@ _SESSION = (
     "SET tcp_keepalives_idle = 30; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"
 )
 
+_LINE = re.compile(r"^COPY .*, line (\d+)", re.MULTILINE)
+"""Where PostgreSQL says which row of a COPY it refuses."""
+
 _PREPARE_LOCK = 0x5E9DED09E
 """The advisory lock of those who make tables: CREATE TABLE IF NOT EXISTS alone fails when two run it at once."""
 
 _OWN_TABLES = (
     "CREATE TABLE IF NOT EXISTS seqdedupe_positions (job text, topic text, epoch bigint NOT NULL, "
-    "incarnation bigint NOT NULL, message_id text, message_index bigint NOT NULL, PRIMARY KEY (job, topic))",
+    "incarnation bigint NOT NULL, message_index bigint NOT NULL, position text NOT NULL, PRIMARY KEY (job, topic))",
     "CREATE TABLE IF NOT EXISTS seqdedupe_watermarks (job text, topic text, producer_name text, "
     "sequence_id bigint NOT NULL, PRIMARY KEY (job, topic, producer_name))",
+    "CREATE TABLE IF NOT EXISTS seqdedupe_jobs (job text PRIMARY KEY, format_version integer NOT NULL, "
+    "output_table text NOT NULL, deduplicate boolean NOT NULL)",
 )
 
 _COLUMNS = (
@@ -67,13 +83,13 @@ _BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED; "
 
 # Each of these fails with a division by zero, and takes the transaction with it, unless it changes one row.
 _INSERT = (
-    "WITH moved AS (INSERT INTO seqdedupe_positions (job, topic, epoch, incarnation, message_id, message_index) "
+    "WITH moved AS (INSERT INTO seqdedupe_positions (job, topic, epoch, incarnation, message_index, position) "
     "VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING RETURNING 1) SELECT 1 / count(*) FROM moved; "
 )
 _MOVE = (
-    "WITH moved AS (UPDATE seqdedupe_positions SET (epoch, incarnation, message_id, message_index) = (%s, %s, %s, %s) "
-    "WHERE job = %s AND topic = %s AND (epoch, incarnation, message_id, message_index) "
-    "IS NOT DISTINCT FROM (%s, %s, %s, %s) RETURNING 1) SELECT 1 / count(*) FROM moved; "
+    "WITH moved AS (UPDATE seqdedupe_positions SET (epoch, incarnation, message_index, position) = (%s, %s, %s, %s) "
+    "WHERE job = %s AND topic = %s AND (epoch, incarnation, message_index, position) = (%s, %s, %s, %s) RETURNING 1) "
+    "SELECT 1 / count(*) FROM moved; "
 )
 _RAISE = (
     "INSERT INTO seqdedupe_watermarks SELECT %s, %s, * FROM unnest(%s::text[], %s::bigint[]) "
@@ -114,24 +130,47 @@ class PostgresStore(OutputStore):
         if self._open is not None:
             self._open.close()
 
+    def bind(self, job: str, binding: Binding) -> Binding:
+        with self._using() as connection:
+            if not _columns_of(connection, ["seqdedupe_jobs"]):
+                with connection.transaction():
+                    _make_tables(connection)
+            _check_format_of_positions(connection)
+            found = self._bound(connection, job)
+            if found is None:
+                connection.execute(
+                    "INSERT INTO seqdedupe_jobs VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING",
+                    (job, FORMAT_VERSION, *binding),
+                )
+                found = self._bound(connection, job)
+        version, *bound = found or (FORMAT_VERSION, *binding)
+        check_format(version, "the PostgreSQL database")
+        return Binding(*bound)
+
+    def _bound(self, connection: Connection, job: str) -> tuple[Any, ...] | None:
+        return connection.execute(
+            "SELECT format_version, output_table, deduplicate FROM seqdedupe_jobs WHERE job = %s", (job,)
+        ).fetchone()
+
+    def has_table(self, table: str) -> bool:
+        with self._using() as connection:
+            return bool(_columns_of(connection, split_name(table)))
+
     def prepare(self, table: str, schema: pa.Schema) -> None:
         parts = split_name(table)
         check_schema(schema)
         declared = ", ".join(f"{quoted(field.name)} {declared_type(field)}" for field in schema)
         with self._using() as connection, connection.transaction():
             columns = _columns_of(connection, parts)
-            if not columns or not _columns_of(connection, ["seqdedupe_watermarks"]):
-                connection.execute("SELECT pg_advisory_xact_lock(%s)", (_PREPARE_LOCK,))
-                for statement in (*_OWN_TABLES, f"CREATE TABLE IF NOT EXISTS {quoted(*parts)} ({declared})"):
-                    connection.execute(statement.encode())
+            if not columns or not _columns_of(connection, ["seqdedupe_jobs"]):
+                _make_tables(connection, f"CREATE TABLE IF NOT EXISTS {quoted(*parts)} ({declared})")
                 columns = _columns_of(connection, parts)
         check_table(table, schema, columns, fits)
 
     def positions(self, job: str) -> dict[str, Stored]:
         with self._using() as connection:
             rows = connection.execute(
-                "SELECT topic, epoch, incarnation, message_id, message_index FROM seqdedupe_positions WHERE job = %s",
-                (job,),
+                "SELECT topic, epoch, position FROM seqdedupe_positions WHERE job = %s", (job,)
             ).fetchall()
         return {topic: from_cells(*rest) for topic, *rest in rows}
 
@@ -139,9 +178,7 @@ class PostgresStore(OutputStore):
         with self._using() as connection, connection.transaction():
             connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             row = connection.execute(
-                "SELECT epoch, incarnation, message_id, message_index FROM seqdedupe_positions "
-                "WHERE job = %s AND topic = %s",
-                (job, topic),
+                "SELECT epoch, position FROM seqdedupe_positions WHERE job = %s AND topic = %s", (job, topic)
             ).fetchone()
             rows = connection.execute(
                 "SELECT producer_name, sequence_id FROM seqdedupe_watermarks WHERE job = %s AND topic = %s",
@@ -150,6 +187,7 @@ class PostgresStore(OutputStore):
         return from_cells(*row) if row else None, dict(rows)
 
     def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
+        check_replacement(topic, expected, new)
         if expected is None:
             statement, values = _INSERT, [job, topic, *to_cells(new)]
         else:
@@ -169,9 +207,9 @@ class PostgresStore(OutputStore):
             connection = self._connection()
             columns = _columns_of(connection, parts)
         try:
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 if len(batch):
-                    with _errors():
+                    with in_batch(number), _errors():
                         check_table(table, batch.schema, columns, fits)
                         if connection.info.transaction_status is TransactionStatus.IDLE:
                             connection.execute(_BEGIN)
@@ -224,6 +262,20 @@ def _commit(connection: Connection, statements: str, values: Sequence[object]) -
     psycopg.ClientCursor(connection).execute((begin + statements + "COMMIT").encode(), values)
 
 
+def _make_tables(connection: Connection, *more: str) -> None:
+    """Makes the tables of our own, and others, where they are missing."""
+    connection.execute("SELECT pg_advisory_xact_lock(%s)", (_PREPARE_LOCK,))
+    _check_format_of_positions(connection)
+    for statement in (*_OWN_TABLES, *more):
+        connection.execute(statement.encode())
+
+
+def _check_format_of_positions(connection: Connection) -> None:
+    columns = _columns_of(connection, ["seqdedupe_positions"])
+    if columns and "position" not in columns:
+        check_format(1, "the PostgreSQL database")
+
+
 def _columns_of(connection: Connection, parts: Sequence[str]) -> dict[str, Column]:
     """The columns of a table; none if it is missing."""
     rows = connection.execute(_COLUMNS, (quoted(*parts),)).fetchall()
@@ -246,4 +298,7 @@ def _errors() -> Iterator[None]:
     except (psycopg.OperationalError, psycopg.InternalError) as e:
         raise error("OUTPUT_UNAVAILABLE", f"the PostgreSQL database cannot be used: {one_line(e)}") from e
     except psycopg.Error as e:
-        raise error("INVALID_OUTPUT", f"PostgreSQL refuses: {one_line(e)}") from e
+        failure = error("INVALID_OUTPUT", f"PostgreSQL refuses: {one_line(e)}")
+        if line := _LINE.search(e.diag.context or ""):
+            failure.numbers["row"] = str(int(line[1]) - 1)
+        raise failure from e

@@ -4,11 +4,23 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import Connection
 
-from seqdedupe_spark.stores.kinds import BAD_VALUES, Column, Kind, bad_value, json_texts, kind_of, quoted
+from seqdedupe.errors import error
+from seqdedupe_spark.stores.kinds import (
+    BAD_VALUES,
+    Column,
+    Kind,
+    bad_value,
+    first_bad,
+    json_texts,
+    kind_of,
+    one_line,
+    quoted,
+)
 
 _TYPES: dict[Kind, tuple[str, ...]] = {
     Kind.BOOLEAN: ("boolean",),
@@ -63,18 +75,31 @@ def copy_in(connection: Connection, parts: Sequence[str], batch: pa.RecordBatch,
     """Sends the rows, in one COPY. Raises INVALID_OUTPUT for a value that its column cannot take."""
     cells, types = [], []
     for field, column in zip(batch.schema, batch.columns, strict=True):
+        base = _base(columns[field.name].type)
         try:
-            values, wire = _cells(field, column, _base(columns[field.name].type))
+            values, wire = _cells(field, column, base)
         except BAD_VALUES as e:
-            raise bad_value(field.name, e) from e
+            raise bad_value(field.name, first_bad(lambda part: _cells(field, part, base), column), e) from e  # noqa: B023
+        if kind_of(field) is Kind.TEXT and (row := _first_nul(column)) is not None:
+            raise bad_value(field.name, row, "it has a NUL character, which PostgreSQL text does not")
         cells.append(values)
         types.append(wire)
     names = ", ".join(map(quoted, batch.schema.names))
     statement = f"COPY {quoted(*parts)} ({names}) FROM STDIN (FORMAT BINARY)"
     with connection.cursor() as cursor, cursor.copy(statement.encode()) as copy:
         copy.set_types(types)
-        for row in zip(*cells, strict=True):
-            copy.write_row(row)
+        for number, cells_of_row in enumerate(zip(*cells, strict=True)):
+            try:
+                copy.write_row(cells_of_row)
+            except psycopg.Error as e:
+                if e.sqlstate is not None:
+                    raise
+                raise error("INVALID_OUTPUT", f"a value cannot be written: {one_line(e)}", row=number) from e
+
+
+def _first_nul(column: pa.Array) -> int | None:
+    found = pc.index(pc.fill_null(pc.match_substring(column, "\0"), False), True).as_py()
+    return found if found >= 0 else None
 
 
 def _cells(field: pa.Field, column: pa.Array, base: str) -> tuple[list[Any], str]:

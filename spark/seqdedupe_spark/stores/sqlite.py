@@ -4,13 +4,23 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import length_hint
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from seqdedupe.errors import error
-from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored
+from seqdedupe.errors import ConfigurationError, error
+from seqdedupe_spark.stores.contract import (
+    FORMAT_VERSION,
+    Advance,
+    Binding,
+    OutputStore,
+    Stored,
+    check_format,
+    check_replacement,
+)
 from seqdedupe_spark.stores.kinds import (
     BAD_VALUES,
     Column,
@@ -18,7 +28,9 @@ from seqdedupe_spark.stores.kinds import (
     bad_value,
     check_schema,
     check_table,
+    first_bad,
     from_cells,
+    in_batch,
     json_texts,
     kind_of,
     one_line,
@@ -37,9 +49,11 @@ _PRIMARY = 0xFF
 
 _OWN_TABLES = (
     "CREATE TABLE IF NOT EXISTS seqdedupe_positions (job TEXT NOT NULL, topic TEXT NOT NULL, epoch INTEGER NOT NULL, "
-    "incarnation INTEGER NOT NULL, message_id TEXT, message_index INTEGER NOT NULL, PRIMARY KEY (job, topic))",
+    "incarnation INTEGER NOT NULL, message_index INTEGER NOT NULL, position TEXT NOT NULL, PRIMARY KEY (job, topic))",
     "CREATE TABLE IF NOT EXISTS seqdedupe_watermarks (job TEXT NOT NULL, topic TEXT NOT NULL, "
     "producer_name TEXT NOT NULL, sequence_id INTEGER NOT NULL, PRIMARY KEY (job, topic, producer_name)) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS seqdedupe_jobs (job TEXT PRIMARY KEY NOT NULL, format_version INTEGER NOT NULL, "
+    "output_table TEXT NOT NULL, deduplicate INTEGER NOT NULL)",
 )
 
 _DECLARED = {
@@ -100,18 +114,44 @@ class SqliteStore(OutputStore):
     def close(self) -> None:
         self._connection.close()
 
+    def bind(self, job: str, binding: Binding) -> Binding:
+        with self._transaction():
+            self._make_own_tables()
+            self._connection.execute(
+                "INSERT OR IGNORE INTO seqdedupe_jobs VALUES (?, ?, ?, ?)", (job, FORMAT_VERSION, *binding)
+            )
+            version, table, deduplicate = self._connection.execute(
+                "SELECT format_version, output_table, deduplicate FROM seqdedupe_jobs WHERE job = ?", (job,)
+            ).fetchone()
+        check_format(version, str(self._path))
+        return Binding(table, bool(deduplicate))
+
+    def has_table(self, table: str) -> bool:
+        with self._errors():
+            return bool(self._columns_of(split_name(table)))
+
+    def _make_own_tables(self) -> None:
+        columns = self._columns_of(["seqdedupe_positions"])
+        if columns and "position" not in [name for name, *_ in columns]:
+            check_format(1, str(self._path))
+        for statement in _OWN_TABLES:
+            self._connection.execute(statement)
+
+    def _columns_of(self, parts: Sequence[str]) -> list[tuple[str, str, int]]:
+        """Name, declared type, and whether it has to be given, of each column; none if there is no such table."""
+        return self._connection.execute(
+            'SELECT name, type, "notnull" AND dflt_value IS NULL FROM pragma_table_info(?, ?)',
+            (parts[-1], parts[0] if len(parts) > 1 else "main"),
+        ).fetchall()
+
     def prepare(self, table: str, schema: pa.Schema) -> None:
         parts = split_name(table)
         check_schema(schema)
         declared = ", ".join(f"{quoted(field.name)} {_DECLARED[kind_of(field)]}" for field in schema)
         with self._transaction():
-            for statement in _OWN_TABLES:
-                self._connection.execute(statement)
+            self._make_own_tables()
             self._connection.execute(f"CREATE TABLE IF NOT EXISTS {quoted(*parts)} ({declared})")
-            rows = self._connection.execute(
-                'SELECT name, type, "notnull" AND dflt_value IS NULL FROM pragma_table_info(?, ?)',
-                (parts[-1], parts[0] if len(parts) > 1 else "main"),
-            ).fetchall()
+            rows = self._columns_of(parts)
         names = {name.lower(): name for name in schema.names}
         columns = {names.get(name.lower(), name): Column(kind, bool(required)) for name, kind, required in rows}
         check_table(table, schema, columns, _fits)
@@ -119,8 +159,7 @@ class SqliteStore(OutputStore):
     def positions(self, job: str) -> dict[str, Stored]:
         with self._errors():
             rows = self._connection.execute(
-                "SELECT topic, epoch, incarnation, message_id, message_index FROM seqdedupe_positions WHERE job = ?",
-                (job,),
+                "SELECT topic, epoch, position FROM seqdedupe_positions WHERE job = ?", (job,)
             ).fetchall()
         return {topic: from_cells(*rest) for topic, *rest in rows}
 
@@ -133,6 +172,7 @@ class SqliteStore(OutputStore):
         return stored, dict(rows)
 
     def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
+        check_replacement(topic, expected, new)
         with self._transaction():
             if self._stored(job, topic) != expected:
                 return False
@@ -142,17 +182,15 @@ class SqliteStore(OutputStore):
 
     def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
         name = quoted(*split_name(table))
-        collected = [batch for batch in batches if len(batch)]
+        collected = list(batches)
         changed = [advance.changed_watermarks() for advance in advances]
         with self._transaction():
             for advance in advances:
                 self._check(job, advance)
-            for batch in collected:
-                names = ", ".join(map(quoted, batch.schema.names))
-                places = ", ".join("?" * batch.num_columns)
-                self._connection.executemany(
-                    f"INSERT INTO {name} ({names}) VALUES ({places})", zip(*_columns(batch), strict=True)
-                )
+            for number, batch in enumerate(collected):
+                if len(batch):
+                    with in_batch(number):
+                        self._insert(name, batch)
             for advance, watermarks in zip(advances, changed, strict=True):
                 topic = advance.range.topic
                 self._connection.executemany(
@@ -162,13 +200,27 @@ class SqliteStore(OutputStore):
                 self._store(job, topic, Stored(advance.range.end, advance.epoch))
         return sum(map(len, collected))
 
+    def _insert(self, name: str, batch: pa.RecordBatch) -> None:
+        names = ", ".join(map(quoted, batch.schema.names))
+        places = ", ".join("?" * batch.num_columns)
+        statement = f"INSERT INTO {name} ({names}) VALUES ({places})"
+        first, *others = _columns(batch)
+        taken = iter(first)
+        try:
+            with self._errors():
+                self._connection.executemany(statement, zip(taken, *others, strict=True))
+        except ConfigurationError as e:
+            # What is left of a column's values says how far it came.
+            if (left := length_hint(taken)) < len(batch):
+                e.numbers["row"] = str(len(batch) - left - 1)
+            raise
+
     def _check(self, job: str, advance: Advance) -> None:
         advance.check(job, self._stored(job, advance.range.topic))
 
     def _stored(self, job: str, topic: str) -> Stored | None:
         row = self._connection.execute(
-            "SELECT epoch, incarnation, message_id, message_index FROM seqdedupe_positions WHERE job = ? AND topic = ?",
-            (job, topic),
+            "SELECT epoch, position FROM seqdedupe_positions WHERE job = ? AND topic = ?", (job, topic)
         ).fetchone()
         return row and from_cells(*row)
 
@@ -234,13 +286,16 @@ def _columns(batch: pa.RecordBatch) -> list[list[object]]:
     for field, column in zip(batch.schema, batch.columns, strict=True):
         kind = kind_of(field)
         try:
-            if kind is Kind.JSON:
-                columns.append(list(json_texts(column)))
-            else:
-                columns.append((_texts(column, kind) if kind in _AS_TEXT else column).to_pylist())
+            columns.append(_values(kind, column))
         except BAD_VALUES as e:
-            raise bad_value(field.name, e) from e
+            raise bad_value(field.name, first_bad(partial(_values, kind), column), e) from e
     return columns
+
+
+def _values(kind: Kind, column: pa.Array) -> list[object]:
+    if kind is Kind.JSON:
+        return list(json_texts(column))
+    return list((_texts(column, kind) if kind in _AS_TEXT else column).to_pylist())
 
 
 def _texts(column: pa.Array, kind: Kind) -> pa.Array:

@@ -20,11 +20,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
 
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory
 
 LIMIT_SECONDS = 30
 """Nothing here takes so long."""
@@ -41,6 +41,9 @@ class StoreHarness(ABC):
 
     table = "flights"
     """The output table's name."""
+
+    refuses_values = True
+    """Whether there are values that do not fit a column whose type takes them."""
 
     @property
     @abstractmethod
@@ -191,6 +194,16 @@ class StoreConformance:
         assert ns(harness) == []
         assert store.positions(JOB) == {TOPIC: Stored(at(-1), 0)}
 
+    def test_a_value_that_is_refused_names_its_row(self, harness: StoreHarness, store: OutputStore) -> None:
+        if not harness.refuses_values:
+            return
+        far = pa.record_batch({"n": pa.array([1, 2, 2**64 - 1, 4], pa.uint64())})
+        with refused("INVALID_OUTPUT") as caught:
+            store.write(JOB, harness.table, iter([numbers(0), numbers().slice(0, 0), far]), [over(-1, 9)])
+        assert (caught.value.numbers["batch"], caught.value.numbers["row"]) == ("2", "2")
+        assert ns(harness) == []
+        assert store.positions(JOB) == {TOPIC: Stored(at(-1), 0)}
+
     def test_several_positions_move_together_or_not_at_all(self, harness: StoreHarness, store: OutputStore) -> None:
         assert store.replace(JOB, OTHER, None, Stored(at(-1), 0))
         store.write(JOB, harness.table, iter([numbers(0)]), [over(-1, 4), over(-1, 6, OTHER)])
@@ -215,7 +228,7 @@ class StoreConformance:
             Advance(Range(TOPIC, Position(INCARNATION, MessageId(INCARNATION, 8), 1), at(2)), 0),
             Advance(Range(TOPIC, Position(INCARNATION, None, 1), at(2)), 0),
         ],
-        ids=["behind", "inside", "ahead", "epoch", "unknown topic", "incarnation", "message ID", "no message ID"],
+        ids=["before", "inside", "ahead", "epoch", "unknown topic", "incarnation", "message ID", "no message ID"],
     )
     def test_another_start_is_refused(self, harness: StoreHarness, store: OutputStore, wrong: Advance) -> None:
         store.write(JOB, harness.table, iter([numbers(0)]), [over(-1, 1)])
@@ -326,11 +339,57 @@ class StoreConformance:
         assert store.positions(JOB) == {TOPIC: new}
         store.write(JOB, harness.table, iter([numbers(51)]), [over(50, 51, epoch=1)])
         # Back to where it was once, and on from there.
-        assert store.replace(JOB, TOPIC, Stored(at(51), 1), Stored(at(-1), 1))
-        assert store.positions(JOB) == {TOPIC: Stored(at(-1), 1)}
-        store.write(JOB, harness.table, iter([numbers(0)]), [over(-1, 0, epoch=1)])
-        assert store.positions(JOB) == {TOPIC: Stored(at(0), 1)}
+        assert store.replace(JOB, TOPIC, Stored(at(51), 1), Stored(at(-1), 2))
+        assert store.positions(JOB) == {TOPIC: Stored(at(-1), 2)}
+        store.write(JOB, harness.table, iter([numbers(0)]), [over(-1, 0, epoch=2)])
+        assert store.positions(JOB) == {TOPIC: Stored(at(0), 2)}
         assert ns(harness) == [0, 51]
+
+    def test_a_position_never_moves_back_but_by_a_reset(self, harness: StoreHarness, store: OutputStore) -> None:
+        store.write(JOB, harness.table, iter([numbers(0)]), [over(-1, 9)])
+        with pytest.raises(SeqdedupeError, match="would move back"):
+            store.replace(JOB, TOPIC, Stored(at(9), 0), Stored(at(8), 0))
+        with pytest.raises(SeqdedupeError, match="would move from"):
+            store.write(JOB, harness.table, iter([numbers(1)]), [over(9, 8)])
+        assert store.positions(JOB) == {TOPIC: Stored(at(9), 0)}
+        assert ns(harness) == [0]
+        # Positions of two incarnations have no order.
+        assert store.replace(JOB, TOPIC, Stored(at(9), 0), Stored(at(3, INCARNATION + 1), 0))
+        assert store.positions(JOB) == {TOPIC: Stored(at(3, INCARNATION + 1), 0)}
+
+    # What a job is bound to.
+
+    def test_a_job_is_bound_to_its_table_and_mode_for_good(self, harness: StoreHarness, store: OutputStore) -> None:
+        first = Binding(harness.table, False)
+        assert store.bind(JOB, first) == first
+        for other in (Binding(harness.table, True), Binding("trains", False)):
+            if store.keeps_watermarks:
+                with harness.factory() as again:
+                    assert again.bind(JOB, other) == first
+                with refused("JOB_CHANGED"):
+                    other.check(JOB, first)
+                assert store.bind(f"another {other}", other) == other
+            else:
+                with pytest.raises(ConfigurationError):
+                    store.bind(JOB, other)
+
+    def test_of_those_who_bind_a_job_one_does(self, harness: StoreHarness) -> None:
+        with harness.factory() as store:
+            if not store.keeps_watermarks:
+                return
+        modes = iter([True, False, True, False])
+
+        def bind(store: OutputStore) -> Binding:
+            return store.bind(JOB, Binding(harness.table, next(modes)))
+
+        assert len(set(at_once(harness, 4, bind))) == 1
+
+    def test_it_knows_whether_the_table_is_there(self, harness: StoreHarness) -> None:
+        with harness.factory() as store:
+            store.bind(JOB, Binding(harness.table, False))
+            assert not store.has_table(harness.table)
+            store.prepare(harness.table, SCHEMA)
+            assert store.has_table(harness.table)
 
     # Watermarks.
 

@@ -26,7 +26,7 @@ COMMIT = "AFTER INSERT ON flights DEFERRABLE INITIALLY DEFERRED"
 """The trigger that runs in the commit of a transaction that has written rows."""
 
 MOVE = "AFTER UPDATE ON seqdedupe_positions"
-"""The trigger that runs behind the statement that moves a position."""
+"""The trigger that runs after the statement that moves a position."""
 
 
 def wait_for_the_end(url: str) -> None:

@@ -13,11 +13,11 @@ import psycopg
 import pyarrow as pa
 from deltalake import DeltaTable
 from psycopg.rows import dict_row
+
 from seqdedupe_spark.stores.contract import StoreFactory
 from seqdedupe_spark.stores.delta import DeltaStore
 from seqdedupe_spark.stores.postgres import PostgresStore
 from seqdedupe_spark.stores.sqlite import SqliteStore
-
 from tests.spark.stores.conformance import StoreHarness
 
 

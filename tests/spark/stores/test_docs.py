@@ -10,14 +10,15 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from seqdedupe_spark.stores.contract import StoreFactory
 
+from seqdedupe_spark.stores.contract import StoreFactory
 from tests.spark.stores.conformance import StoreConformance, StoreHarness
 
 PAGE = Path(__file__).parents[3] / "docs" / "spark-stores.md"
 
 
 class JsonHarness(StoreHarness):
+    refuses_values = False
     types = (pa.bool_(), pa.int8(), pa.int64(), pa.uint64(), pa.float64(), pa.string(), pa.list_(pa.int64()))
 
     def __init__(self, store: Any, folder: Path) -> None:

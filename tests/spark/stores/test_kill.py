@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from seqdedupe_spark.stores.contract import Stored
 
+from seqdedupe_spark.stores.contract import Stored
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, StoreHarness, at, ns
 from tests.spark.stores.database import COMMIT, MOVE, wait_for_the_end, waits
 from tests.spark.stores.harnesses import PostgresHarness, SqliteHarness
@@ -128,7 +128,7 @@ def test_a_writer_that_is_stopped_holds_no_lock(postgres_url: str, store: str, m
         with waits(postgres_url, MOVE) as waiting:
             waiting()
             writer.stop()
-        # The statement behind which the position is locked ends, and nobody asks for the next one.
+        # The statement after which the position is locked ends, and nobody asks for the next one.
         with psycopg.connect(postgres_url) as connection:
             connection.execute("SET lock_timeout = '500ms'")
             try:

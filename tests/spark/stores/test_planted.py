@@ -8,13 +8,13 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
+
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.stores import postgres
 from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
 from seqdedupe_spark.stores.postgres import PostgresStore
 from seqdedupe_spark.stores.sqlite import SqliteStore
-
-from seqdedupe.errors import SeqdedupeError
 from tests.spark.stores.conformance import INCARNATION, JOB, SCHEMA, TOPIC, StoreConformance, StoreHarness, at, over
 from tests.spark.stores.harnesses import PostgresHarness, SqliteHarness
 

@@ -11,11 +11,11 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
+
+from seqdedupe.errors import UnavailableError
 from seqdedupe_spark.stores import postgres
 from seqdedupe_spark.stores.contract import OutputStore, Stored
 from seqdedupe_spark.stores.postgres import PostgresStore
-
-from seqdedupe.errors import UnavailableError
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, at, ns, numbers, over, refused
 from tests.spark.stores.database import COMMIT, wait_for_the_end, waits
 from tests.spark.stores.harnesses import PostgresHarness
@@ -104,8 +104,9 @@ def test_a_value_that_a_column_does_not_take(
     harness: PostgresHarness, store: OutputStore, columns: str, values: pa.Array
 ) -> None:
     run(harness, f"CREATE TABLE flights ({columns})")
-    with refused("INVALID_OUTPUT", "v"):
+    with refused("INVALID_OUTPUT", "v") as caught:
         write(store, pa.record_batch([values], ["v"]))
+    assert (caught.value.numbers["batch"], caught.value.numbers["row"]) == ("0", "1")
     assert harness.rows() == []
     write(store, pa.record_batch([values.slice(0, 1)], ["v"]))
     assert len(harness.rows()) == 1

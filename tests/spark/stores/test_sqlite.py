@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from seqdedupe_spark.stores.contract import Stored
-from seqdedupe_spark.stores.sqlite import SqliteStore
 
 from seqdedupe.errors import ConfigurationError, UnavailableError
+from seqdedupe_spark.stores.contract import Stored
+from seqdedupe_spark.stores.sqlite import SqliteStore
 from tests.spark.stores.conformance import JOB, SCHEMA, TOPIC, at, ns, numbers, over, refused
 from tests.spark.stores.harnesses import SqliteHarness
 

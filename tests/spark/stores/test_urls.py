@@ -4,13 +4,13 @@ import pickle
 from pathlib import Path
 
 import pytest
+
+from seqdedupe.errors import ConfigurationError
 from seqdedupe_spark.stores.contract import OutputStore
 from seqdedupe_spark.stores.delta import DeltaStore
 from seqdedupe_spark.stores.postgres import PostgresStore
 from seqdedupe_spark.stores.sqlite import SqliteStore
 from seqdedupe_spark.stores.urls import from_url
-
-from seqdedupe.errors import ConfigurationError
 
 
 def test_a_relative_path_is_from_the_folder_where_the_url_was_read(

@@ -1,0 +1,94 @@
+"""Memory that clients make the sidecar hold: frames in flight, answers that wait to be read, pages for readers."""
+
+import asyncio
+from collections.abc import Callable
+
+MAX_HELD_BYTES = 256 * 1024 * 1024
+"""For all clients together."""
+
+MAX_SHARE_BYTES = 16 * 1024 * 1024
+"""Of one stream that has so much, nothing more is taken."""
+
+TICK_SECONDS = 0.02
+"""While somebody waits for memory, this often it is looked whether there is some."""
+
+
+class Budget:
+    """The memory of all clients. It is shared fairly: nobody may hold more than is left for the others.
+
+    So one alone gets half of it at most, a hundred a hundredth each, and however many there are, whoever asks for
+    little finds room. `relieve` is called now and then while somebody waits.
+    """
+
+    def __init__(self, relieve: Callable[[], None], limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+        self._relieve = relieve
+        self._waiting: dict[Share, None] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limit_bytes - self.held_bytes
+
+    def wait(self, share: "Share") -> None:
+        """`share.look` is called every now and then from here on."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+        self._waiting[share] = None
+
+    def wait_no_more(self, share: "Share") -> None:
+        self._waiting.pop(share, None)
+
+    def _tick(self) -> None:
+        for share in list(self._waiting):
+            share.look()
+        if self._waiting:
+            self._relieve()
+            asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+
+
+class Share:
+    """What one stream or call holds."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.held_bytes = 0
+        self._wanted_bytes = 0
+        self._found: asyncio.Future[None] | None = None
+
+    @property
+    def free_bytes(self) -> int:
+        """What nobody holds."""
+        return self._budget.free_bytes
+
+    def fits(self, size: int) -> bool:
+        """Whether so much more may be taken."""
+        held = self.held_bytes
+        return held + size <= self._budget.free_bytes and held < MAX_SHARE_BYTES
+
+    def take(self, size: int) -> None:
+        """Takes it, whether it fits or not: what has come into being is counted."""
+        self.held_bytes += size
+        self._budget.held_bytes += size
+
+    def give_back(self, size: int) -> None:
+        self.held_bytes -= size
+        self._budget.held_bytes -= size
+        self.look()
+
+    def look(self) -> None:
+        """Goes on if what is waited for fits now."""
+        if self._found is not None and not self._found.done() and self.fits(self._wanted_bytes):
+            self._found.set_result(None)
+
+    async def wait_for(self, size: int) -> None:
+        """Returns when so much more may be taken."""
+        while not self.fits(size):
+            self._wanted_bytes = size
+            self._found = asyncio.get_running_loop().create_future()
+            self._budget.wait(self)
+            try:
+                await self._found
+            finally:
+                self._found = None
+                self._budget.wait_no_more(self)

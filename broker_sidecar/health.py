@@ -1,0 +1,90 @@
+"""grpc.health.v1.Health: of the sidecar as a whole (no name), and of each topic by its full name.
+
+Telling a state never waits for anybody who watches it.
+"""
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from broker_sidecar.rpc import Context, abort, parse_small
+from broker_sidecar.streams import Stream, Streams
+
+SERVICE = "grpc.health.v1.Health"
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health:
+    """What is told, and the handlers of those who ask or watch."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._statuses: dict[str, Any] = {"": NOT_SERVING}
+        self._watching: dict[str, set[asyncio.Event]] = {}
+        self._is_draining = False
+
+    def set(self, name: str, status: Any) -> None:
+        """Tells a status; None: there is no such topic any more. When draining, nothing counts but that."""
+        if self._is_draining:
+            return
+        if status is None:
+            self._statuses.pop(name, None)
+        else:
+            self._statuses[name] = status
+        for news in self._watching.get(name, ()):
+            news.set()
+
+    def drain(self) -> None:
+        """Everything is NOT_SERVING from now on."""
+        for name in list(self._statuses):
+            self.set(name, NOT_SERVING)
+        self._is_draining = True
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods: dict[str, Any] = {
+            "Check": grpc.unary_unary_rpc_method_handler(self._check),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._watch)),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def _check(self, data: bytes, context: Context) -> bytes:
+        try:
+            name = _name_in(data)
+        except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
+            await abort(context, e)
+        if name not in self._statuses:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no topic {name}")
+        return _response(self._statuses[name])
+
+    async def _watch(self, data: bytes, _context: Context, stream: Stream) -> None:
+        name = _name_in(data)
+        news, told = asyncio.Event(), None
+        watching = self._watching.setdefault(name, set())
+        watching.add(news)
+        try:
+            while True:
+                news.clear()
+                status = self._statuses.get(name, SERVICE_UNKNOWN)
+                if status != told:
+                    await stream.write(_response(status))
+                    told = status
+                else:
+                    await news.wait()
+        finally:
+            watching.discard(news)
+            if not watching:
+                self._watching.pop(name, None)
+
+
+def _name_in(data: bytes) -> str:
+    """What is asked about: "" or a topic's full name."""
+    return parse_small(health_pb2.HealthCheckRequest, data).service
+
+
+def _response(status: Any) -> bytes:
+    return health_pb2.HealthCheckResponse(status=status).SerializeToString()

@@ -1,0 +1,152 @@
+"""All streams that are being served: how many there may be, and which one gives way to another."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc.aio
+
+from broker_sidecar.budget import MAX_HELD_BYTES, Budget, Share
+from broker_sidecar.rpc import Context, abort
+from seqdedupe.errors import SeqdedupeError, error
+
+FIRST_MESSAGE_SECONDS = 10.0
+"""By then a stream has said what it is for."""
+
+IDLE_SECONDS = 1.0
+"""After so long without a word to or from its client, and with nothing under way, a stream can give way."""
+
+UNREAD_SECONDS = 5.0
+"""A stream whose client has read nothing for so long can be ended when others wait for memory."""
+
+CONNECTION_SHARE = 2
+"""One TCP connection may have the n-th part of all streams. (Of Unix sockets nobody says which connection it is.)"""
+
+
+class Stream:
+    """One stream that is being served, by a task of its own."""
+
+    def __init__(self, context: Context, budget: Budget) -> None:
+        self.connection: str = context.peer()
+        self.share = Share(budget)
+        self.frames_in_flight = 0
+        self.moved_at = time.monotonic()
+        """When a message last came or went."""
+        self.writing_since: float | None = None
+        self.ended_because: SeqdedupeError | None = None
+        self._context = context
+        self._task = asyncio.current_task()
+
+    async def read(self) -> Any:
+        """The client's next message, or `grpc.aio.EOF`."""
+        data = await self._context.read()
+        self.moved_at = time.monotonic()
+        return data
+
+    async def read_first(self) -> Any:
+        """`read`, for the first message. Raises STREAM_IDLE if it does not come in time."""
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
+                return await self.read()
+        except TimeoutError as e:
+            raise error(
+                "STREAM_IDLE", f"no message came on this stream within {FIRST_MESSAGE_SECONDS:.0f} seconds"
+            ) from e
+
+    async def write(self, data: bytes) -> None:
+        """Sends a message; returns when the client has room for it."""
+        self.writing_since = time.monotonic()
+        await self._context.write(data)
+        self.writing_since = None
+        self.moved_at = time.monotonic()
+
+    def end(self, why: SeqdedupeError) -> None:
+        """Ends it with this error, soon."""
+        self.ended_because = why
+        if self._task is not None:
+            self._task.cancel()
+
+
+class Streams:
+    """The streams of all services, and the memory that their clients share."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open: set[Stream] = set()
+        self.budget = Budget(self._relieve, MAX_HELD_BYTES)
+        self.is_draining = False
+
+    def handler(
+        self, serve: Callable[[Any, Context, Stream], Awaitable[None]]
+    ) -> Callable[[Any, Context], Awaitable[None]]:
+        """The handler of a streaming call: `serve` with its requests or request, and the stream, which is counted."""
+
+        async def handle(request: Any, context: Context) -> None:
+            try:
+                with self._serving(context) as stream:
+                    await serve(request, context, stream)
+            except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
+                await abort(context, e)
+
+        return handle
+
+    @contextmanager
+    def _serving(self, context: Context) -> Iterator[Stream]:
+        stream = Stream(context, self.budget)
+        self._make_room(stream.connection)
+        self._open.add(stream)
+        try:
+            yield stream
+        except asyncio.CancelledError:
+            if stream.ended_because is not None:
+                raise stream.ended_because from None
+            raise
+        finally:
+            self._open.discard(stream)
+
+    def _make_room(self, connection: str) -> None:
+        """Lets another stream give way if need be. Raises TOO_MANY_STREAMS."""
+        most = self._limit
+        among: Iterable[Stream] = self._open
+        if not connection.startswith("unix:"):
+            share = max(1, self._limit // CONNECTION_SHARE)
+            own = [stream for stream in self._open if stream.connection == connection]
+            if len(own) >= share:
+                most, among = share, own
+        if len(self._open) < self._limit and most == self._limit:
+            return
+        until = time.monotonic() - IDLE_SECONDS
+        idle = [stream for stream in among if not stream.frames_in_flight and stream.moved_at <= until]
+        if not idle:
+            raise error("TOO_MANY_STREAMS", f"{most} streams are open: that is the limit", limit=most)
+        longest = min(idle, key=lambda stream: stream.moved_at)
+        self._end(longest, f"this stream gave way to another: {most} are open, and it was silent for longest")
+
+    def _end(self, stream: Stream, why: str) -> None:
+        self._open.discard(stream)
+        stream.end(error("STREAM_IDLE", why))
+
+    def _relieve(self) -> None:
+        """Somebody waits for memory: whoever has left answers unread for long gives back what it holds."""
+        if self.budget.free_bytes >= self.budget.limit_bytes // 4:
+            return
+        until = time.monotonic() - UNREAD_SECONDS
+        for stream in list(self._open):
+            if stream.share.held_bytes and stream.writing_since is not None and stream.writing_since <= until:
+                self._end(stream, "this stream's client reads nothing, and others wait for the memory")
+
+    def drain(self) -> None:
+        """Ends all streams with DRAINING."""
+        self.is_draining = True
+        for stream in self._open:
+            stream.end(error("DRAINING", "the sidecar is shutting down"))
+
+
+async def messages(stream: Stream) -> Any:
+    """All messages that a client sends on a stream, the first one in time."""
+    data = await stream.read_first()
+    while data is not grpc.aio.EOF:
+        yield data
+        data = await stream.read()

@@ -1,0 +1,181 @@
+"""A real sidecar for tests: a process of its own, for the length of a block, to be killed and started again at will."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+START_TIMEOUT_SECONDS = 60.0
+STOP_TIMEOUT_SECONDS = 60.0
+_POLL_SECONDS = 0.05
+_LINES_SHOWN = 20
+
+
+class Sidecar:
+    """A sidecar process, on a free port of 127.0.0.1 that stays the same over restarts.
+
+        with Sidecar(allow_auto_topic_creation=False) as sidecar:
+            ...  # publish to sidecar.address
+            sidecar.kill()  # -9
+            sidecar.start()
+
+    `folder` is where its data directory is made, and stays; left out, that is a temporary one and goes with the block.
+    `keys` are keys of the configuration (docs/configuration.md); `environment` is added to this process's own;
+    `module` is what `python -m` runs. Keys may be changed between two starts. Needs the extra `seqdedupe[sidecar]`.
+    Its methods block; they belong to one thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        module: str = "broker_sidecar",
+        environment: Mapping[str, str] | None = None,
+        **keys: object,
+    ) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="seqdedupe-") if folder is None else None
+        self._module = module
+        self._environment = dict(environment or {})
+        self.folder = Path(self._temporary.name) if self._temporary is not None else Path(folder or "")
+        self.keys = keys
+        self.address = "127.0.0.1:0"
+        """`host:port` or `unix:path`; the port is known once it serves."""
+        self.log: list[dict[str, Any]] = []
+        """What it has logged since the first start, as parsed JSON lines: `event`, `level`, ..."""
+        self.errors: list[str] = []
+        """What else it has printed to standard error, by lines."""
+        self._process: subprocess.Popen[str] | None = None
+        self._serving = threading.Event()
+        self._reader: threading.Thread | None = None
+
+    @property
+    def data(self) -> Path:
+        """Its data directory, unless `keys` has another one."""
+        return self.folder / "data"
+
+    @property
+    def pid(self) -> int:
+        """The process's number. Raises RuntimeError before the first start."""
+        if self._process is None:
+            raise RuntimeError("the sidecar was not started yet")
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process now, serving or not."""
+        return self._process is not None and self._process.poll() is None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """`spawn` and `wait_until_serving`."""
+        self.spawn()
+        self.wait_until_serving()
+
+    def spawn(self) -> "subprocess.Popen[str]":
+        """Starts the process without waiting for it to serve."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._serving.clear()
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", self._module, *self._flags()],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | self._environment,
+        )
+        self._reader = threading.Thread(target=self._read, args=(process,), daemon=True)
+        self._reader.start()
+        return process
+
+    def _flags(self) -> list[str]:
+        flags: list[str] = []
+        for name, value in ({"data_directory": self.data, "listen": self.address} | self.keys).items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", str(value)]
+        return flags
+
+    def wait_until_serving(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
+        """Until it serves. Raises RuntimeError with what it printed if it ends instead, or does not in time."""
+        waited = 0.0
+        while not self._serving.wait(_POLL_SECONDS):
+            self.check_running()
+            waited += _POLL_SECONDS
+            if waited > timeout_seconds:
+                raise RuntimeError(f"the sidecar does not serve after {timeout_seconds:.0f} s: {self._last_lines()}")
+
+    def check_running(self) -> None:
+        """Raises RuntimeError with the end of what it printed if the process has ended by itself."""
+        process = self._process
+        if process is not None and process.poll() is not None:
+            self._join()
+            raise RuntimeError(f"the sidecar ended with {process.returncode}: {self._last_lines()}")
+
+    def _last_lines(self) -> str:
+        events = [str(entry.get("event")) for entry in self.log]
+        return "\n".join((events + self.errors)[-_LINES_SHOWN:])
+
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        if process.stderr is None:
+            return
+        with process.stderr as lines:
+            for line in lines:
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    self.errors.append(line.rstrip())
+                    continue
+                self.log.append(entry)
+                if entry["event"] == "serving":
+                    self.address = entry["address"]
+                    self._serving.set()
+
+    def _join(self) -> None:
+        if self._reader is not None:
+            self._reader.join()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def stop(self) -> int:
+        """SIGTERM: it drains. Returns the exit status."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def restart(self) -> None:
+        """kill -9, and start again."""
+        self.kill()
+        self.start()
+
+    def close(self) -> None:
+        """kill -9; a temporary folder is removed."""
+        self.kill()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, if the process is still there."""
+        if self._process is not None and self.is_running:
+            self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Waits for the process to end; returns the exit status. Raises subprocess.TimeoutExpired."""
+        if self._process is None:
+            return 0
+        status = self._process.wait(STOP_TIMEOUT_SECONDS)
+        self._join()
+        return status

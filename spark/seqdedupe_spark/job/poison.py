@@ -1,0 +1,52 @@
+"""Naming the message that a range cannot be written for: its topic, its index, its message ID."""
+
+from collections.abc import Callable
+
+import pyarrow as pa
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.message_id import MessageId
+
+
+def names_a_row(failure: SeqdedupeError) -> bool:
+    """Whether a store says which row it refuses: the number of the batch that it was given, and of the row in it."""
+    return {"batch", "row"} <= failure.numbers.keys()
+
+
+def first_failing(call: Callable[[pa.RecordBatch], object], messages: pa.RecordBatch) -> int | None:
+    """The first message that the call fails on alone, by halves; None if it fails on several together only."""
+    first, count = 0, len(messages)
+    while count > 1:
+        half = count // 2
+        if _fails(call, messages.slice(first, half)):
+            count = half
+        else:
+            first, count = first + half, count - half
+    return first if count and _fails(call, messages.slice(first, count)) else None
+
+
+def _fails(call: Callable[[pa.RecordBatch], object], messages: pa.RecordBatch) -> bool:
+    try:
+        call(messages)
+    except SeqdedupeError:
+        return True
+    return False
+
+
+def message_of_row(count_rows: Callable[[pa.RecordBatch], int], messages: pa.RecordBatch, row: int) -> int:
+    """The message that a row was made of, where rows are made one message after the other."""
+    low, high = 0, len(messages) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if count_rows(messages.slice(0, middle + 1)) > row:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def naming(failure: SeqdedupeError, topic: str, incarnation: int, index: int) -> SeqdedupeError:
+    """The same failure, which says which message is the cause."""
+    message_id = MessageId.of(incarnation, index)
+    what = f"{failure.message}; the message is {message_id}, index {index}, of {topic}"
+    return error(failure.reason, what, hint=failure.hint, topic=topic, index=index, message_id=message_id)

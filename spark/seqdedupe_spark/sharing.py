@@ -1,0 +1,48 @@
+"""Sharing out ranges: a limit over topics, a topic over tasks, and many small ranges over few tasks."""
+
+from seqdedupe.message_id import Position
+from seqdedupe_spark.ranges import Range
+
+PACKED_MESSAGES = 10_000
+"""A task is given several ranges if they have no more messages together."""
+
+PACKED_RANGES = 32
+"""And so many ranges at most: messages may be large."""
+
+
+def shares(there: list[int], limit: int) -> list[int]:
+    """The limit shared out in proportion to what is there, at least one each."""
+    rest, more = max(limit - len(there), 0), max(sum(there) - len(there), 1)
+    return [1 + rest * (one - 1) // more for one in there]
+
+
+def split(ranges: list[Range], parts: int) -> list[Range]:
+    """The same messages in at least so many ranges, if there are so many messages; each range is cut evenly."""
+    messages = sum(len(one) for one in ranges)
+    return [
+        cut(one, len(one) * i // pieces, len(one) * (i + 1) // pieces)
+        for one in ranges
+        if (pieces := min(-(-len(one) * parts // messages), len(one)))
+        for i in range(pieces)
+    ]
+
+
+def cut(whole: Range, first: int, stop: int) -> Range:
+    """Its messages from the `first`-th to before the `stop`-th."""
+    start = Position.before(whole.incarnation, whole.first_index + first) if first else whole.start
+    end = Position.before(whole.incarnation, whole.first_index + stop) if stop < len(whole) else whole.end
+    return Range(whole.topic, start, end)
+
+
+def packed(messages: list[int], least_parts: int = 1) -> list[range]:
+    """Neighbours that one task takes: `messages` are those of each range; in at least so many parts, if there are so
+    many ranges with messages enough."""
+    most = max(min(PACKED_MESSAGES, sum(messages) // max(least_parts, 1)), 1)
+    parts: list[range] = []
+    first = total = 0
+    for number, count in enumerate(messages):
+        if number > first and (total + count > most or number - first == PACKED_RANGES):
+            parts.append(range(first, number))
+            first, total = number, 0
+        total += count
+    return [*parts, range(first, len(messages))] if messages else []
