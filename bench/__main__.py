@@ -24,6 +24,7 @@ FIGURES = (
     "reading",
     "snapshot_pause",
     "start",
+    "tag",
     "memory",
     "spark_source",
     "spark_postgres",

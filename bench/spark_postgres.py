@@ -14,12 +14,12 @@ from pyspark.sql import SparkSession
 
 from bench import spark_setup
 from bench.figure import Figure, Ratio, over
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.options import Limits, Options
 from seqdedupe_spark.reading import read_range
 from seqdedupe_spark.stores.postgres import PostgresStore
-from tests.sidecar import Sidecar
 from tests.spark.postgres import PostgresServer
 
 ROWS = 500_000

@@ -14,9 +14,9 @@ from pyspark.sql.types import StructType
 
 from bench import spark_setup
 from bench.figure import Figure, Ratio, over
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.reading import read_range
-from tests.sidecar import Sidecar
 
 ROWS = 1_000_000
 """In each of the two partitions."""

@@ -11,7 +11,7 @@ import grpc
 from broker_sidecar.rpc import unary
 from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import error
-from seqdedupe.format.records import FORMAT_VERSION
+from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.topic.directory import Closed, Topics

@@ -18,8 +18,8 @@ from seqdedupe.v1 import read_pb2
 SERVICE = "seqdedupe.v1.ReadService"
 
 LEAST_PAGE_BYTES = 64 * 1024
-FREE_PARTS = 256
-"""A page is such a part of the memory that is free, at most: a thousand clients that read nothing leave some."""
+FREE_PARTS = 128
+"""A page is such a part of the memory that is free, at most: hundreds of clients that read nothing leave some."""
 
 _TAIL = struct.Struct("<BqBqBq")
 

@@ -10,10 +10,14 @@ from google.protobuf.message import DecodeError
 
 from seqdedupe import wire
 from seqdedupe.errors import error
+from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.v1 import batch_pb2
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
+
+_FIELD_NUMBERS = (*range(1, 19), 31, 32, 33)
+"""Of the columns, in `Batch` (batch.proto)."""
 
 NO_INT64S: Int64s = np.zeros(0, np.int64)
 NO_INT32S: Int32s = np.zeros(0, np.int32)
@@ -91,6 +95,8 @@ class Batch:
     property_offsets: Int32s = field(default_factory=lambda: NO_INT32S)
     property_names: Binary = field(default_factory=Binary)
     property_values: Binary = field(default_factory=Binary)
+    complete_up_to: Int64s = field(default_factory=lambda: NO_INT64S)
+    deduplication_ids: Binary = field(default_factory=Binary)
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -137,19 +143,22 @@ class Batch:
             names.data,
             values.offsets.tobytes(),
             values.data,
+            self.complete_up_to.tobytes(),
+            self.deduplication_ids.offsets.tobytes(),
+            self.deduplication_ids.data,
             self.payloads.offsets.tobytes(),
             self.payloads.validity,
             self.payloads.data,
         )
         parts: list[bytes | memoryview] = []
-        for number, column in enumerate(columns, 1):
+        for number, column in zip(_FIELD_NUMBERS, columns, strict=True):
             if column:
                 parts += wire.length_delimited(number, column)
         return parts
 
     def take(self, rows: Int64s) -> "Batch":
         """The batch of these rows, which rise. A producer's link becomes its row before the first one kept."""
-        names, epochs, links, indexes = self._take_producers(rows)
+        names, epochs, links, indexes, complete = self._take_producers(rows)
         property_offsets, picked = NO_INT32S, NO_INT64S
         if len(self.property_offsets):
             starts, ends = self.property_offsets[:-1][rows], self.property_offsets[1:][rows]
@@ -166,15 +175,17 @@ class Batch:
             property_offsets=property_offsets if len(picked) else NO_INT32S,
             property_names=self.property_names.take(picked) if len(picked) else Binary(),
             property_values=self.property_values.take(picked) if len(picked) else Binary(),
+            complete_up_to=complete,
+            deduplication_ids=self.deduplication_ids.take(rows),
             payloads=self.payloads.take(rows),
         )
 
-    def _take_producers(self, rows: Int64s) -> tuple[Binary, Int64s, Int64s, Int32s]:
+    def _take_producers(self, rows: Int64s) -> tuple[Binary, Int64s, Int64s, Int32s, Int64s]:
         """The columns of producers for these rows."""
         if len(self.epochs) == 1:
             first = rows[0]
             links = self.sequence_ids[first - 1 : first] if first else self.previous_sequence_ids
-            return self.producer_names, self.epochs, links, NO_INT32S
+            return self.producer_names, self.epochs, links, NO_INT32S, self.complete_up_to
         indexes = self.producer_indexes
         kept, first_kept, new_indexes = np.unique(indexes[rows], return_index=True, return_inverse=True)
         links = self.previous_sequence_ids[kept].copy()
@@ -183,7 +194,8 @@ class Batch:
             if len(before):
                 links[place] = self.sequence_ids[before[-1]]
         column = new_indexes.astype(np.int32) if len(kept) > 1 else NO_INT32S
-        return self.producer_names.take(kept.astype(np.int64)), self.epochs[kept], links, column
+        complete = self.complete_up_to[kept] if len(self.complete_up_to) else NO_INT64S
+        return self.producer_names.take(kept.astype(np.int64)), self.epochs[kept], links, column, complete
 
 
 def _array(column: bytes, kind: type[np.generic]) -> Any:
@@ -210,6 +222,8 @@ def decode(encoded: bytes) -> Batch:
         property_offsets=_array(message.property_offsets, np.int32),
         property_names=Binary(_array(message.property_name_offsets, np.int32), message.property_names),
         property_values=Binary(_array(message.property_value_offsets, np.int32), message.property_values),
+        complete_up_to=_array(message.complete_up_to, np.int64),
+        deduplication_ids=Binary(_array(message.deduplication_id_offsets, np.int32), message.deduplication_ids),
         payloads=Binary(_array(message.payload_offsets, np.int32), message.payloads, message.payload_validity),
     )
 
@@ -226,6 +240,8 @@ def canonical(encoded: bytes) -> bytes:
         message.ClearField("producer_indexes")
     if not any(message.event_times_ms):
         message.ClearField("event_times_ms")
+    if all(up_to == NO_SEQUENCE_ID for up_to in message.complete_up_to):
+        message.ClearField("complete_up_to")
     return message.SerializeToString(deterministic=True)
 
 

@@ -20,6 +20,7 @@ def write_synced(path: Path, data: bytes) -> None:
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
+        os.fchmod(file, 0o600)
         os.write(file, data)
         os.fsync(file)
     finally:

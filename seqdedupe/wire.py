@@ -54,6 +54,7 @@ def _alias(name: str) -> Any:
 
 
 Batch = _alias("Batch")
+Control = _alias("Control")
 PublishRequest = _alias("PublishRequest")
 PublishStreamRequest = _alias("PublishStreamRequest")
 PublishStreamResponse = _alias("PublishStreamResponse")

@@ -5,7 +5,7 @@ import sys
 from types import ModuleType
 
 MODULES = {
-    "seqdedupe.format": ("columns", "layout", "crc", "records"),
+    "seqdedupe.format": ("columns", "layout", "crc", "tag", "records"),
     "seqdedupe.core": ("rule", "recent", "replay", "producers"),
 }
 

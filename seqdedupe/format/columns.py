@@ -36,17 +36,21 @@ PROPERTY_NAME_OFFSETS = 11
 PROPERTY_NAMES = 12
 PROPERTY_VALUE_OFFSETS = 13
 PROPERTY_VALUES = 14
-PAYLOAD_OFFSETS = 15
-PAYLOAD_VALIDITY = 16
-PAYLOADS = 17
-COLUMNS = 18
+COMPLETE_UP_TO = 15
+DEDUPLICATION_ID_OFFSETS = 16
+DEDUPLICATION_IDS = 17
+PAYLOAD_OFFSETS = 18
+PAYLOAD_VALIDITY = 19
+PAYLOADS = 20
+COLUMNS = 21
 
-FIELD_NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18)
+FIELD_NUMBERS = (*range(1, 19), 31, 32, 33)
 """Of each column, its field number in `Batch` (batch.proto)."""
 
 # The other elements of a place row.
 ROWS = 2 * COLUMNS
 PRODUCERS = ROWS + 1
+"""0 in a batch of deduplication IDs without producers."""
 COLUMNS_END = ROWS + 2
 """Where the payload fields begin: recovery does not read on from here."""
 BAD = ROWS + 3
@@ -56,9 +60,11 @@ PUBLISH_TIME_MS = ROWS + 5
 RECORD_START = ROWS + 6
 RECORD_END = ROWS + 7
 TERM = ROWS + 8
-"""In a marker, its term; 0 in a batch."""
+"""In a marker, its term; 0 in a batch and in a control record."""
 SYNCED_OFFSET = ROWS + 9
-PLACES = ROWS + 10
+OWNERSHIP = ROWS + 10
+"""As a signed number: see `records.ownership_of`."""
+PLACES = ROWS + 11
 
 
 @for_kernels

@@ -62,6 +62,23 @@ except ImportError:
         """So many signed 64-bit little-endian numbers from this place of a buffer on."""
         return np.frombuffer(raw, "<i8", count, at) if count else np.zeros(0, np.int64)
 
+    def add64(a: int, b: int) -> int:
+        """The sum of two signed 64-bit numbers, which overflows as the processor's does."""
+        return _signed(int(a) + int(b))
+
+    def shl64(a: int, bits: int) -> int:
+        """A signed 64-bit number shifted to the left; what is shifted out is lost."""
+        return _signed(int(a) << bits)
+
+    def rotl64(a: int, bits: int) -> int:
+        """A signed 64-bit number rotated to the left, by 1 to 63 bits."""
+        return _signed(int(a) << bits | (int(a) & _MASK64) >> (64 - bits))
+
+    _MASK64 = 2**64 - 1
+
+    def _signed(a: int) -> int:
+        return (a + 2**63 & _MASK64) - 2**63
+
     crc_step: Any = None
     """CRC32C of eight more bytes as one instruction of the processor; None where there is none."""
 
@@ -151,6 +168,18 @@ else:
 
     view32 = _view(_TYPES[Int32Column])
     view64 = _view(_TYPES[Int64Column])
+
+    @for_kernels
+    def add64(a: int, b: int) -> int:
+        return a + b
+
+    @for_kernels
+    def shl64(a: int, bits: int) -> int:
+        return a << bits
+
+    @for_kernels
+    def rotl64(a: int, bits: int) -> int:
+        return (a << bits) | ((a >> (64 - bits)) & ((1 << bits) - 1))
 
     def _crc_step(typing_context, crc, word):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]

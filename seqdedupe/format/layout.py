@@ -11,6 +11,9 @@ from seqdedupe.format.columns import (
     COLUMN_OF_FIELD,
     COLUMNS,
     COLUMNS_END,
+    COMPLETE_UP_TO,
+    DEDUPLICATION_ID_OFFSETS,
+    DEDUPLICATION_IDS,
     EPOCHS,
     EVENT_TIMES,
     KEY_OFFSETS,
@@ -58,6 +61,8 @@ BAD_KEYS = 12
 BAD_PROPERTIES = 13
 BAD_PAYLOADS = 14
 PAYLOAD_TOO_LARGE = 15
+BAD_COMPLETE_UP_TO = 16
+BAD_DEDUPLICATION_IDS = 17
 
 _ONE_BYTE_VARINT = 0x80
 
@@ -145,6 +150,8 @@ def check_producers(raw: Bytes, places: Int64s) -> int:
             return NOT_CANONICAL
     elif size(places, PRODUCER_INDEXES) != 4 * places[ROWS]:
         return BAD_PRODUCER_COLUMN
+    if size(places, COMPLETE_UP_TO) != 0 and size(places, COMPLETE_UP_TO) != 8 * producers:
+        return BAD_COMPLETE_UP_TO
     return CANONICAL
 
 
@@ -229,12 +236,25 @@ def layout_columns(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
     wrong = walk(raw, begin, end, places)
     if wrong != CANONICAL:
         return wrong
+    has_producers = False
+    for column in range(SEQUENCE_IDS + 1):
+        has_producers = has_producers or size(places, column) != 0
     rows = size(places, SEQUENCE_IDS) // 8
+    if not has_producers:
+        rows = size(places, DEDUPLICATION_ID_OFFSETS) // 4 - 1
     places[ROWS] = rows
-    if rows < 1 or size(places, SEQUENCE_IDS) != 8 * rows:
+    if rows < 1 or (has_producers and size(places, SEQUENCE_IDS) != 8 * rows):
         return NO_ROWS
     if rows > MAX_BATCH_ROWS:
         return TOO_MANY_ROWS
+    if size(places, DEDUPLICATION_ID_OFFSETS) == 0:
+        if size(places, DEDUPLICATION_IDS) != 0:
+            return BAD_DEDUPLICATION_IDS
+    elif not offsets_fit(raw, places, DEDUPLICATION_ID_OFFSETS, rows, size(places, DEDUPLICATION_IDS)):
+        return BAD_DEDUPLICATION_IDS
+    if not has_producers:
+        places[PRODUCERS] = 0
+        return BAD_COMPLETE_UP_TO if size(places, COMPLETE_UP_TO) != 0 else CANONICAL
     wrong = check_producers(raw, places)
     if wrong != CANONICAL:
         return wrong

@@ -1,10 +1,4 @@
-"""The stored form of a batch or marker: a header of fixed width, then the batch. `docs/formats.md` draws it.
-
-Header and batch together are one element of the answer's `records` in protobuf's encoding, so a slice of a segment
-file is a valid answer. Offsets below are from the start of the record.
-"""
-
-import struct
+"""Reading stored records: a buffer of them into a table of place rows, with everything checked but the payloads."""
 
 import google_crc32c
 import numpy as np
@@ -12,7 +6,9 @@ import numpy as np
 from seqdedupe.format.columns import (
     BASE_INDEX,
     COLUMNS_END,
+    OWNERSHIP,
     PLACES,
+    PRODUCERS,
     PUBLISH_TIME_MS,
     RECORD_END,
     RECORD_START,
@@ -21,42 +17,40 @@ from seqdedupe.format.columns import (
     TERM,
 )
 from seqdedupe.format.crc import crc32c
+from seqdedupe.format.headers import (
+    BASE_INDEX_AT,
+    BATCH_TAG,
+    BODY_AT,
+    CHECKED_END,
+    COLUMN_BYTES_AT,
+    COLUMN_CRC_AT,
+    COLUMN_CRC_TAG,
+    CONTROL_TAG,
+    FILE_OFFSET_AT,
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    INCARNATION_AT,
+    LENGTH_AT,
+    LENGTH_END,
+    MARKER_BYTES,
+    MARKER_TAG,
+    OWNERSHIP_AT,
+    PAYLOAD_CRC_AT,
+    PAYLOAD_CRC_TAG,
+    PUBLISH_TIME_AT,
+    RECORDS_TAG,
+    ROWS_AT,
+    SYNCED_AT,
+    TAG_AT,
+    TAG_TAG,
+    TOKEN_AT,
+    TOKEN_BYTES,
+    VERSION_AT,
+    VERSION_TAG,
+)
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, kernel, load32, load64
 from seqdedupe.format.layout import CANONICAL, layout_columns
-
-FORMAT_VERSION = 1
-TOKEN_BYTES = 16
-SECRET_BYTES = 16
-
-# tag of `records`, length in five bytes; then tag and value of fields 1 to 8, 9 and 10; tag and length of the body.
-_CHECKED = struct.Struct("<B5sBIBqBqBqBqBqBIBI")
-_CHECKSUMS = struct.Struct("<BIBI")
-_BODY = struct.Struct("<B5s")
-HEADER_BYTES = _CHECKED.size + _CHECKSUMS.size + _BODY.size
-
-# Where the values stand (their tags are a byte before them).
-_LENGTH_AT = 1
-_LENGTH_END = 6
-_VERSION_AT = 7
-_INCARNATION_AT = 12
-_FILE_OFFSET_AT = 21
-_BASE_INDEX_AT = 30
-_PUBLISH_TIME_AT = 39
-_SYNCED_AT = 48
-_ROWS_AT = 57
-_COLUMN_BYTES_AT = 62
-_CHECKED_END = _CHECKED.size
-_COLUMN_CRC_AT = _CHECKED_END + 1
-_PAYLOAD_CRC_AT = _COLUMN_CRC_AT + 5
-_BODY_AT = _CHECKED_END + _CHECKSUMS.size
-
-_RECORDS_TAG = 0x0A
-_COLUMN_CRC_TAG = 9 << 3 | 5
-_PAYLOAD_CRC_TAG = 10 << 3 | 5
-_MARKER_TAG = 14 << 3 | 2
-_BATCH_TAG = 15 << 3 | 2
-_MARKER = struct.Struct("<BqBB16s")
-"""An encoded Marker: term and token."""
+from seqdedupe.format.tag import siphash
 
 # What stopped a scan.
 END = 0
@@ -71,91 +65,19 @@ NOT_CONTIGUOUS = 4
 """An intact record, but its index is not the next one."""
 FULL = 5
 """The table is full, the buffer is not at its end."""
+OLDER = 6
+"""A record of an earlier format version."""
+OTHER_OWNER = 7
+"""An intact record, but not written under the marker before it."""
 
 
-def padded_varint(value: int) -> bytes:
-    """A protobuf varint in five bytes whatever its value (below 2^35)."""
-    return bytes(
-        (
-            value & 0x7F | 0x80,
-            value >> 7 & 0x7F | 0x80,
-            value >> 14 & 0x7F | 0x80,
-            value >> 21 & 0x7F | 0x80,
-            value >> 28 & 0x7F,
-        )
-    )
-
-
-def batch_header(
-    body: bytes | memoryview,
-    *,
-    rows: int,
-    column_bytes: int,
-    incarnation: int,
-    file_offset: int,
-    base_index: int,
-    publish_time_ms: int,
-    synced_offset: int,
-    body_tag: int = _BATCH_TAG,
-) -> bytes:
-    """The header of an encoded batch; the record is this followed by the batch. A marker's has another tag."""
-    tag_and_length = _BODY.pack(body_tag, padded_varint(len(body)))
-    checked = _CHECKED.pack(
-        _RECORDS_TAG,
-        padded_varint(HEADER_BYTES - _LENGTH_END + len(body)),
-        1 << 3 | 5,
-        FORMAT_VERSION,
-        2 << 3 | 1,
-        incarnation,
-        3 << 3 | 1,
-        file_offset,
-        4 << 3 | 1,
-        base_index,
-        5 << 3 | 1,
-        publish_time_ms,
-        6 << 3 | 1,
-        synced_offset,
-        7 << 3 | 5,
-        rows,
-        8 << 3 | 5,
-        column_bytes,
-    )
-    view = np.frombuffer(body, np.uint8)  # it takes no memoryview, and a slice of bytes is a copy
-    column_crc = google_crc32c.extend(google_crc32c.value(checked + tag_and_length), view[:column_bytes])
-    payload_crc = google_crc32c.value(view[column_bytes:])
-    return checked + _CHECKSUMS.pack(_COLUMN_CRC_TAG, column_crc, _PAYLOAD_CRC_TAG, payload_crc) + tag_and_length
-
-
-def marker_record(
-    term: int,
-    token: bytes,
-    *,
-    incarnation: int,
-    file_offset: int,
-    next_index: int,
-    publish_time_ms: int,
-    synced_offset: int,
-) -> bytes:
-    """A whole record: the start of an ownership."""
-    body = _MARKER.pack(1 << 3 | 1, term, 2 << 3 | 2, TOKEN_BYTES, token)
-    return (
-        batch_header(
-            body,
-            body_tag=_MARKER_TAG,
-            rows=0,
-            column_bytes=len(body),
-            incarnation=incarnation,
-            file_offset=file_offset,
-            base_index=next_index,
-            publish_time_ms=publish_time_ms,
-            synced_offset=synced_offset,
-        )
-        + body
-    )
+def ownership(places: np.ndarray) -> int:
+    """That of a scanned record, as an unsigned number."""
+    return int(places[OWNERSHIP]) % 2**64
 
 
 def body_of(raw: bytes | memoryview, places: np.ndarray) -> bytes:
-    """The encoded batch or marker of a scanned record."""
+    """The encoded batch, marker or control of a scanned record."""
     return bytes(raw[places[RECORD_START] + HEADER_BYTES : places[RECORD_END]])
 
 
@@ -167,7 +89,7 @@ def marker_token(raw: bytes, places: np.ndarray) -> bytes:
 
 def payload_is_intact(raw: bytes | memoryview, places: np.ndarray) -> bool:
     """Whether the payload part of a scanned record has its checksum. `scan` looks at header and columns only."""
-    stored = int.from_bytes(raw[places[RECORD_START] + _PAYLOAD_CRC_AT :][:4], "little")
+    stored = int.from_bytes(raw[places[RECORD_START] + PAYLOAD_CRC_AT :][:4], "little")
     return bool(google_crc32c.value(bytes(raw[places[COLUMNS_END] : places[RECORD_END]])) == stored)
 
 
@@ -189,115 +111,144 @@ def padded_length(raw: Bytes, at: int) -> int:
 
 
 @kernel()
-def scan_record(raw: Bytes, at: int, incarnation: int, file_offset: int, places: Int64s) -> int:
-    """Reads the record at `at` into a place row: END if it is intact, else INCOMPLETE, DAMAGED or NEWER.
+def scan_record(raw: Bytes, at: int, incarnation: int, file_offset: int, key: Int64s, places: Int64s) -> int:
+    """Reads the record at `at` into a place row: END if it is intact, else INCOMPLETE, DAMAGED, NEWER or OLDER.
 
     Header and columns are checked, payloads are not. `file_offset` is where the record should say that it stands,
-    or -1 to believe it.
+    or -1 to believe it. With NO_KEY its tag is not looked at.
     """
     left = raw.shape[0] - at
     if left < HEADER_BYTES:
         return INCOMPLETE
-    size = padded_length(raw, at + _LENGTH_AT)
-    body_size = padded_length(raw, at + _BODY_AT + 1)
-    body_tag = int(raw[at + _BODY_AT])
-    column_bytes = load32(raw, at + _COLUMN_BYTES_AT)
     if (
-        int(raw[at]) != _RECORDS_TAG
-        # The checksum does not cover its own tag and the next one's.
-        or int(raw[at + _COLUMN_CRC_AT - 1]) != _COLUMN_CRC_TAG
-        or int(raw[at + _PAYLOAD_CRC_AT - 1]) != _PAYLOAD_CRC_TAG
-        or body_size < 0
-        or size != HEADER_BYTES - _LENGTH_END + body_size
+        int(raw[at]) != RECORDS_TAG
+        or load64(raw, at + INCARNATION_AT) != incarnation
+        or (file_offset >= 0 and load64(raw, at + FILE_OFFSET_AT) != file_offset)
+    ):
+        return DAMAGED
+    if int(raw[at + VERSION_AT - 1]) == VERSION_TAG and load32(raw, at + VERSION_AT) == 1:
+        return OLDER
+    record_bytes = padded_length(raw, at + LENGTH_AT)
+    body_bytes = padded_length(raw, at + BODY_AT + 1)
+    column_bytes = load32(raw, at + COLUMN_BYTES_AT)
+    if (
+        # What the checksum of the columns does not cover.
+        int(raw[at + COLUMN_CRC_AT - 1]) != COLUMN_CRC_TAG
+        or int(raw[at + PAYLOAD_CRC_AT - 1]) != PAYLOAD_CRC_TAG
+        or int(raw[at + TAG_AT - 1]) != TAG_TAG
+        or body_bytes < 0
+        or record_bytes != HEADER_BYTES - LENGTH_END + body_bytes
         or column_bytes < 0
-        or column_bytes > body_size
-        or load64(raw, at + _INCARNATION_AT) != incarnation
-        or (file_offset >= 0 and load64(raw, at + _FILE_OFFSET_AT) != file_offset)
+        or column_bytes > body_bytes
+        or load64(raw, at + SYNCED_AT) > load64(raw, at + FILE_OFFSET_AT)
+        or (key.shape[0] > 0 and load64(raw, at + TAG_AT) != siphash(raw, at, at + TAG_AT, key))
     ):
         return DAMAGED
     if left < HEADER_BYTES + column_bytes:
         return INCOMPLETE
-    crc = crc32c(0, raw, at, at + _CHECKED_END)
-    crc = crc32c(crc, raw, at + _BODY_AT, at + HEADER_BYTES + column_bytes)
-    if crc != load32(raw, at + _COLUMN_CRC_AT) & 0xFFFFFFFF:
+    crc = crc32c(0, raw, at, at + CHECKED_END)
+    crc = crc32c(crc, raw, at + BODY_AT, at + HEADER_BYTES + column_bytes)
+    if crc != load32(raw, at + COLUMN_CRC_AT) & 0xFFFFFFFF:
         return DAMAGED
-    if load32(raw, at + _VERSION_AT) != FORMAT_VERSION:
+    if load32(raw, at + VERSION_AT) != FORMAT_VERSION:
         return NEWER
-    end = at + HEADER_BYTES + body_size
-    rows = load32(raw, at + _ROWS_AT)
+    end = at + HEADER_BYTES + body_bytes
     places[RECORD_START] = at
     places[RECORD_END] = end
-    places[BASE_INDEX] = load64(raw, at + _BASE_INDEX_AT)
-    places[PUBLISH_TIME_MS] = load64(raw, at + _PUBLISH_TIME_AT)
-    places[SYNCED_OFFSET] = load64(raw, at + _SYNCED_AT)
+    places[BASE_INDEX] = load64(raw, at + BASE_INDEX_AT)
+    places[PUBLISH_TIME_MS] = load64(raw, at + PUBLISH_TIME_AT)
+    places[SYNCED_OFFSET] = load64(raw, at + SYNCED_AT)
+    places[OWNERSHIP] = load64(raw, at + OWNERSHIP_AT)
     places[TERM] = 0
-    if body_tag == _MARKER_TAG:
-        # It has no payload: the checksum of nothing.
-        if load32(raw, at + _PAYLOAD_CRC_AT) != 0:
-            return DAMAGED
-        places[ROWS] = 0
-        places[COLUMNS_END] = end
-        places[TERM] = load64(raw, at + HEADER_BYTES + 1)
-        return END if left >= HEADER_BYTES + body_size else INCOMPLETE
-    if left < HEADER_BYTES + body_size:
+    if left < HEADER_BYTES + body_bytes:
         return INCOMPLETE
-    if body_tag != _BATCH_TAG or layout_columns(raw, at + HEADER_BYTES, end, places) != CANONICAL:
+    if int(raw[at + BODY_AT]) == BATCH_TAG:
+        if layout_columns(raw, at + HEADER_BYTES, end, places) != CANONICAL:
+            return DAMAGED
+        if places[ROWS] != load32(raw, at + ROWS_AT) or places[COLUMNS_END] != at + HEADER_BYTES + column_bytes:
+            return DAMAGED
+        # No topic takes batches without producers yet.
+        return END if places[PRODUCERS] > 0 else NEWER
+    # The others have no rows and no payload: the checksum of nothing.
+    places[ROWS] = 0
+    places[PRODUCERS] = 0
+    places[COLUMNS_END] = end
+    if load32(raw, at + ROWS_AT) != 0 or column_bytes != body_bytes or load32(raw, at + PAYLOAD_CRC_AT) != 0:
         return DAMAGED
-    if places[ROWS] != rows or places[COLUMNS_END] != at + HEADER_BYTES + column_bytes:
+    if int(raw[at + BODY_AT]) == CONTROL_TAG:
+        return END
+    if int(raw[at + BODY_AT]) != MARKER_TAG or body_bytes != MARKER_BYTES:
+        return DAMAGED
+    places[TERM] = load64(raw, at + HEADER_BYTES + 1)
+    if places[TERM] < 1 or load64(raw, at + HEADER_BYTES + TOKEN_AT) != places[OWNERSHIP]:
         return DAMAGED
     return END
 
 
 @kernel(nogil=True)
-def scan(raw: Bytes, incarnation: int, file_offset: int, next_index: int, table: Int64s2, result: Int64s) -> int:
+def scan(
+    raw: Bytes, incarnation: int, file_offset: int, next_index: int, key: Int64s, table: Int64s2, result: Int64s
+) -> int:
     """Reads the records of a buffer into `table`, one place row each, up to the first that cannot be read.
 
     `file_offset`: where the buffer begins in its file, or -1 not to check that. `next_index`: the index that the
     first record must have, or -1 to believe it; every later one must follow on. `result` gets how many records were
-    read and where the first unread one begins. Returns why it stopped: END, INCOMPLETE, DAMAGED, NEWER,
-    NOT_CONTIGUOUS or FULL.
+    read, where the first unread one begins, and the ownership of the last one read; there, the caller says that of
+    the record before the first, or 0 to believe the first one's. Returns why it stopped: END, INCOMPLETE, DAMAGED,
+    NEWER, OLDER, NOT_CONTIGUOUS, OTHER_OWNER or FULL.
     """
     at = 0
     count = 0
     why = END
+    owner = result[2]
     while at < raw.shape[0]:
         if count >= table.shape[0]:
             why = FULL
             break
         places = table[count]
-        why = scan_record(raw, at, incarnation, file_offset + at if file_offset >= 0 else -1, places)
+        why = scan_record(raw, at, incarnation, file_offset + at if file_offset >= 0 else -1, key, places)
         if why != END:
             break
         if next_index >= 0 and places[BASE_INDEX] != next_index:
             why = NOT_CONTIGUOUS
             break
+        if owner != 0 and places[OWNERSHIP] != owner and places[TERM] == 0:
+            why = OTHER_OWNER
+            break
+        owner = places[OWNERSHIP]
         next_index = places[BASE_INDEX] + places[ROWS]
         at = places[RECORD_END]
         count += 1
     result[0] = count
     result[1] = at
+    result[2] = owner
     return why
+
+
+def new_result(ownership: int = 0) -> Int64s:
+    """What `scan` is given for its result, with the (signed) ownership of the record before."""
+    return np.array([0, 0, ownership], np.int64)
 
 
 @kernel()
 def span(raw: Bytes, result: Int64s) -> int:
     """What a slice of whole, checked records without markers covers.
 
-    Into `result`: the index of its first message, that behind the first record, where the last record begins, the
-    index of that one's first message, and that behind the last one. Returns how many records there are.
+    Into `result`: the index of its first message, that after the first record, where the last record begins, the
+    index of that one's first message, and that after the last one. Returns how many records there are.
     """
     at = 0
     count = 0
     while at < raw.shape[0]:
-        base = load64(raw, at + _BASE_INDEX_AT)
-        behind = base + load32(raw, at + _ROWS_AT)
+        base = load64(raw, at + BASE_INDEX_AT)
+        after = base + load32(raw, at + ROWS_AT)
         if count == 0:
             result[0] = base
-            result[1] = behind
+            result[1] = after
         result[2] = at
         result[3] = base
-        result[4] = behind
-        at += _LENGTH_END + padded_length(raw, at + _LENGTH_AT)
+        result[4] = after
+        at += LENGTH_END + padded_length(raw, at + LENGTH_AT)
         count += 1
     return count
 
@@ -308,22 +259,35 @@ def first_bad_payload(raw: Bytes, table: Int64s2, records: int) -> int:
     for i in range(records):
         start = table[i, RECORD_START]
         crc = crc32c(0, raw, table[i, COLUMNS_END], table[i, RECORD_END])
-        if crc != load32(raw, start + _PAYLOAD_CRC_AT) & 0xFFFFFFFF:
+        if crc != load32(raw, start + PAYLOAD_CRC_AT) & 0xFFFFFFFF:
             return i
     return -1
 
 
 @kernel(nogil=True)
-def find_record(raw: Bytes, incarnation: int, file_offset: int) -> int:
-    """Where in a buffer, which begins at that offset of its file, a header stands that names this topic and place.
+def find_header(raw: Bytes, incarnation: int, file_offset: int, base_index: int, key: Int64s) -> int:
+    """Where in a buffer, which begins at that offset of its file, a header stands that this log wrote there.
 
-    -1 if there is none. Nothing but its tag, incarnation and file offset is looked at.
+    -1 if there is none. Its tag says so; but what readers were given of an earlier segment may have been published
+    again, at the same offset of this one: it names an index below this segment's first, `base_index`.
     """
     for at in range(raw.shape[0] - HEADER_BYTES + 1):
         if (
-            int(raw[at]) == _RECORDS_TAG
-            and load64(raw, at + _INCARNATION_AT) == incarnation
-            and load64(raw, at + _FILE_OFFSET_AT) == file_offset + at
+            int(raw[at]) == RECORDS_TAG
+            and load64(raw, at + INCARNATION_AT) == incarnation
+            and load64(raw, at + FILE_OFFSET_AT) == file_offset + at
+            and load64(raw, at + BASE_INDEX_AT) >= base_index
+            and load64(raw, at + TAG_AT) == siphash(raw, at, at + TAG_AT, key)
         ):
             return at
     return -1
+
+
+def synced_offset_of(header: bytes) -> int:
+    """That of a record with this header."""
+    return int.from_bytes(header[SYNCED_AT : SYNCED_AT + 8], "little")
+
+
+def is_newer(header: bytes) -> bool:
+    """Whether a record with this header, which its tag shows to be ours, is of another format version."""
+    return int.from_bytes(header[VERSION_AT : VERSION_AT + 4], "little") != FORMAT_VERSION

@@ -97,8 +97,9 @@ class Entries:
 
     table: Int64s
     """A place row (`format.columns`) for each entry: BASE_INDEX, ROWS (0 in a marker and in a control record),
-    PUBLISH_TIME_MS, TERM (above 0 in a marker only), and where the columns of a batch stand. Payloads were not
-    looked at. C-contiguous; nobody changes it."""
+    PUBLISH_TIME_MS, TERM (above 0 in a marker only), OWNERSHIP, and where the columns of a batch stand. What has
+    neither rows nor a term is a control record; `records.body_of` gives it. Payloads were not looked at.
+    C-contiguous; nobody changes it."""
 
     runs: Sequence[Runs]
     """For each entry the message IDs of its rows."""
@@ -155,7 +156,10 @@ class Log(Protocol):
         """
 
     def append_control(self, body: bytes) -> None:
-        """Hands over a control record (an encoded `Control`), in one order with the batches. Otherwise as `append`."""
+        """Hands over a control record, in one order with the batches. Otherwise as `append`.
+
+        `body` is an encoded `Control` of at most MAX_BATCH_BYTES.
+        """
 
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         """All entries from the one that holds this index on, up to the end there is now.
@@ -233,7 +237,7 @@ class Logs(Protocol):
         """Makes an empty log, durable on return. One that is there stays as it is, made whole where creating it was
         interrupted.
 
-        `secret` is SECRET_BYTES of random bytes (`format.records`) which make this incarnation's records its own.
+        `secret` is SECRET_BYTES of random bytes (`format.tag`) which make this incarnation's records its own.
         Raises `UnavailableError` (LOG_REFUSED).
         """
 

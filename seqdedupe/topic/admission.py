@@ -20,6 +20,8 @@ from seqdedupe.format.columns import (
     BAD,
     BASE_INDEX,
     COLUMNS_END,
+    COMPLETE_UP_TO,
+    DEDUPLICATION_ID_OFFSETS,
     EPOCHS,
     EVENT_TIMES,
     FIELD_NUMBERS,
@@ -62,10 +64,12 @@ _WRONG = {
     layout.BAD_EVENT_TIMES: "event_times_ms has not one value a row",
     layout.BAD_KEYS: "the columns of keys do not fit together",
     layout.BAD_PROPERTIES: "the columns of properties do not fit together",
+    layout.BAD_COMPLETE_UP_TO: "complete_up_to has not one value a producer",
+    layout.BAD_DEDUPLICATION_IDS: "the columns of deduplication IDs do not fit together",
     layout.BAD_PAYLOADS: "the columns of payloads do not fit together",
     layout.PAYLOAD_TOO_LARGE: f"the payload of row {{bad}} is larger than {MAX_PAYLOAD_BYTES} bytes",
 }
-_UNUSUAL_COLUMNS = (EVENT_TIMES, KEY_OFFSETS, PROPERTY_OFFSETS, PAYLOAD_VALIDITY)
+_UNUSUAL_COLUMNS = (EVENT_TIMES, KEY_OFFSETS, PROPERTY_OFFSETS, COMPLETE_UP_TO, PAYLOAD_VALIDITY)
 _REASONS = {
     layout.TOO_MANY_ROWS: "BATCH_TOO_LARGE",
     layout.BAD_NAME_LENGTH: "INVALID_NAME",
@@ -145,6 +149,8 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
         raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
     # Plain numbers: each look into an array of numpy costs as much as ten into a list.
     at: list[int] = places.tolist()
+    if size(at, DEDUPLICATION_ID_OFFSETS):
+        raise error("INVALID_BATCH", "the batch is not valid: this topic takes no deduplication IDs")
     if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
     names = encoded[start(at, NAME_OFFSETS) : start(at, NAMES) + size(at, NAMES)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.format.records import SECRET_BYTES
+from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import LogName, Logs
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store

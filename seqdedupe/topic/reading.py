@@ -15,8 +15,10 @@ from seqdedupe.format.columns import (
     RECORD_END,
     ROWS,
 )
+from seqdedupe.format.headers import BATCH_TAG, header
 from seqdedupe.format.layout import layout_columns
-from seqdedupe.format.records import END, batch_header, body_of, scan_record, span
+from seqdedupe.format.records import END, body_of, ownership, scan_record, span
+from seqdedupe.format.tag import NO_KEY
 from seqdedupe.message_id import Position
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import TopicBase
@@ -125,15 +127,16 @@ async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: 
 def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int) -> tuple[bytes, int]:
     """The record at `at` with only those of its rows that were asked for, and where it ends."""
     places = np.empty(PLACES, np.int64)
-    if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, places) != END:
+    if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, NO_KEY, places) != END:
         raise error("LOG_DAMAGED", f"a record of topic {topic.name} at index {from_index} or after it cannot be read")
     base = int(places[BASE_INDEX])
     first, last = max(from_index - base, 0), min(stop_index - base, int(places[ROWS]))
     encoded = batches.decode(body_of(raw, places)).take(np.arange(first, last)).encode()
     cut = np.empty(PLACES, np.int64)
     layout_columns(np.frombuffer(encoded, np.uint8), 0, len(encoded), cut)
-    header = batch_header(
+    cut_header = header(
         encoded,
+        BATCH_TAG,
         rows=last - first,
         column_bytes=int(cut[COLUMNS_END]),
         incarnation=topic.log.incarnation,
@@ -141,8 +144,10 @@ def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_i
         base_index=base + first,
         publish_time_ms=int(places[PUBLISH_TIME_MS]),
         synced_offset=0,
+        ownership=ownership(places),
+        key=NO_KEY,
     )
-    return header + encoded, int(places[RECORD_END])
+    return cut_header + encoded, int(places[RECORD_END])
 
 
 async def _page_bytes() -> int:

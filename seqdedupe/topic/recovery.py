@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
-from seqdedupe.format.records import TOKEN_BYTES, marker_token
+from seqdedupe.format.headers import TOKEN_BYTES
+from seqdedupe.format.records import marker_token
 from seqdedupe.log.contract import Entries, Log, Outcome
 
 logger = logging.getLogger("seqdedupe.topic.recovery")

@@ -32,6 +32,9 @@ class Batch(_message.Message):
     once, repeated fields packed, empty ones left out, and tags and lengths in the fewest bytes. Any other legal
     encoding is accepted and re-encoded.
 
+    In a topic of deduplication IDs the columns of producers and sequence IDs (1 to 6) may be left out. A topic takes no
+    batch with deduplication IDs, and none without producers, unless its mode says so: `INVALID_BATCH`.
+
     Limits: a batch is at most 8 MiB encoded and has at most 65,536 rows; a payload is at most 5 MiB; a key
     and the properties of a message are limited by the batch.
     """
@@ -53,6 +56,9 @@ class Batch(_message.Message):
     PROPERTY_NAMES_FIELD_NUMBER: _builtins.int
     PROPERTY_VALUE_OFFSETS_FIELD_NUMBER: _builtins.int
     PROPERTY_VALUES_FIELD_NUMBER: _builtins.int
+    COMPLETE_UP_TO_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_ID_OFFSETS_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_IDS_FIELD_NUMBER: _builtins.int
     PAYLOAD_OFFSETS_FIELD_NUMBER: _builtins.int
     PAYLOAD_VALIDITY_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
@@ -66,6 +72,8 @@ class Batch(_message.Message):
     """The names of the properties, UTF-8."""
     property_values: _builtins.bytes
     """The values of the properties, UTF-8."""
+    deduplication_ids: _builtins.bytes
+    """The deduplication IDs, one after the other."""
     payload_validity: _builtins.bytes
     """Which rows have a payload: a bitmap of N bits, (N + 7) / 8 bytes. Left out when all have one."""
     payloads: _builtins.bytes
@@ -120,6 +128,16 @@ class Batch(_message.Message):
         """One more offset than there are properties, into `property_values`."""
 
     @_builtins.property
+    def complete_up_to(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """P sequence IDs: up to which everything of each producer is settled in every partition of a partitioned topic; -1
+        is nothing. Stored and shown. Left out when no producer says so.
+        """
+
+    @_builtins.property
+    def deduplication_id_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """N + 1 offsets into `deduplication_ids`. Left out in a topic of sequence IDs."""
+
+    @_builtins.property
     def payload_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """N + 1 offsets into `payloads`. From here on the fields are payload: recovery does not read them."""
 
@@ -141,13 +159,16 @@ class Batch(_message.Message):
         property_names: _builtins.bytes = ...,
         property_value_offsets: _abc.Iterable[_builtins.int] | None = ...,
         property_values: _builtins.bytes = ...,
+        complete_up_to: _abc.Iterable[_builtins.int] | None = ...,
+        deduplication_id_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        deduplication_ids: _builtins.bytes = ...,
         payload_offsets: _abc.Iterable[_builtins.int] | None = ...,
         payload_validity: _builtins.bytes = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "event_times_ms", b"event_times_ms", "key_offsets", b"key_offsets", "key_validity", b"key_validity", "keys", b"keys", "payload_offsets", b"payload_offsets", "payload_validity", b"payload_validity", "payloads", b"payloads", "previous_sequence_ids", b"previous_sequence_ids", "producer_indexes", b"producer_indexes", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names", "property_name_offsets", b"property_name_offsets", "property_names", b"property_names", "property_offsets", b"property_offsets", "property_value_offsets", b"property_value_offsets", "property_values", b"property_values", "sequence_ids", b"sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_up_to", b"complete_up_to", "deduplication_id_offsets", b"deduplication_id_offsets", "deduplication_ids", b"deduplication_ids", "epochs", b"epochs", "event_times_ms", b"event_times_ms", "key_offsets", b"key_offsets", "key_validity", b"key_validity", "keys", b"keys", "payload_offsets", b"payload_offsets", "payload_validity", b"payload_validity", "payloads", b"payloads", "previous_sequence_ids", b"previous_sequence_ids", "producer_indexes", b"producer_indexes", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names", "property_name_offsets", b"property_name_offsets", "property_names", b"property_names", "property_offsets", b"property_offsets", "property_value_offsets", b"property_value_offsets", "property_values", b"property_values", "sequence_ids", b"sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -182,10 +203,106 @@ class Marker(_message.Message):
 Global___Marker: _TypeAlias = Marker  # noqa: Y015
 
 @_typing.final
+class Control(_message.Message):
+    """What changes a topic's state other than by messages, written to its log before it is answered. It takes no index and
+    is never shown to readers of messages. A kind that a reader of the log does not know is of a newer format.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sessions(self) -> Global___ControlSessions:
+        """Sessions that were started, or are said again before retention drops what said them."""
+
+    @_builtins.property
+    def policy(self) -> Global___ControlPolicy:
+        """The policy that is in force from here on."""
+
+    def __init__(
+        self,
+        *,
+        sessions: Global___ControlSessions | None = ...,
+        policy: Global___ControlPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "sessions", b"sessions"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "sessions", b"sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Control: _TypeAlias = Control  # noqa: Y015
+
+@_typing.final
+class ControlSessions(_message.Message):
+    """Sessions of P producers, in columns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    producer_names: _builtins.bytes
+    """The names, UTF-8."""
+    @_builtins.property
+    def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """P + 1 offsets into `producer_names`."""
+
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """P epochs: from here on, each producer's session."""
+
+    @_builtins.property
+    def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """P sequence IDs, up to which each producer's are in the log; -1 is none. Left out where only sessions are started."""
+
+    def __init__(
+        self,
+        *,
+        producer_name_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        producer_names: _builtins.bytes = ...,
+        epochs: _abc.Iterable[_builtins.int] | None = ...,
+        persisted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "persisted", b"persisted", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlSessions: _TypeAlias = ControlSessions  # noqa: Y015
+
+@_typing.final
+class ControlPolicy(_message.Message):
+    """All of a topic's policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEDUPLICATION_ENABLED_FIELD_NUMBER: _builtins.int
+    deduplication_enabled: _builtins.bool
+    """Whether `DUP` and `UNKNOWN` rows are left out."""
+    def __init__(
+        self,
+        *,
+        deduplication_enabled: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_enabled", b"deduplication_enabled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlPolicy: _TypeAlias = ControlPolicy  # noqa: Y015
+
+@_typing.final
 class Record(_message.Message):
-    """A batch, or a marker, as the log stores it. Fields 1 to 10 are always written, in this order, so that with the
-    tag and a length of five bytes before them they are a header of fixed width: a slice of a segment file is an
-    encoded list of records. `docs/formats.md` draws it byte by byte.
+    """A batch, a marker or a control record, as the log stores it. Fields 1 to 12 are always written, in this order, so
+    that with the tag and a length of five bytes before them they are a header of fixed width: a slice of a segment file
+    is an encoded list of records. `docs/formats.md` draws it byte by byte.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -198,34 +315,49 @@ class Record(_message.Message):
     SYNCED_OFFSET_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     COLUMN_BYTES_FIELD_NUMBER: _builtins.int
+    OWNERSHIP_FIELD_NUMBER: _builtins.int
     COLUMN_CRC32C_FIELD_NUMBER: _builtins.int
     PAYLOAD_CRC32C_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    CONTROL_FIELD_NUMBER: _builtins.int
     MARKER_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
-    """The version of the stored form: 1."""
+    """The version of the stored form: 2."""
     incarnation: _builtins.int
     """Which creation of the topic this belongs to: microseconds since 1970, unique in a sidecar."""
     file_offset: _builtins.int
     """Where the record begins in the file that stores it, in bytes."""
     base_index: _builtins.int
     """The index of the first row. Row i has index `base_index + i` and, in the embedded log, the message ID
-    (ledger `incarnation`, entry `base_index + i`, batch index -1). In a marker: the next message's index.
+    (ledger `incarnation`, entry `base_index + i`, batch index -1). Without rows: the next message's index.
     """
     publish_time_ms: _builtins.int
     """When the log took the batch, in milliseconds since 1970 by the sidecar's clock. Never falls within a topic."""
     synced_offset: _builtins.int
-    """The offset up to which the file was synced to disk when this record was written."""
+    """The offset up to which the file was synced to disk when this record was written; not above `file_offset`."""
     rows: _builtins.int
-    """The number of rows; 0 in a marker."""
+    """The number of rows; 0 in a marker and in a control record."""
     column_bytes: _builtins.int
-    """How many bytes of the encoded batch come before its payload fields (16 and up); in a marker its length."""
+    """How many bytes of the encoded batch come before its payload fields (31 and up); of anything else, its length."""
+    ownership: _builtins.int
+    """The first eight bytes, little-endian, of the token of the marker under which this was written; in a marker, of its
+    own.
+    """
     column_crc32c: _builtins.int
     """CRC32C of the record up to here (its tag and length included) followed by the tag and length of the
-    batch or marker and `column_bytes` bytes of it.
+    body and `column_bytes` bytes of it.
     """
     payload_crc32c: _builtins.int
-    """CRC32C of the rest of the batch."""
+    """CRC32C of the rest of the body."""
+    tag: _builtins.int
+    """SipHash-2-4 of all of the header but this value, by a secret of the incarnation that is never served: that the
+    sidecar wrote it there. It says nothing to readers. 0 where a batch was cut for a reader.
+    """
+    @_builtins.property
+    def control(self) -> Global___Control:
+        """A change of the topic's state."""
+
     @_builtins.property
     def marker(self) -> Global___Marker:
         """The start of an ownership."""
@@ -245,16 +377,19 @@ class Record(_message.Message):
         synced_offset: _builtins.int = ...,
         rows: _builtins.int = ...,
         column_bytes: _builtins.int = ...,
+        ownership: _builtins.int = ...,
         column_crc32c: _builtins.int = ...,
         payload_crc32c: _builtins.int = ...,
+        tag: _builtins.int = ...,
+        control: Global___Control | None = ...,
         marker: Global___Marker | None = ...,
         batch: Global___Batch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "marker", b"marker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "control", b"control", "marker", b"marker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_index", b"base_index", "batch", b"batch", "body", b"body", "column_bytes", b"column_bytes", "column_crc32c", b"column_crc32c", "file_offset", b"file_offset", "format_version", b"format_version", "incarnation", b"incarnation", "marker", b"marker", "payload_crc32c", b"payload_crc32c", "publish_time_ms", b"publish_time_ms", "rows", b"rows", "synced_offset", b"synced_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_index", b"base_index", "batch", b"batch", "body", b"body", "column_bytes", b"column_bytes", "column_crc32c", b"column_crc32c", "control", b"control", "file_offset", b"file_offset", "format_version", b"format_version", "incarnation", b"incarnation", "marker", b"marker", "ownership", b"ownership", "payload_crc32c", b"payload_crc32c", "publish_time_ms", b"publish_time_ms", "rows", b"rows", "synced_offset", b"synced_offset", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["marker", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["control", "marker", "batch"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -299,10 +434,15 @@ class Position(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     MESSAGE_ID_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    OWNERSHIP_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Which creation of the topic the position belongs to."""
     index: _builtins.int
     """The index of that message, 0 or higher; -1 at the start."""
+    ownership: _builtins.int
+    """`Record.ownership` of that message: another one at that index is another history (POSITION_DIVERGED). 0 at the
+    start, and where it is not known: then it is not checked.
+    """
     @_builtins.property
     def message_id(self) -> Global___MessageId:
         """The ID of the message at the position. Left out where there is no message yet (the start)."""
@@ -313,10 +453,11 @@ class Position(_message.Message):
         incarnation: _builtins.int = ...,
         message_id: Global___MessageId | None = ...,
         index: _builtins.int = ...,
+        ownership: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message_id", b"message_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "index", b"index", "message_id", b"message_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "index", b"index", "message_id", b"message_id", "ownership", b"ownership"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

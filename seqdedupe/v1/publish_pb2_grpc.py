@@ -99,7 +99,7 @@ class PublishServiceServicer(object):
     """
 
     def Open(self, request, context):
-        """Starts sessions, or resumes them, for up to 65,536 names of one topic. A new session fences the older ones
+        """Starts sessions, or resumes them, for up to 65,536 names of one topic (a request has 1 MiB at most). A new session fences the older ones
         of its name at once; the answer comes when everything those names had in flight has settled and their
         epochs are durable. Errors: `INVALID_NAME`, `INVALID_EPOCH`, `FENCED`, `TOPIC_NOT_FOUND`, `RECOVERING`, …
         """
@@ -119,7 +119,9 @@ class PublishServiceServicer(object):
         """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
         whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
         different frames come in any order. When the queue is full the server stops reading (flow control); that is no
-        error.
+        error. The first message comes within 10 seconds. Where streams or memory run out, one that has nothing under way,
+        or whose answers are left unread, is ended with `STREAM_IDLE`: `Open` with the same epochs, and begin another one,
+        when there is something to send.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,7 +56,7 @@ class PublishServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PublishServiceAsyncStub: ...
     Open: _grpc.UnaryUnaryMultiCallable[_publish_pb2.OpenRequest, _publish_pb2.OpenResponse]
-    """Starts sessions, or resumes them, for up to 65,536 names of one topic. A new session fences the older ones
+    """Starts sessions, or resumes them, for up to 65,536 names of one topic (a request has 1 MiB at most). A new session fences the older ones
     of its name at once; the answer comes when everything those names had in flight has settled and their
     epochs are durable. Errors: `INVALID_NAME`, `INVALID_EPOCH`, `FENCED`, `TOPIC_NOT_FOUND`, `RECOVERING`, …
     """
@@ -68,7 +68,9 @@ class PublishServiceStub:
     """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
     whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
     different frames come in any order. When the queue is full the server stops reading (flow control); that is no
-    error.
+    error. The first message comes within 10 seconds. Where streams or memory run out, one that has nothing under way,
+    or whose answers are left unread, is ended with `STREAM_IDLE`: `Open` with the same epochs, and begin another one,
+    when there is something to send.
     """
 
 @_typing.type_check_only
@@ -99,7 +101,7 @@ class PublishServiceAsyncStub(PublishServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Open: _aio.UnaryUnaryMultiCallable[_publish_pb2.OpenRequest, _publish_pb2.OpenResponse]  # type: ignore[assignment]
-    """Starts sessions, or resumes them, for up to 65,536 names of one topic. A new session fences the older ones
+    """Starts sessions, or resumes them, for up to 65,536 names of one topic (a request has 1 MiB at most). A new session fences the older ones
     of its name at once; the answer comes when everything those names had in flight has settled and their
     epochs are durable. Errors: `INVALID_NAME`, `INVALID_EPOCH`, `FENCED`, `TOPIC_NOT_FOUND`, `RECOVERING`, …
     """
@@ -111,7 +113,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
     whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
     different frames come in any order. When the queue is full the server stops reading (flow control); that is no
-    error.
+    error. The first message comes within 10 seconds. Where streams or memory run out, one that has nothing under way,
+    or whose answers are left unread, is ended with `STREAM_IDLE`: `Open` with the same epochs, and begin another one,
+    when there is something to send.
     """
 
 class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -145,7 +149,7 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _publish_pb2.OpenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_publish_pb2.OpenResponse, _abc.Awaitable[_publish_pb2.OpenResponse]]:
-        """Starts sessions, or resumes them, for up to 65,536 names of one topic. A new session fences the older ones
+        """Starts sessions, or resumes them, for up to 65,536 names of one topic (a request has 1 MiB at most). A new session fences the older ones
         of its name at once; the answer comes when everything those names had in flight has settled and their
         epochs are durable. Errors: `INVALID_NAME`, `INVALID_EPOCH`, `FENCED`, `TOPIC_NOT_FOUND`, `RECOVERING`, …
         """
@@ -169,7 +173,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
         whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
         different frames come in any order. When the queue is full the server stops reading (flow control); that is no
-        error.
+        error. The first message comes within 10 seconds. Where streams or memory run out, one that has nothing under way,
+        or whose answers are left unread, is ended with `STREAM_IDLE`: `Open` with the same epochs, and begin another one,
+        when there is something to send.
         """
 
 def add_PublishServiceServicer_to_server(servicer: PublishServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -99,13 +99,13 @@ def audit(spark: SparkSession, selection: Selection, service_url: str) -> Report
 def find_targets(selection: Selection, service_url: str) -> list[Target]:
     """The topics that are there, with their ends now. Raises NotFoundError, UnavailableError."""
     with Client(service_url) as client:
-        return [_target(client, topic) for topic in planning.Listing(client).select(selection)]
+        listing = planning.Listing(client)
+        return [_target(client, listing, topic) for topic in listing.select(selection)]
 
 
-def _target(client: Client, topic: str) -> Target:
-    ends = planning.patiently(lambda: client.ends(topic))
-    policy = planning.patiently(lambda: client.admin.topic(topic)).policy
-    return Target(topic, ends, policy.deduplication_enabled)
+def _target(client: Client, listing: planning.Listing, topic: str) -> Target:
+    ends = listing.ends(topic) or planning.patiently(lambda: client.ends(topic))
+    return Target(topic, ends, listing.deduplication_enabled(topic))
 
 
 def audit_targets(spark: SparkSession, targets: Sequence[Target], read: Read) -> Report:

@@ -130,6 +130,10 @@ class Listing:
             return TopicEnds(found.first_index, Position.from_proto(found.last))
         return self.ends_now(topic)
 
+    def deduplication_enabled(self, topic: str) -> bool:
+        """The policy of a topic that is listed."""
+        return self._topics[topic].policy.deduplication_enabled
+
     def ends_now(self, topic: str) -> TopicEnds | None:
         """The same, asked for at this moment."""
         try:

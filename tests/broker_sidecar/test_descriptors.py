@@ -11,14 +11,15 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client import Client as SidecarClient
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar import with_constants
-from tests.broker_sidecar.calls import NOT_DUP, Client, batch, verdicts
+from tests.broker_sidecar.calls import NOT_DUP, Client, batch, refused, verdicts
 
 LIMIT = 400
-TOPICS = 1_000
+TOPICS = 1_500
 
 
-def few_files(folder: Path, soft: int, hard: int) -> Sidecar:
-    return Sidecar(folder, module=with_constants.MODULE, environment={with_constants.FILES: f"{soft} {hard}"})
+def few_files(folder: Path, soft: int, hard: int, **constants: object) -> Sidecar:
+    environment = with_constants.environment(**constants) | {with_constants.FILES: f"{soft} {hard}"}
+    return Sidecar(folder, module=with_constants.MODULE, environment=environment)
 
 
 async def make_topics(sidecar: Sidecar) -> None:
@@ -40,7 +41,7 @@ async def make_topics(sidecar: Sidecar) -> None:
 
 @pytest.mark.timeout(240)
 async def test_many_topics_on_few_descriptors(tmp_path: Path) -> None:
-    """The soft limit is raised; a thousand topics are made, written and, after kill -9, all read and written again."""
+    """The soft limit is raised; 1,500 topics are made, written and, after kill -9, all read and written again."""
     with few_files(tmp_path, LIMIT // 2, LIMIT) as sidecar:
         await make_topics(sidecar)
         assert psutil.Process(sidecar.pid).num_fds() < LIMIT
@@ -54,19 +55,32 @@ async def test_many_topics_on_few_descriptors(tmp_path: Path) -> None:
         assert not [entry for entry in sidecar.log if entry["level"] in ("error", "critical")]
 
 
-def test_many_connections_leave_the_store_and_the_logs_theirs(tmp_path: Path) -> None:
-    with few_files(tmp_path, LIMIT, LIMIT) as sidecar:
-        client = Client(sidecar.address)
-        client.open("before", "p")
-        address = SidecarAddress.parse(sidecar.address)
-        connections = [socket.create_connection((address.host, address.port)) for _ in range(2 * LIMIT)]
+def topics_beside_many_connections(sidecar: Sidecar) -> None:
+    """Topics are made and written while there are more connections than descriptors."""
+    client = Client(sidecar.address)
+    client.open("before", "p")
+    address = SidecarAddress.parse(sidecar.address)
+    connections = [socket.create_connection((address.host, address.port)) for _ in range(2 * LIMIT)]
+    try:
         for i in range(20):
             epochs = client.epochs(f"t{i}", "p")
             assert verdicts(client.publish_unary(f"t{i}", batch([("p", 0)], epochs)), 1) == [NOT_DUP]
+    finally:
         client.close()
         for connection in connections:
             connection.close()
+
+
+def test_many_connections_leave_the_store_and_the_logs_theirs(tmp_path: Path) -> None:
+    with few_files(tmp_path, LIMIT, LIMIT) as sidecar:
+        topics_beside_many_connections(sidecar)
         assert not [entry for entry in sidecar.log if entry["level"] in ("error", "critical")]
+
+
+def test_the_control_connections_without_a_limit_take_them_all(tmp_path: Path) -> None:
+    with few_files(tmp_path, LIMIT, LIMIT, descriptors__RESERVE=-LIMIT * LIMIT) as sidecar:
+        refusal = refused(lambda: topics_beside_many_connections(sidecar))
+        assert "Too many open files" in refusal.message
 
 
 def test_too_few_descriptors_are_one_clear_line(tmp_path: Path) -> None:

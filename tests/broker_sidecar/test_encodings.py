@@ -110,13 +110,13 @@ def long_lengths(fields: Fields) -> bytes:
 
 def bytes_given_twice(fields: Fields) -> bytes:
     """A field that is not repeated comes twice: the last one counts."""
-    junk = wire.varint(18 << 3 | 2) + b"\x04junk"
+    junk = wire.varint(33 << 3 | 2) + b"\x04junk"
     return junk + b"".join(field for _, field in fields)
 
 
 def empty_fields(fields: Fields) -> bytes:
     """Empty columns said instead of left out, and an empty piece before each that is there."""
-    empty = [(number, wire.varint(number << 3 | 2) + b"\x00") for number in range(1, 19)]
+    empty = [(number, wire.varint(number << 3 | 2) + b"\x00") for number in (*range(1, 19), 31, 32, 33)]
     return b"".join(field for _, field in sorted(empty + fields, key=lambda one: one[0]))
 
 

@@ -19,7 +19,9 @@ import numpy as np
 from seqdedupe.core import replay, rule
 from seqdedupe.format import layout, records
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PRODUCERS, ROWS
+from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, header, marker_record, ownership_of
 from seqdedupe.format.jit import Bytes, Int64s, Uint8s, kernel, load32
+from seqdedupe.format.tag import SECRET_BYTES, key_of, siphash
 from tests.format.guarded import Guarded
 from tests.format.mutations import FIELDS, SEEDS, mutated, spoilt
 from tests.plain import PLAIN
@@ -29,6 +31,9 @@ GUARDED_PAGES = 4
 JUDGED_EVERY = 8
 """Of so many batches that are canonical one goes through the rule too."""
 INCARNATION = 77
+TOKEN = b"0123456789abcdef"
+OWNERSHIP = ownership_of(TOKEN)
+KEY = key_of(b"a secret, sixteen"[:SECRET_BYTES])
 RING = 65_536
 
 Layout = Callable[[Any, int, int, Any], int]
@@ -88,33 +93,28 @@ def judge(its_rule: Any, its_replay: Any, view: Uint8s, places: Int64s) -> list[
     return [*said, *(part.tolist() for part in (reasons, verdicts, numbers, names, _ring[: len(verdicts)]))]
 
 
+# A tag takes the plain kernel ten times as long as all the rest of a record, and has a test of its own.
+PLAIN["records"].siphash = siphash  # type: ignore[attr-defined]
+
+
 # -- records ---------------------------------------------------------------------------------------------------------
 
 
-def record(body: bytes, at: int, base_index: int, rows: int, column_bytes: int) -> bytes:
-    """A stored record whose checksums are right, whatever its body is."""
-    header = records.batch_header(
-        body,
-        rows=rows,
-        column_bytes=column_bytes,
-        incarnation=INCARNATION,
-        file_offset=at,
-        base_index=base_index,
-        publish_time_ms=1,
-        synced_offset=0,
-    )
-    return header + body
+def record(body: bytes, at: int, base_index: int, **fields: int) -> bytes:
+    """A stored record whose checksums and tag are right, whatever its body and the given fields of its header are."""
+    values = {"body_tag": BATCH_TAG, "rows": 0, "column_bytes": len(body), "synced_offset": 0, "ownership": OWNERSHIP}
+    made = header(
+        body, incarnation=INCARNATION, file_offset=at, base_index=base_index, publish_time_ms=1, key=KEY,
+        **values | fields,
+    )  # fmt: skip
+    return made + body
 
 
 def marker(at: int, next_index: int) -> bytes:
-    return records.marker_record(
-        3, b"0123456789abcdef", incarnation=INCARNATION, file_offset=at, next_index=next_index, publish_time_ms=1,
-        synced_offset=0,
+    return marker_record(
+        3, TOKEN, incarnation=INCARNATION, file_offset=at, next_index=next_index, publish_time_ms=1, synced_offset=0,
+        key=KEY,
     )  # fmt: skip
-
-
-def scan(its: Any, view: Any, table: Int64s, result: Int64s, next_index: int) -> int:
-    return int(its.scan(view, INCARNATION, 0, next_index, table, result))
 
 
 _WHOLE = [b"".join([part for tag, length, value, _ in fields for part in (tag, length, value)]) for fields in FIELDS]
@@ -133,46 +133,54 @@ def segment(random: Random) -> bytes:
     bad = random.randrange(count)
     for k in range(count):
         which = random.randrange(len(SEEDS))
-        body, rows, column_bytes = _WHOLE[which], len(SEEDS[which]), _COLUMN_BYTES[which]
-        here, base = at, index
+        body, rows, here, base = _WHOLE[which], len(SEEDS[which]), at, index
+        fields = {"rows": rows, "column_bytes": _COLUMN_BYTES[which]}
         if k == bad:
-            match random.randrange(6):
+            match random.randrange(8):
                 case 0 | 1:
                     body = mutated(random)
-                    column_bytes = min(column_bytes, len(body))
+                    fields["column_bytes"] = min(fields["column_bytes"], len(body))
                 case 2:
-                    rows += random.choice((-1, 1))
+                    fields["rows"] += random.choice((-1, 1))
                 case 3:
-                    column_bytes = max(min(column_bytes + random.choice((-1, 1)), len(body)), 0)
+                    fields["column_bytes"] = max(min(fields["column_bytes"] + random.choice((-1, 1)), len(body)), 0)
                 case 4:
                     here, base = max(at + random.choice((-1, 0, 1)), 0), max(index + random.choice((-1, 0, 1)), 0)
                 case 5:
-                    parts.append(marker(at, index))
+                    parts.append(random.choice((marker(at, index), record(body, at, index, body_tag=CONTROL_TAG))))
                     at = here = at + len(parts[-1])
-        parts.append(record(body, here, base, rows, column_bytes))
+                case 6:
+                    fields["ownership"] = OWNERSHIP + 1
+                case 7:
+                    fields["synced_offset"] = at + random.choice((0, 1))
+        parts.append(record(body, here, base, **fields))
         at += len(parts[-1])
         index += rows
     data = b"".join(parts)
-    if random.random() < 0.4:
-        data = spoilt(random, data)
-    return data
+    return spoilt(random, data) if random.random() < 0.4 else data
 
 
 def record_case(random: Random, _: Layout, seen: Counter[int]) -> None:
     """Some records, of which the scan must find the same, and stop at the same for the same reason."""
     data = segment(random)
     next_index = random.choice((0, -1))
+    looked_for = random.randrange(len(data) + 1)
     said = []
-    for its, place in ((records, _memory.at_the_end), (records, _memory.at_the_start), (PLAIN["records"], bytes)):
-        table, result = records.new_table(4), np.zeros(8, np.int64)
-        view: Any = np.frombuffer(data, np.uint8) if place is bytes else place(data)
-        why = scan(its, view, table, result, next_index)
+    for its, place in ((records, _memory.at_the_end), (records, _memory.at_the_start), (PLAIN["records"], _plain)):
+        table, result = records.new_table(4), records.new_result()
+        view = place(data)
+        why = its.scan(view, INCARNATION, 0, next_index, KEY, table, result)
         count = int(result[0])
         bad = its.first_bad_payload(view, table, count)
-        said.append((why, result.tolist(), table[:count].tolist(), bad))
+        found = its.find_header(view[looked_for:], INCARNATION, looked_for, 0, KEY)
+        said.append((why, result.tolist(), table[:count].tolist(), bad, found))
     agree("scan", data, said[0], said[2])
     agree("scan", data, said[1], said[2])
     seen[said[0][0]] += 1
+
+
+def _plain(data: bytes) -> Uint8s:
+    return np.frombuffer(data, np.uint8)
 
 
 # -- planted bugs ----------------------------------------------------------------------------------------------------

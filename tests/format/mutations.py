@@ -5,7 +5,7 @@ from random import Random
 
 import numpy as np
 
-from seqdedupe.batch import Batch
+from seqdedupe.batch import Batch, Binary
 from seqdedupe.format import columns, layout
 from seqdedupe.format.columns import COLUMNS, FIELD_NUMBERS, PLACES, size, start
 from seqdedupe.wire import varint
@@ -30,6 +30,7 @@ SEEDS: list[Batch] = [
     batch([("ü", 3), ("b", 1), ("ü", 4), ("c", 0)], links={"ü": 2, "b": -2}, epochs={"c": 2**40}),
     batch([("a", 1), ("a", 2)], keys=[b"k", None], event_times_ms=np.array([5, 0])),
     batch([("a", 1), ("b", 2), ("a", 3)], row_properties=[{"x": "y", "z": ""}, {}, {"x": "1"}], keys=[b"", b"1", b"2"]),
+    batch([("a", 1), ("b", 2)], complete_up_to=np.array([0, -1]), deduplication_ids=Binary.of_all([b"id", b""])),
     batch([("p" * 255, 5), ("q", 5)], payloads=[b"x" * 200, b"y"]),
     batch([(name, i) for i, name in enumerate("abcababab")], payloads=[None] * 9, event_times_ms=np.arange(1, 10)),
 ]

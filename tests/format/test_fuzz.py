@@ -12,8 +12,8 @@ from seqdedupe.format import layout, records
 ROOT = Path(__file__).parents[2]
 
 OF_LARGE_BATCHES = {layout.TOO_MANY_ROWS, layout.PAYLOAD_TOO_LARGE}
-VERDICTS = set(range(layout.CANONICAL, layout.PAYLOAD_TOO_LARGE + 1))
-STOPS = {records.END, records.INCOMPLETE, records.DAMAGED, records.NOT_CONTIGUOUS}
+VERDICTS = set(range(layout.CANONICAL, layout.BAD_DEDUPLICATION_IDS + 1))
+STOPS = {records.END, records.INCOMPLETE, records.DAMAGED, records.NOT_CONTIGUOUS, records.OTHER_OWNER}
 
 
 def fuzz(kind: str, *arguments: object) -> "subprocess.CompletedProcess[str]":

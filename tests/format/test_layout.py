@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqdedupe import batch as batches
-from seqdedupe.batch import Batch, canonical, decode
+from seqdedupe.batch import Batch, Binary, canonical, decode
 from seqdedupe.format import layout
 from seqdedupe.format.columns import PLACES, PRODUCERS, ROWS
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
@@ -34,13 +34,19 @@ def any_batch(draw: st.DrawFn) -> Batch:
     texts = st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=2)
     row_properties = draw(st.none() | st.lists(texts, min_size=len(rows), max_size=len(rows)))
     times: dict[str, Any] = {"event_times_ms": np.arange(1, len(rows) + 1)} if draw(st.booleans()) else {}
-    return batch(
+    made = batch(
         rows,
         payloads=payloads,
         keys=keys,
         row_properties=row_properties,
         **times,
     )
+    if draw(st.booleans()):
+        made.complete_up_to = np.arange(len(made.epochs)) * 10
+    if draw(st.booleans()):
+        ids = st.lists(st.binary(max_size=6), min_size=len(rows), max_size=len(rows))
+        made.deduplication_ids = Binary.of_all(draw(ids))
+    return made
 
 
 def check(encoded: bytes) -> tuple[int, np.ndarray]:
@@ -77,27 +83,48 @@ def test_a_batch_of_some_rows_is_canonical_and_holds_those_rows(b: Batch, data: 
         assert taken.payloads[at] == b.payloads[row]
         assert taken.keys[at] == b.keys[row]
         assert taken.properties_of(at) == b.properties_of(row)
+        assert taken.deduplication_ids[at] == b.deduplication_ids[row]
+        if len(b.complete_up_to):
+            assert taken.complete_up_to[taken.producer_of(at)] == b.complete_up_to[b.producer_of(row)]
         before = [i for i in range(row) if b.producer_of(i) == b.producer_of(row)]
         if taken.producer_of(at) not in [taken.producer_of(i) for i in range(at)]:
             link = b.sequence_ids[before[-1]] if before else b.previous_sequence_ids[b.producer_of(row)]
             assert taken.previous_sequence_ids[taken.producer_of(at)] == link
 
 
+def fits(offsets: list[int], values: int, blob: bytes | int) -> bool:
+    size = blob if isinstance(blob, int) else len(blob)
+    return (
+        len(offsets) == values + 1
+        and offsets[0] == 0
+        and offsets[-1] == size
+        and all(a <= b for a, b in itertools.pairwise(offsets))
+    )
+
+
 def independent_verdict(encoded: bytes) -> bool:
     """Whether a batch is what batch.proto says, read with the published schema and plain Python."""
     m = batch_pb2.Batch.FromString(encoded)
+    has_producers = bool(m.producer_name_offsets or m.producer_names or m.epochs or m.previous_sequence_ids) or bool(
+        m.producer_indexes or m.sequence_ids
+    )
     n, p = len(m.sequence_ids), len(m.epochs)
+    if not has_producers:
+        n = len(m.deduplication_id_offsets) - 1
 
-    def fits(offsets: list[int], values: int, blob: bytes | int) -> bool:
-        size = blob if isinstance(blob, int) else len(blob)
-        return (
-            len(offsets) == values + 1
-            and offsets[0] == 0
-            and offsets[-1] == size
-            and all(a <= b for a, b in itertools.pairwise(offsets))
-        )
+    if m.deduplication_id_offsets:
+        if not fits(list(m.deduplication_id_offsets), n, m.deduplication_ids):
+            return False
+    elif m.deduplication_ids or not has_producers:
+        return False
+    if len(m.complete_up_to) not in (0, p):
+        return False
+    if has_producers and not producers_fit(m, n, p):
+        return False
+    return 1 <= n <= 65_536 and values_fit(m, n)
 
-    bitmap = (n + 7) // 8
+
+def producers_fit(m: batch_pb2.Batch, n: int, p: int) -> bool:
     owners = list(m.producer_indexes) or [0] * n
     if not (1 <= p <= n and n <= 65_536 and len(m.previous_sequence_ids) == p and len(owners) == n):
         return False
@@ -115,6 +142,11 @@ def independent_verdict(encoded: bytes) -> bool:
         if sequence_id < 0 or sequence_id <= last.get(owner, -1):
             return False
         last[owner] = sequence_id
+    return True
+
+
+def values_fit(m: batch_pb2.Batch, n: int) -> bool:
+    bitmap = (n + 7) // 8
     if len(m.event_times_ms) not in (0, n):
         return False
     if m.key_offsets:
@@ -199,6 +231,10 @@ def test_a_legal_but_unusual_encoding_is_accepted_and_re_encoded() -> None:
         ({"payload_offsets": [0, 1, 2, 2**31 - 1]}, layout.BAD_PAYLOADS),
         ({"payload_offsets": [0, -1, 2, 3]}, layout.BAD_PAYLOADS),
         ({"payload_validity": b"\1\1"}, layout.BAD_PAYLOADS),
+        ({"complete_up_to": [1, 2]}, layout.BAD_COMPLETE_UP_TO),
+        ({"deduplication_ids": b"abc"}, layout.BAD_DEDUPLICATION_IDS),
+        ({"deduplication_id_offsets": [0, 1, 3], "deduplication_ids": b"abc"}, layout.BAD_DEDUPLICATION_IDS),
+        ({"deduplication_id_offsets": [0, 1, 2, 2], "deduplication_ids": b"abc"}, layout.BAD_DEDUPLICATION_IDS),
     ],
 )
 def test_each_wrong_column_is_named(change: dict[str, object], wrong: int) -> None:
@@ -240,3 +276,23 @@ def test_too_many_rows_are_refused() -> None:
     encoded = batch([("a", i) for i in range(65_537)], payloads=[b""] * 65_537).encode()
     places = np.zeros(PLACES, np.int64)
     assert layout.layout(np.frombuffer(encoded, np.uint8), 0, len(encoded), places) == layout.TOO_MANY_ROWS
+
+
+def test_a_batch_of_deduplication_ids_may_leave_its_producers_out() -> None:
+    message = batch_pb2.Batch(
+        deduplication_id_offsets=[0, 1, 3], deduplication_ids=b"abc", payload_offsets=[0, 1, 2], payloads=b"xy"
+    )
+    wrong, places = check(message.SerializeToString())
+    assert (wrong, places[ROWS], places[PRODUCERS]) == (layout.CANONICAL, 2, 0)
+    assert independent_verdict(message.SerializeToString())
+    for change, wrong in (
+        ({"sequence_ids": [1, 2]}, layout.BAD_NAMES),
+        ({"epochs": [1]}, layout.NO_ROWS),
+        ({"complete_up_to": [1]}, layout.BAD_COMPLETE_UP_TO),
+        ({"deduplication_id_offsets": [0], "deduplication_ids": b""}, layout.NO_ROWS),
+        ({"deduplication_id_offsets": [0, 2, 1], "deduplication_ids": b"a"}, layout.BAD_DEDUPLICATION_IDS),
+    ):
+        changed = batch_pb2.Batch.FromString(message.SerializeToString())
+        put_columns(changed, change)
+        assert check(changed.SerializeToString())[0] == wrong, change
+        assert not independent_verdict(changed.SerializeToString())

@@ -23,12 +23,14 @@ import numpy as np
 
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import error
-from seqdedupe.format import records
+from seqdedupe.format import headers, records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
+from seqdedupe.format.tag import key_of
 from seqdedupe.log.contract import Entries, Failure, Location, Outcome, Run, Runs
 from seqdedupe.message_id import MessageId
 
 OTHER_OWNERS_TOKEN = b"another owner..."
+KEY = key_of(b"of the tests....")
 Append = tuple[bytes, int, int]
 
 
@@ -57,24 +59,45 @@ class Storage:
         self._runs: dict[int, Runs] = {}
         self._bases: list[int] = []
         self._ledger, self._entry, self._rows_in_ledger = 1000, 0, 0
+        self._ownership = 0
         self._bytes_ever = 0
         self._publish_time_ms = 0
         self._clock_ms = clock_ms or (lambda: self._publish_time_ms + 1)
 
+    def add(self, body: bytes, rows: int, column_bytes: int) -> Runs:
+        """Stores a batch, or without rows a control record."""
+        return self.add_batch(body, rows, column_bytes) if rows else self.add_control(body)
+
     def add_batch(self, batch: bytes, rows: int, column_bytes: int) -> Runs:
         """Stores a batch, whoever the owner is; returns its rows' message IDs."""
-        header = records.batch_header(
-            batch, rows=rows, column_bytes=column_bytes, base_index=self.next_index, **self._place()
-        )
-        self._add(header + batch)
+        self._add_entry(headers.BATCH_TAG, batch, rows, column_bytes)
         self._runs[self.next_index] = runs = tuple(self._give_ids(rows))
         self._bases.append(self.next_index)
         self.next_index += rows
         return runs
 
+    def add_control(self, body: bytes) -> Runs:
+        """Stores a control record."""
+        self._add_entry(headers.CONTROL_TAG, body, 0, len(body))
+        return ()
+
     def add_marker(self, term: int, token: bytes) -> None:
         """Stores a marker."""
-        self._add(records.marker_record(term, token, next_index=self.next_index, **self._place()))
+        self._ownership = headers.ownership_of(token)
+        self._add(headers.marker_record(term, token, next_index=self.next_index, key=KEY, **self._place()))
+
+    def _add_entry(self, tag: int, body: bytes, rows: int, column_bytes: int) -> None:
+        header = headers.header(
+            body,
+            tag,
+            rows=rows,
+            column_bytes=column_bytes,
+            base_index=self.next_index,
+            ownership=self._ownership,
+            key=KEY,
+            **self._place(),
+        )
+        self._add(header + body)
 
     def _give_ids(self, rows: int) -> Iterator[Run]:
         while rows:
@@ -116,9 +139,9 @@ class Storage:
 
     def places(self, record: bytes) -> np.ndarray:
         """The place row of a stored record. Raises LOG_DAMAGED if it is not intact."""
-        table, result = records.new_table(1), np.zeros(2, np.int64)
+        table, result = records.new_table(1), records.new_result()
         raw = np.frombuffer(record, np.uint8)
-        if records.scan(raw, self.incarnation, -1, -1, table, result) != records.END or not (
+        if records.scan(raw, self.incarnation, -1, -1, KEY, table, result) != records.END or not (
             records.payload_is_intact(record, table[0])
         ):
             raise error("LOG_DAMAGED", "a stored record is damaged")
@@ -171,7 +194,7 @@ class FaultyLog:
     def store(self, count: int | None = None) -> None:
         """The oldest `count` in flight (None: all) are durable from now on; nobody is told."""
         for _ in range(len(self._in_flight) if count is None else min(count, len(self._in_flight))):
-            self._unreported.append(self.storage.add_batch(*self._in_flight.popleft()))
+            self._unreported.append(self.storage.add(*self._in_flight.popleft()))
 
     def settle(self, count: int | None = None) -> None:
         """The oldest `count` in flight (None: all) are stored and reported, with what was stored before."""
@@ -298,7 +321,7 @@ class FaultyLog:
             asyncio.get_running_loop().call_soon(self.settle)
 
     def append_control(self, body: bytes) -> None:
-        raise NotImplementedError
+        self.append(body, 0, len(body))
 
     async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         self._check_is_there(from_index)
@@ -316,8 +339,8 @@ class FaultyLog:
             yield self._entries(everything[at : at + self.replay_records])
 
     def _entries(self, several: list[bytes]) -> Entries:
-        raw, table, result = b"".join(several), records.new_table(len(several)), np.zeros(2, np.int64)
-        why = records.scan(np.frombuffer(raw, np.uint8), self.incarnation, -1, -1, table, result)
+        raw, table, result = b"".join(several), records.new_table(len(several)), records.new_result()
+        why = records.scan(np.frombuffer(raw, np.uint8), self.incarnation, -1, -1, KEY, table, result)
         if why != records.END:
             raise error("LOG_DAMAGED", "a stored record is damaged")
         return Entries(raw, table, [self.storage.runs_of(places) for places in table])
@@ -365,7 +388,8 @@ class FaultyLog:
         self._check_is_there(index + 1)
         self._check_is_there(index)
         await asyncio.sleep(0)
-        return Location(self.storage.message_id(index), 0)
+        places = next(p for p in map(self.storage.places, self.storage.records) if p[BASE_INDEX] + p[ROWS] > index)
+        return Location(self.storage.message_id(index), records.ownership(places))
 
     async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         await asyncio.sleep(0)

@@ -5,24 +5,27 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, UnavailableError
-from seqdedupe.format import records
+from seqdedupe.format import headers
+from seqdedupe.format.tag import key_of
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from tests.log.batches import encoded_batch
+from tests.log.batches import SECRET, encoded_batch
 from tests.log.conformance import Owner, parsed, replayed, what
 
 INCARNATION = 77
-MARKER_BYTES = 109
+MARKER_BYTES = 127
+TOKEN = b"t" * 16
+KEY = key_of(SECRET)
 
-
-PAYLOAD_CHECKSUM = range(72, 76)
+PAYLOAD_CHECKSUM = range(81, 85)
 """Where it stands in a record. Opening does not look at a batch's below the synced offset."""
 
 
@@ -48,28 +51,37 @@ class File:
     base_index: int
     raw: bytes = b""
     stored: tuple[Stored, ...] = ()
+    key: Int64s = field(default_factory=lambda: KEY)
+    token: bytes = TOKEN
 
     @property
     def next_index(self) -> int:
         return self.stored[-1].base_index + self.stored[-1].rows if self.stored else self.base_index
 
-    def _place(self, synced: int) -> dict[str, int]:
+    def _place(self, synced: int) -> dict[str, Any]:
         return {
             "incarnation": INCARNATION,
             "file_offset": len(self.raw),
             "publish_time_ms": 1000 + len(self.stored),
             "synced_offset": synced,
+            "key": self.key,
         }
 
     def add(self, synced: int, rows: int, payload_bytes: int = 5) -> None:
         batch, rows, column_bytes = encoded_batch(self.next_index, rows, payload_bytes)
-        header = records.batch_header(
-            batch, rows=rows, column_bytes=column_bytes, base_index=self.next_index, **self._place(synced)
+        header = headers.header(
+            batch,
+            headers.BATCH_TAG,
+            rows=rows,
+            column_bytes=column_bytes,
+            base_index=self.next_index,
+            ownership=headers.ownership_of(self.token),
+            **self._place(synced),
         )
         self._add(header + batch, synced, rows, len(header) + column_bytes)
 
     def add_marker(self, synced: int, term: int) -> None:
-        record = records.marker_record(term, b"t" * 16, next_index=self.next_index, **self._place(synced))
+        record = headers.marker_record(term, self.token, next_index=self.next_index, **self._place(synced))
         self._add(record, synced, 0, len(record))
 
     def _add(self, record: bytes, synced: int, rows: int, payload_at: int) -> None:
@@ -105,6 +117,7 @@ def put(tmp_path: Path, *files: tuple[int, bytes]) -> None:
     folder = tmp_path / "logs" / str(INCARNATION)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    (folder / "secret").write_bytes(SECRET)
     for base_index, raw in files:
         (folder / f"{base_index:020d}.log").write_bytes(raw)
 
@@ -156,7 +169,7 @@ async def test_truncated_at_every_byte(logs: EmbeddedLogs, tmp_path: Path) -> No
         assert on_disk(tmp_path) == file.raw[:size]
         log = await logs.open(INCARNATION, end)
         assert log.cut_bytes == size - kept
-        assert log.cut_records == (1 if size - kept >= records.HEADER_BYTES else 0), size
+        assert log.cut_records == (1 if size - kept >= headers.HEADER_BYTES else 0), size
         assert [what(r)[1:] for r in await replayed(log) if r.rows] == [(r.base_index, r.rows) for r in whole if r.rows]
         assert await read_until_error(log, end) == (list(range(end)), "")
         await Owner(log, 2).open()
@@ -285,7 +298,7 @@ async def test_a_newer_format_is_refused(logs: EmbeddedLogs, tmp_path: Path, mon
     file = small_file()
     end = len(file.raw)
     with monkeypatch.context() as patched:
-        patched.setattr(records, "FORMAT_VERSION", 2)
+        patched.setattr(headers, "FORMAT_VERSION", 3)
         file.add(end, 3)
     torn = bytearray(file.raw)
     torn[file.stored[-2].start + 20] ^= 1

@@ -22,7 +22,7 @@ Settle = Callable[[Outcome], None]
 class TakesMoreAfterARefusal(FaultyLog):
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         if self.failed:
-            self.storage.add_batch(batch, rows, column_bytes)
+            self.storage.add(batch, rows, column_bytes)
         else:
             super().append(batch, rows, column_bytes)
 
@@ -34,7 +34,7 @@ class DoesNotFence(FaultyLog):
         late = list(self._in_flight)
         await super().open_for_writing(term, token, settle)
         for batch in late:
-            self.storage.add_batch(*batch)
+            self.storage.add(*batch)
 
 
 class TellsTheOldOwner(FaultyLog):

@@ -13,7 +13,7 @@ from seqdedupe.core import producers, replay, rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, start
-from seqdedupe.format.records import TOKEN_BYTES
+from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.log.contract import Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.topic import recovery
@@ -109,7 +109,7 @@ def append_accepted_after_a_refused_one(patch: pytest.MonkeyPatch) -> None:
         if self._in_flight:
             self._in_flight.popleft()
         while self._in_flight:
-            self.storage.add_batch(*self._in_flight.popleft())
+            self.storage.add(*self._in_flight.popleft())
         self._fail(Failure.REFUSED, why, report)
 
     patch.setattr(FaultyLog, "refuse", refuse)

@@ -9,8 +9,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from seqdedupe.client import blocking
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark.session import workers_path
-from tests.sidecar import Sidecar
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -9,8 +9,8 @@ import psutil
 import pytest
 from pyspark.sql import SparkSession
 
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
-from tests.sidecar import Sidecar
 from tests.spark.jobs import JOB, TABLE, Database, Gate, GatedStore, each_once, publish, select, source
 from tests.spark.run_job import Driver, run_with_checkpoint
 

@@ -19,6 +19,7 @@ from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark import audit_job
 from seqdedupe_spark.audit.ranges import EXAMPLES
 from seqdedupe_spark.audit.report import TopicReport
@@ -27,7 +28,6 @@ from seqdedupe_spark.command import run_command
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.ranges import Range
 from tests.batches import batch
-from tests.sidecar import Sidecar
 from tests.spark.histories import NAMES, Told, cut, stored, truth
 
 TOPICS = 40

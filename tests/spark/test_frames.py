@@ -1,6 +1,6 @@
 """Jobs on a Spark session: the fast route, SQL and DataFrames, and a streaming query as the clock."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -8,17 +8,20 @@ from typing import Literal
 
 import pyarrow as pa
 import pytest
+from pyspark import TaskContext
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from seqdedupe.errors import PositionError, SeqdedupeError, UnavailableError
+from seqdedupe.message_id import Position
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.job.frames import FrameTask, all_of, sql
-from seqdedupe_spark.job.range_task import Output
+from seqdedupe_spark.job.frames import FrameTask, all_of, run_tasks, sql
+from seqdedupe_spark.job.range_task import Output, Report, Step
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
+from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.stores.contract import Advance
-from tests.sidecar import Sidecar
 from tests.spark.jobs import (
     JOB,
     OUTPUT,
@@ -265,3 +268,16 @@ def test_a_streaming_query_is_only_the_clock(
         publish(address, "clocked", 10, first=first)
         tick(tmp_path / checkpoint)
         each_once(database.indexes(topic), first + 10)
+
+
+def test_small_groups_share_tasks_and_report_in_their_order(spark: SparkSession) -> None:
+    start, end = Position.before(1, 0), Position.before(1, 1)
+    groups = [[Step(Range(f"topic {number}", start, end), 0)] for number in range(70)]
+
+    def run(steps: Sequence[Step]) -> Report:
+        context = TaskContext.get()
+        return Report(read=int(steps[0].range.topic[6:]), written=context.partitionId() if context else -1)
+
+    reports = run_tasks(spark, run, groups)
+    assert [report.read for report in reports] == list(range(70))
+    assert [report.written for report in reports] == [0] * 32 + [1] * 32 + [2] * 6

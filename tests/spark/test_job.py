@@ -26,6 +26,7 @@ from seqdedupe.errors import (
 )
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark import planning
 from seqdedupe_spark.job import rounds
 from seqdedupe_spark.job.operations import positions_of, reset_position
@@ -34,7 +35,6 @@ from seqdedupe_spark.job.range_task import Report, Step
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, Round
 from seqdedupe_spark.planning import Listing
 from seqdedupe_spark.stores.contract import Stored
-from tests.sidecar import Sidecar
 from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, select, source, sqlite_database
 
 SEGMENT_BYTES = 128 * 1024 * 1024

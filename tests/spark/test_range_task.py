@@ -14,10 +14,10 @@ import pytest
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import DataLossError, FencedError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import Position
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.job.range_task import Report, Transform, output_schema, transformed
 from seqdedupe_spark.stores.contract import Advance, Stored
-from tests.sidecar import Sidecar
 from tests.spark import run_task
 from tests.spark.jobs import (
     JOB,

@@ -10,11 +10,11 @@ from seqdedupe.client import ProducerConfig, blocking
 from seqdedupe.errors import NotFoundError, PositionError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark import reading
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.ranges import Range
 from tests.conftest import StartSidecar
-from tests.sidecar import Sidecar
 
 MESSAGES = 3000
 TOPIC = topic_name("many")

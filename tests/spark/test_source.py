@@ -27,10 +27,10 @@ from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
-from tests.sidecar import Sidecar
 
 Offsets = dict[str, str]
 

@@ -16,6 +16,7 @@ import numpy as np
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
+from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import Entries, Location, Outcome
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.reader import Reader
@@ -49,13 +50,14 @@ class EmbeddedLog:
     """
 
     def __init__(self, shared: Shared, folder: Path, segments: list[Segment], tail: Tail) -> None:
-        self.incarnation = tail.segment.incarnation
+        self._identity = identity = tail.segment.identity
+        self.incarnation = identity.incarnation
         self.cut_bytes = tail.cut_bytes
         self.cut_records = tail.cut_records
         self._shared = shared
         self._folder = folder
         self._certain_index = tail.certain_index
-        self._reader = Reader(self.incarnation, segments, tail.next_index, shared.threads, shared.read_ahead)
+        self._reader = Reader(identity, segments, tail.next_index, shared.threads, shared.read_ahead)
         self._writer = Writer(folder, tail, shared.segment_bytes, self._on_news)
         self._opening: Opening | None = None
         self._trim_below = 0
@@ -81,18 +83,23 @@ class EmbeddedLog:
         await opening.ready
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
-        if self._opening is None or not self._opening.opened:
-            raise error("INTERNAL", "an append to a log that is not open for writing")
-        self._opening.append(Append(batch, rows, column_bytes))
+        self._append(Append(batch, rows, column_bytes))
 
     def append_control(self, body: bytes) -> None:
-        raise NotImplementedError
+        if len(body) > MAX_BATCH_BYTES:
+            raise error("INTERNAL", f"a control record of {len(body)} bytes: at most {MAX_BATCH_BYTES} are taken")
+        self._append(Append(body, 0, len(body)))
+
+    def _append(self, append: Append) -> None:
+        if self._opening is None or not self._opening.opened:
+            raise error("INTERNAL", "an append to a log that is not open for writing")
+        self._opening.append(append)
 
     def _on_news(self, news: Written) -> None:
         """What was written is readable from now on; then whoever waits for it hears."""
         segments = self._reader.segments
         if news.base_index != segments[-1].base_index:
-            segments.append(Segment(self._folder, self.incarnation, news.base_index, 0))
+            segments.append(Segment(self._folder, self._identity, news.base_index, 0))
         segments[-1].grow(news.end, news.points)
         self._reader.next_index = news.next_index
         opening = news.opening
@@ -127,9 +134,7 @@ class EmbeddedLog:
         return await self._reader.locate_bytes(from_index, size_bytes, stop_index)
 
     async def locate(self, index: int) -> Location:
-        self._reader.check_is_there(index + 1)
-        self._reader.check_is_there(index)
-        return Location(MessageId.of(self.incarnation, index), 0)
+        return await self._reader.locate(index)
 
     async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         return self.message_ids(indexes)

@@ -10,11 +10,12 @@ from typing import TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
+from seqdedupe.format.tag import SECRET_BYTES, key_of
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.log import EmbeddedLog, Shared
-from seqdedupe.log.embedded.segment import SUFFIX, unreadable
-from seqdedupe.log.embedded.tail import base_indexes, open_segments
+from seqdedupe.log.embedded.segment import SUFFIX, Identity, Segment, begins_with_an_older_record, older, unreadable
+from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments
 from seqdedupe.log.embedded.window import ReadAhead
 from seqdedupe.names import topic_name
 
@@ -115,11 +116,16 @@ class EmbeddedLogs:
         opened and read.
         """
         folder = self._of(incarnation)
+
+        def look() -> tuple[list[Segment], Tail]:
+            return open_segments(folder, Identity(incarnation, key_of(_secret(folder, secret))), covered_index)
+
         try:
             try:
-                opened = await self._in_thread(open_segments, folder, incarnation, covered_index)
+                opened = await self._in_thread(look)
             except DamagedError:
-                opened = await self._in_thread(open_segments, folder, incarnation, covered_index)
+                # Looked at twice: nobody is told of damage because of one bad read.
+                opened = await self._in_thread(look)
         except OSError as e:
             raise unreadable(folder, e) from e
         return EmbeddedLog(self._shared, folder, *opened)
@@ -135,6 +141,29 @@ class EmbeddedLogs:
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._shared.threads, function, *arguments)
+
+
+def _secret(folder: Path, known: bytes | None) -> bytes:
+    """A log's secret. `known` is what the store says; where the file lacks it, it is written again.
+
+    Raises LOG_DAMAGED, OLDER_FORMAT; OSError.
+    """
+    bases = base_indexes(folder) if folder.exists() else []
+    if not bases:
+        # Which is damage enough: `open_segments` says so.
+        return bytes(SECRET_BYTES)
+    path = folder / SECRET_FILE
+    found = path.read_bytes() if path.exists() else b""
+    if len(found) == SECRET_BYTES and (known is None or known == found):
+        return found
+    if begins_with_an_older_record(segment := folder / f"{bases[0]:020d}{SUFFIX}"):
+        raise older(segment, 0)
+    if len(found) == SECRET_BYTES:
+        raise error("LOG_DAMAGED", f"{path} is the secret of another log", file=path)
+    if known is None:
+        raise error("LOG_DAMAGED", f"{path} is missing or short: no record of the log can be believed", file=path)
+    write_synced(path, known)
+    return known
 
 
 def _names(folder: Path) -> list[LogName]:

@@ -11,15 +11,17 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS
-from seqdedupe.log.contract import Entries, Run, Runs
+from seqdedupe.log.contract import Entries, Location, Run, Runs
 from seqdedupe.log.embedded.segment import (
     BASE,
     CHUNK_BYTES,
     COUNT,
     END,
+    OWNER,
     POINT_INTERVAL_BYTES,
     START,
     TIME_MS,
+    Identity,
     NotInMemoryError,
     Piece,
     Segment,
@@ -28,6 +30,7 @@ from seqdedupe.log.embedded.segment import (
     read_from_memory,
 )
 from seqdedupe.log.embedded.window import WINDOW_BYTES, ReadAhead, Window
+from seqdedupe.message_id import MessageId
 
 INLINE_BYTES = 1024 * 1024
 """What the event loop itself reads and checks at once, if the system has it in memory: a quarter of a millisecond."""
@@ -39,14 +42,19 @@ class Reader:
     """The segments of one log, the last of which grows. Belongs to the event loop; long reads are done in `threads`."""
 
     def __init__(
-        self, incarnation: int, segments: list[Segment], next_index: int, threads: ThreadPoolExecutor, ahead: ReadAhead
+        self,
+        identity: Identity,
+        segments: list[Segment],
+        next_index: int,
+        threads: ThreadPoolExecutor,
+        ahead: ReadAhead,
     ) -> None:
         self.segments = segments
         self.next_index = next_index
         """The index after what can be read."""
         self.leaving: Segment | None = None
         """The first segment while its file is being removed."""
-        self._incarnation = incarnation
+        self._incarnation = identity.incarnation
         self._threads = threads
         self._ahead = ahead
 
@@ -94,14 +102,15 @@ class Reader:
 
     async def _steps(self, wanted: list[tuple[Segment, int]], from_index: int) -> AsyncGenerator[Step, None]:
         offset, index = wanted[0][0].before_index(from_index)
+        ownership = 0
         for i, (segment, end) in enumerate(wanted):
             if i:
                 offset = 0
                 if index != segment.base_index:
                     raise damaged(segment.path, 0, f"the record with index {index} should be here")
             while offset < end:
-                step = await self._in_thread(segment, segment.read_step, offset, end, index)
-                offset, index = step.end, step.next_index
+                step = await self._in_thread(segment, segment.read_step, offset, end, index, ownership)
+                offset, index, ownership = step.end, step.next_index, step.ownership
                 yield step
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> memoryview:
@@ -125,6 +134,17 @@ class Reader:
         if found is None:
             raise damaged(segment.path, segment.end, f"the message with index {from_index} should be here")
         return Window(segment, *found)
+
+    async def locate(self, index: int) -> Location:
+        """See `Log.locate`."""
+        self.check_is_there(index)
+        self.check_is_there(index + 1)
+        segment = self.segments[self._place_of(index)]
+        found = await self._find(segment, *segment.before_index(index), _holds(index), size=2 * POINT_INTERVAL_BYTES)
+        if found is None:
+            raise damaged(segment.path, segment.end, f"the message with index {index} should be here")
+        piece, i = found
+        return Location(MessageId.of(self._incarnation, index), int(piece.table[i, OWNER]) % 2**64)
 
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
         """See `Log.locate_time`."""

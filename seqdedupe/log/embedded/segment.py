@@ -16,17 +16,19 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import records
 from seqdedupe.format.columns import (
     BASE_INDEX,
+    OWNERSHIP,
     PUBLISH_TIME_MS,
     RECORD_END,
     RECORD_START,
     ROWS,
     SYNCED_OFFSET,
 )
+from seqdedupe.format.headers import HEADER_BYTES, RECORDS_TAG, VERSION_AT, VERSION_TAG
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import REPLAY_STEP_ENTRIES
 
 SUFFIX = ".log"
-MAX_RECORD_BYTES = records.HEADER_BYTES + MAX_BATCH_BYTES
+MAX_RECORD_BYTES = HEADER_BYTES + MAX_BATCH_BYTES
 
 CHUNK_BYTES = max(4 * 1024 * 1024, MAX_RECORD_BYTES)
 """What a scan reads at once. The largest record fits."""
@@ -35,14 +37,22 @@ POINT_INTERVAL_BYTES = 64 * 1024
 """How far apart the points of the sparse index are, at least."""
 
 _TABLE_RECORDS = 2048
-_COLUMNS = [RECORD_START, RECORD_END, BASE_INDEX, ROWS, PUBLISH_TIME_MS, SYNCED_OFFSET]
+_COLUMNS = [RECORD_START, RECORD_END, BASE_INDEX, ROWS, PUBLISH_TIME_MS, SYNCED_OFFSET, OWNERSHIP]
 # The columns of a piece's table.
-START, END, BASE, COUNT, TIME_MS, SYNCED = range(len(_COLUMNS))
+START, END, BASE, COUNT, TIME_MS, SYNCED, OWNER = range(len(_COLUMNS))
 
 _scratch = threading.local()
 
 Read = Callable[[int, int, int], "bytes | memoryview"]
 """`os.pread`, or like it: file, size, offset."""
+
+
+class Identity(NamedTuple):
+    """Whose records are believed."""
+
+    incarnation: int
+    key: Int64s
+    """Of the tags of its headers."""
 
 
 class Point(NamedTuple):
@@ -62,7 +72,7 @@ class Piece:
 
     raw: bytes | memoryview
     table: np.ndarray
-    """A row for each record: START and END within `raw`, BASE (index), COUNT (rows), TIME_MS, SYNCED."""
+    """A row for each record: START and END within `raw`, BASE (index), COUNT (rows), TIME_MS, SYNCED, OWNER."""
 
     size: int
     """How many bytes of `raw` the records take."""
@@ -81,19 +91,24 @@ class Piece:
 
 
 def scan_bytes(
-    raw: bytes | memoryview, incarnation: int, offset: int, next_index: int, payloads_from: int | None
+    raw: bytes | memoryview,
+    identity: Identity,
+    offset: int,
+    next_index: int,
+    payloads_from: int | None,
+    ownership: int = 0,
 ) -> tuple[np.ndarray, int, int]:
     """The records of a buffer as a piece's table, how many bytes they take, and why there are no more."""
     if not hasattr(_scratch, "table"):
         # Kept for each thread: fresh memory of this size costs more than the scan.
         _scratch.table = records.new_table(_TABLE_RECORDS)
-    places, result = _scratch.table, np.zeros(2, np.int64)
+    places, result = _scratch.table, records.new_result(ownership)
     whole = np.frombuffer(raw, np.uint8)
     tables = []
     at, why = 0, records.FULL
     while why == records.FULL:
         part = whole[at:]
-        why = records.scan(part, incarnation, offset + at, next_index, places, result)
+        why = records.scan(part, identity.incarnation, offset + at, next_index, identity.key, places, result)
         count, size = int(result[0]), int(result[1])
         if payloads_from is not None:
             skipped = int(np.searchsorted(places[:count, BASE_INDEX] + places[:count, ROWS], payloads_from, "right"))
@@ -112,29 +127,33 @@ def scan_bytes(
 
 def read_piece(
     file: int,
-    incarnation: int,
+    identity: Identity,
     offset: int,
     end: int,
     next_index: int,
     *,
+    ownership: int = 0,
     size: int = CHUNK_BYTES,
     payloads_from: int | None = None,
     read: Read = os.pread,
 ) -> Piece:
     """The records from an offset of an open file on: about `size` bytes of them, at least one, none behind `end`.
 
-    `next_index` is the index that the first one must have, -1 to believe it. Payloads are checked where they are
+    `next_index` is the index that the first one must have, -1 to believe it; `ownership` that of the record before it,
+    0 to believe that it is the same. Payloads are checked where they are
     those of this index and later ones.
     """
     raw = read(file, min(size, end - offset), offset)
-    table, taken, why = scan_bytes(raw, incarnation, offset, next_index, payloads_from)
+    table, taken, why = scan_bytes(raw, identity, offset, next_index, payloads_from, ownership)
     if why == records.INCOMPLETE and offset + len(raw) < end:
         if taken:
             why = records.END
         elif len(raw) >= MAX_RECORD_BYTES:
             why = records.DAMAGED
         elif size < CHUNK_BYTES:
-            return read_piece(file, incarnation, offset, end, next_index, payloads_from=payloads_from, read=read)
+            return read_piece(
+                file, identity, offset, end, next_index, ownership=ownership, payloads_from=payloads_from, read=read
+            )
     return Piece(offset, raw, table, taken, why)
 
 
@@ -154,19 +173,23 @@ class Step(NamedTuple):
     next_index: int
     """The index after them."""
 
+    ownership: int
+    """That of the last one."""
+
     why: int
     """`records.END` where the file or what was read ends, else what stopped the scan."""
 
 
-def read_step(file: int, incarnation: int, offset: int, end: int, next_index: int) -> Step:
+def read_step(file: int, identity: Identity, offset: int, end: int, next_index: int, ownership: int) -> Step:
     """The entries from an offset of an open file on: about CHUNK_BYTES of them, at least one, none beyond `end`."""
     raw = os.pread(file, min(CHUNK_BYTES, end - offset), offset)
-    parts, result = [], np.zeros(2, np.int64)
+    parts, result = [], records.new_result(ownership)
     at, why = 0, records.FULL
     while why == records.FULL:
         part = raw[at:]
-        table = records.new_table(min(REPLAY_STEP_ENTRIES, len(part) // records.HEADER_BYTES + 1))
-        why = records.scan(np.frombuffer(part, np.uint8), incarnation, offset + at, next_index, table, result)
+        table = records.new_table(min(REPLAY_STEP_ENTRIES, len(part) // HEADER_BYTES + 1))
+        view = np.frombuffer(part, np.uint8)
+        why = records.scan(view, identity.incarnation, offset + at, next_index, identity.key, table, result)
         count, size = int(result[0]), int(result[1])
         if count:
             parts.append((part, table[:count]))
@@ -174,7 +197,7 @@ def read_step(file: int, incarnation: int, offset: int, end: int, next_index: in
         at += size
     if why == records.INCOMPLETE and offset + len(raw) < end:
         why = records.END if at else records.DAMAGED
-    return Step(parts, offset + at, next_index, why)
+    return Step(parts, offset + at, next_index, int(result[2]), why)
 
 
 def read_from_memory(file: int, size: int, offset: int) -> memoryview:
@@ -202,14 +225,32 @@ def damaged(path: Path, offset: int, what: str, why: int = records.DAMAGED) -> S
         return error(
             "NEWER_FORMAT", f"{path} is of a newer format version from byte {offset} on", file=path, offset=offset
         )
+    if why == records.OLDER:
+        return older(path, offset)
     return error("LOG_DAMAGED", f"{path} is damaged at byte {offset}: {what}", file=path, offset=offset)
+
+
+def older(path: Path, offset: int) -> SeqdedupeError:
+    """The error for a file of an earlier format version."""
+    return error(
+        "OLDER_FORMAT", f"{path} is of an earlier format version from byte {offset} on", file=path, offset=offset
+    )
+
+
+def begins_with_an_older_record(path: Path) -> bool:
+    """Whether a segment file is of format version 1, as far as its first bytes say. Raises OSError."""
+    with path.open("rb") as file:
+        start = file.read(VERSION_AT + 4)
+    return start[:1] == bytes((RECORDS_TAG,)) and start[VERSION_AT - 1 :] == bytes((VERSION_TAG, 1, 0, 0, 0))
 
 
 WHAT_STANDS_THERE = {
     records.INCOMPLETE: "the file ends within a record",
     records.DAMAGED: "there is no intact record",
     records.NEWER: "a record of a newer format version",
+    records.OLDER: "a record of an earlier format version",
     records.NOT_CONTIGUOUS: "a record whose index is not the next one",
+    records.OTHER_OWNER: "a record that was not written under the marker before it",
 }
 
 
@@ -219,9 +260,9 @@ class Segment:
     Belongs to the event loop: only `read` and `read_step` are called in other threads.
     """
 
-    def __init__(self, folder: Path, incarnation: int, base_index: int, end: int) -> None:
+    def __init__(self, folder: Path, identity: Identity, base_index: int, end: int) -> None:
         self.path = folder / f"{base_index:020d}{SUFFIX}"
-        self.incarnation = incarnation
+        self.identity = identity
         self.base_index = base_index
         self.end = end
         self.points: list[Point] = []
@@ -238,16 +279,16 @@ class Segment:
         """
         with self._file() as file:
             piece = read_piece(
-                file, self.incarnation, offset, end, next_index, size=size, payloads_from=payloads_from, read=read
+                file, self.identity, offset, end, next_index, size=size, payloads_from=payloads_from, read=read
             )
         if not piece.size:
             raise damaged(self.path, piece.end, WHAT_STANDS_THERE[piece.why], piece.why)
         return piece
 
-    def read_step(self, offset: int, end: int, next_index: int) -> Step:
+    def read_step(self, offset: int, end: int, next_index: int, ownership: int) -> Step:
         """`read_step` of this file. It ends before damage. Raises as `read`."""
         with self._file() as file:
-            step = read_step(file, self.incarnation, offset, end, next_index)
+            step = read_step(file, self.identity, offset, end, next_index, ownership)
         if not step.parts:
             raise damaged(self.path, step.end, WHAT_STANDS_THERE[step.why], step.why)
         return step

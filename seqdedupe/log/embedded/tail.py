@@ -1,12 +1,14 @@
 """Opening the last segment of a log: telling a torn tail, which a crash leaves, from damage.
 
-A record says up to where its file was synced when it was written. Below the highest such offset that any intact
-record names, also one after the damage, everything had been stored and perhaps confirmed: what is wrong there
-is damage. At and above it a crash may have left anything.
+A record says up to where its file was synced when it was written. Below the highest such offset that any
+header names, also one after the damage, everything had been stored and perhaps confirmed: what is wrong there
+is damage. At and above it a crash may have left anything. A header counts only if its tag is right: what a payload
+says is no record.
 """
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +17,16 @@ import numpy as np
 from seqdedupe.errors import error
 from seqdedupe.files import sync_folder
 from seqdedupe.format import records
+from seqdedupe.format.headers import HEADER_BYTES
 from seqdedupe.log.embedded.segment import (
     BASE,
     CHUNK_BYTES,
+    OWNER,
     SUFFIX,
     SYNCED,
     TIME_MS,
     WHAT_STANDS_THERE,
+    Identity,
     Piece,
     Segment,
     damaged,
@@ -49,6 +54,9 @@ class Tail:
     why: int
     """What stands after the last record kept: `records.END` for nothing."""
 
+    ownership: int = 0
+    """The last record's; 0 if there is none."""
+
     cut_bytes: int = 0
     cut_records: int = 0
 
@@ -62,7 +70,7 @@ def base_indexes(folder: Path) -> list[int]:
     )
 
 
-def open_segments(folder: Path, incarnation: int, covered_index: int) -> tuple[list[Segment], Tail]:
+def open_segments(folder: Path, identity: Identity, covered_index: int) -> tuple[list[Segment], Tail]:
     """A log's segments, and what its end is. Writes nothing.
 
     Before the last file is written to it must be mended. Raises LOG_DAMAGED, NEWER_FORMAT; OSError.
@@ -78,11 +86,11 @@ def open_segments(folder: Path, incarnation: int, covered_index: int) -> tuple[l
             first_index=bases[0],
             covered_index=covered_index,
         )
-    segments = [Segment(folder, incarnation, base, 0) for base in bases]
+    segments = [Segment(folder, identity, base, 0) for base in bases]
     for segment in segments:
         segment.end = segment.path.stat().st_size
     with open(segments[-1].path, "rb") as file:
-        tail = recover(folder, incarnation, bases[-1], file.fileno())
+        tail = recover(folder, identity, bases[-1], file.fileno())
     segments[-1] = tail.segment
     if len(segments) > 1 and not tail.segment.end:
         # Nothing is in the last segment: the log's end is in the one before, which was synced whole.
@@ -104,18 +112,18 @@ def open_segments(folder: Path, incarnation: int, covered_index: int) -> tuple[l
 
 def _survey_sealed(segment: Segment, folder: Path, next_base: int) -> Tail:
     with open(segment.path, "rb") as file:
-        tail = survey(folder, segment.incarnation, segment.base_index, file.fileno(), segment.end)
+        tail = survey(folder, segment.identity, segment.base_index, file.fileno(), segment.end)
     if tail.why != records.END or tail.next_index != next_base:
         raise damaged(segment.path, tail.segment.end, f"records up to index {next_base - 1} should be there", tail.why)
     return tail
 
 
-def survey(folder: Path, incarnation: int, base_index: int, file: int, end: int) -> Tail:
+def survey(folder: Path, identity: Identity, base_index: int, file: int, end: int) -> Tail:
     """The intact records from the beginning of a segment on, up to an offset. Payloads are not looked at."""
-    segment = Segment(folder, incarnation, base_index, 0)
+    segment = Segment(folder, identity, base_index, 0)
     tail = Tail(segment, base_index, 0, 0, base_index, records.END)
     while segment.end < end and tail.why == records.END:
-        piece = read_piece(file, incarnation, segment.end, end, tail.next_index)
+        piece = read_piece(file, identity, segment.end, end, tail.next_index, ownership=tail.ownership)
         _add(tail, piece)
     return tail
 
@@ -127,32 +135,33 @@ def _add(tail: Tail, piece: Piece) -> None:
     if len(piece.table):
         tail.next_index = piece.next_index(tail.next_index)
         tail.publish_time_ms = int(piece.table[-1, TIME_MS])
+        tail.ownership = int(piece.table[-1, OWNER])
         tail.synced_offset = max(tail.synced_offset, int(piece.table[:, SYNCED].max()))
 
 
-def recover(folder: Path, incarnation: int, base_index: int, file: int) -> Tail:
+def recover(folder: Path, identity: Identity, base_index: int, file: int) -> Tail:
     """The last segment up to its last intact record. Changes nothing: see `mend`.
 
     Raises LOG_DAMAGED if something is wrong below the synced offset, NEWER_FORMAT.
     """
     size = os.fstat(file).st_size
-    tail = survey(folder, incarnation, base_index, file, size)
+    tail = survey(folder, identity, base_index, file, size)
     path, end, why = tail.segment.path, tail.segment.end, tail.why
-    if why in (records.NEWER, records.NOT_CONTIGUOUS):
+    if why in (records.NEWER, records.OLDER, records.NOT_CONTIGUOUS, records.OTHER_OWNER):
         raise damaged(path, end, WHAT_STANDS_THERE[why], why)
     synced = max(tail.synced_offset, _synced_after(tail, file, size))
     if end < synced:
         raise damaged(path, end, f"{WHAT_STANDS_THERE[why]}, but the file was synced up to {synced}")
     kept = _intact_end(tail, file, synced)
     if kept < end:
-        tail = survey(folder, incarnation, base_index, file, kept)
+        tail = survey(folder, identity, base_index, file, kept)
     tail.synced_offset = synced
     if synced < kept:
-        tail.certain_index = int(read_piece(file, incarnation, synced, kept, -1).table[0, BASE])
+        tail.certain_index = int(read_piece(file, identity, synced, kept, -1).table[0, BASE])
     else:
         tail.certain_index = tail.next_index
     tail.cut_bytes = size - kept
-    tail.cut_records = _headers(incarnation, file, kept, size)
+    tail.cut_records = len(list(_headers(tail, file, kept, size)))
     return tail
 
 
@@ -184,50 +193,36 @@ def mend(tail: Tail, file: int) -> None:
 
 
 def _synced_after(tail: Tail, file: int, size: int) -> int:
-    """The highest synced offset that an intact record after the first damage names; 0 if there is none."""
-    incarnation, highest = tail.segment.incarnation, 0
-    at = _next_header(incarnation, file, tail.segment.end + 1, size)
-    while at < size:
-        piece = read_piece(file, incarnation, at, size, -1)
-        if piece.why == records.NEWER:
-            raise damaged(tail.segment.path, piece.end, WHAT_STANDS_THERE[records.NEWER], piece.why)
-        if len(piece.table):
-            highest = max(highest, int(piece.table[:, SYNCED].max()))
-            at = piece.end
-        else:
-            at += 1
-        if piece.why != records.END:
-            at = _next_header(incarnation, file, at, size)
+    """The highest synced offset that a header after the first damage names; 0 if there is none."""
+    highest = 0
+    for header in _headers(tail, file, tail.segment.end + 1, size):
+        if records.is_newer(header):
+            raise damaged(tail.segment.path, tail.segment.end, WHAT_STANDS_THERE[records.NEWER], records.NEWER)
+        highest = max(highest, records.synced_offset_of(header))
     return highest
 
 
 def _intact_end(tail: Tail, file: int, at: int) -> int:
     """Up to where the records from an offset on have intact payloads."""
     while at < tail.segment.end:
-        piece = read_piece(file, tail.segment.incarnation, at, tail.segment.end, -1, payloads_from=-1)
+        piece = read_piece(file, tail.segment.identity, at, tail.segment.end, -1, payloads_from=-1)
         at = piece.end
         if piece.why != records.END:
             break
     return at
 
 
-def _headers(incarnation: int, file: int, at: int, size: int) -> int:
-    """How many headers can be made out from an offset on."""
-    count = 0
-    while (at := _next_header(incarnation, file, at, size)) < size:
-        count += 1
-        at += records.HEADER_BYTES
-    return count
-
-
-def _next_header(incarnation: int, file: int, at: int, size: int) -> int:
-    """Where the next header stands that names this topic and its own place; `size` if there is none."""
-    while at + records.HEADER_BYTES <= size:
+def _headers(tail: Tail, file: int, at: int, size: int) -> Iterator[bytes]:
+    """The headers that this log wrote where they stand, from an offset on."""
+    identity, base_index = tail.segment.identity, tail.segment.base_index
+    while at + HEADER_BYTES <= size:
         raw = os.pread(file, CHUNK_BYTES, at)
-        if len(raw) < records.HEADER_BYTES:
+        if len(raw) < HEADER_BYTES:
             break
-        found = records.find_record(np.frombuffer(raw, np.uint8), incarnation, at)
-        if found >= 0:
-            return at + int(found)
-        at += len(raw) - records.HEADER_BYTES + 1
-    return size
+        view = np.frombuffer(raw, np.uint8)
+        found = records.find_header(view, identity.incarnation, at, base_index, identity.key)
+        if found < 0:
+            at += len(raw) - HEADER_BYTES + 1
+        else:
+            yield raw[found : found + HEADER_BYTES]
+            at += found + HEADER_BYTES

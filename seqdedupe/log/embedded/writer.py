@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from seqdedupe.files import sync_folder
-from seqdedupe.format import records
+from seqdedupe.format import headers
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
 from seqdedupe.log.embedded.tail import Tail, mend
@@ -23,7 +23,7 @@ GATHER_BYTES = 512 * 1024
 
 
 class Append(NamedTuple):
-    """What is handed over: an encoded batch."""
+    """What is handed over: an encoded batch, or without rows an encoded control record."""
 
     body: bytes
     rows: int
@@ -116,7 +116,7 @@ class Writer:
         """Whether the last group makes it likely that waiting for more is worth it."""
         segment = tail.segment
         self._folder = folder
-        self._incarnation = segment.incarnation
+        self._incarnation, self._key = segment.identity
         self._base_index = segment.base_index
         self._end = self._synced = segment.end
         self._next_index = tail.next_index
@@ -239,12 +239,14 @@ class Writer:
         runs: list[Runs] = []
         points: list[Point] = []
         end, next_index, last_point = self._end, self._next_index, self._last_point
+        ownership = headers.ownership_of(opening.token)
         for body, rows, column_bytes in appends:
             if end >= last_point + POINT_INTERVAL_BYTES:
                 points.append(Point(next_index, end, self._publish_time_ms))
                 last_point = end
-            header = records.batch_header(
+            header = headers.header(
                 body,
+                headers.BATCH_TAG if rows else headers.CONTROL_TAG,
                 rows=rows,
                 column_bytes=column_bytes,
                 incarnation=self._incarnation,
@@ -252,10 +254,12 @@ class Writer:
                 base_index=next_index,
                 publish_time_ms=self._publish_time_ms,
                 synced_offset=self._synced,
+                ownership=ownership,
+                key=self._key,
             )
             buffers.append(header)
             buffers.append(body)
-            runs.append((Run(rows, self._incarnation, next_index),))
+            runs.append((Run(rows, self._incarnation, next_index),) if rows else ())
             end += len(header) + len(body)
             next_index += rows
         return buffers, Written(opening, runs, self._base_index, end, next_index, points)
@@ -264,7 +268,7 @@ class Writer:
         points: list[Point] = []
         if self._end >= self._last_point + POINT_INTERVAL_BYTES:
             points.append(Point(self._next_index, self._end, self._publish_time_ms))
-        record = records.marker_record(
+        record = headers.marker_record(
             opening.term,
             opening.token,
             incarnation=self._incarnation,
@@ -272,6 +276,7 @@ class Writer:
             next_index=self._next_index,
             publish_time_ms=self._publish_time_ms,
             synced_offset=self._synced,
+            key=self._key,
         )
         return [record], Written(opening, [], self._base_index, self._end + len(record), self._next_index, points)
 

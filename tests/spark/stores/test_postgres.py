@@ -258,3 +258,12 @@ def cut(store: Any) -> None:
     """The connection is lost on this side; the server does not know."""
     with socket.socket(fileno=os.dup(store._open.fileno())) as connection:
         connection.shutdown(socket.SHUT_RD)
+
+
+def test_a_nul_in_text_is_refused_by_the_name_of_its_column(harness: PostgresHarness, store: OutputStore) -> None:
+    run(harness, "CREATE TABLE flights (n bigint, note text)")
+    rows = pa.record_batch({"n": [0, 1, 2, 3], "note": ["a", None, "b\0c", "\0"]})
+    with refused("INVALID_OUTPUT", "note", "NUL") as caught:
+        write(store, rows)
+    assert caught.value.numbers["row"] == "2"
+    assert harness.rows() == []

@@ -1,0 +1,151 @@
+"""A record's header of fixed width: where its values stand, and how it is written. `docs/formats.md` draws it.
+
+Header and body together are one element of the answer's `records` in protobuf's encoding, so a slice of a segment
+file is a valid answer. Offsets below are from the start of the record.
+"""
+
+import struct
+
+import google_crc32c
+import numpy as np
+
+from seqdedupe.format.jit import Int64s
+from seqdedupe.format.tag import siphash
+
+FORMAT_VERSION = 2
+TOKEN_BYTES = 16
+
+# Tag of `records`, length in five bytes; then tag and value of fields 1 to 9, of 10 and 11, and the tag of field 12;
+# its value; tag and length of the body.
+CHECKED = struct.Struct("<B5sBIBqBqBqBqBqBIBIBQ")
+CHECKSUMS = struct.Struct("<BIBIB")
+TAG = struct.Struct("<q")
+BODY = struct.Struct("<B5s")
+HEADER_BYTES = CHECKED.size + CHECKSUMS.size + TAG.size + BODY.size
+
+# Where the values stand (their tags are a byte before them).
+LENGTH_AT = 1
+LENGTH_END = 6
+VERSION_AT = 7
+INCARNATION_AT = 12
+FILE_OFFSET_AT = 21
+BASE_INDEX_AT = 30
+PUBLISH_TIME_AT = 39
+SYNCED_AT = 48
+ROWS_AT = 57
+COLUMN_BYTES_AT = 62
+OWNERSHIP_AT = 67
+CHECKED_END = CHECKED.size
+COLUMN_CRC_AT = CHECKED_END + 1
+PAYLOAD_CRC_AT = COLUMN_CRC_AT + 5
+TAG_AT = CHECKED_END + CHECKSUMS.size
+BODY_AT = TAG_AT + TAG.size
+
+RECORDS_TAG = 0x0A
+VERSION_TAG = 1 << 3 | 5
+COLUMN_CRC_TAG = 10 << 3 | 5
+PAYLOAD_CRC_TAG = 11 << 3 | 5
+TAG_TAG = 12 << 3 | 1
+CONTROL_TAG = 13 << 3 | 2
+MARKER_TAG = 14 << 3 | 2
+BATCH_TAG = 15 << 3 | 2
+MARKER = struct.Struct("<BqBB16s")
+"""An encoded Marker: term and token."""
+MARKER_BYTES = MARKER.size
+TOKEN_AT = MARKER_BYTES - TOKEN_BYTES
+
+
+def padded_varint(value: int) -> bytes:
+    """A protobuf varint in five bytes whatever its value (below 2^35)."""
+    return bytes(
+        (
+            value & 0x7F | 0x80,
+            value >> 7 & 0x7F | 0x80,
+            value >> 14 & 0x7F | 0x80,
+            value >> 21 & 0x7F | 0x80,
+            value >> 28 & 0x7F,
+        )
+    )
+
+
+def header(
+    body: bytes | memoryview,
+    body_tag: int,
+    *,
+    rows: int,
+    column_bytes: int,
+    incarnation: int,
+    file_offset: int,
+    base_index: int,
+    publish_time_ms: int,
+    synced_offset: int,
+    ownership: int,
+    key: Int64s,
+) -> bytes:
+    """The header of a body that is encoded; the record is this followed by it. With NO_KEY its own tag is 0.
+
+    `body_tag` is BATCH_TAG, CONTROL_TAG or MARKER_TAG; what is no batch has no rows, and is all columns.
+    """
+    tag_and_length = BODY.pack(body_tag, padded_varint(len(body)))
+    checked = CHECKED.pack(
+        RECORDS_TAG,
+        padded_varint(HEADER_BYTES - LENGTH_END + len(body)),
+        1 << 3 | 5,
+        FORMAT_VERSION,
+        2 << 3 | 1,
+        incarnation,
+        3 << 3 | 1,
+        file_offset,
+        4 << 3 | 1,
+        base_index,
+        5 << 3 | 1,
+        publish_time_ms,
+        6 << 3 | 1,
+        synced_offset,
+        7 << 3 | 5,
+        rows,
+        8 << 3 | 5,
+        column_bytes,
+        9 << 3 | 1,
+        ownership,
+    )
+    view = np.frombuffer(body, np.uint8)  # it takes no memoryview, and a slice of bytes is a copy
+    column_crc = google_crc32c.extend(google_crc32c.value(checked + tag_and_length), view[:column_bytes])
+    payload_crc = google_crc32c.value(view[column_bytes:])
+    tagged = checked + CHECKSUMS.pack(COLUMN_CRC_TAG, column_crc, PAYLOAD_CRC_TAG, payload_crc, TAG_TAG)
+    tag = siphash(np.frombuffer(tagged, np.uint8), 0, TAG_AT, key) if len(key) else 0
+    return tagged + TAG.pack(tag) + tag_and_length
+
+
+def marker_record(
+    term: int,
+    token: bytes,
+    *,
+    incarnation: int,
+    file_offset: int,
+    next_index: int,
+    publish_time_ms: int,
+    synced_offset: int,
+    key: Int64s,
+) -> bytes:
+    """A whole record: the start of an ownership."""
+    body = MARKER.pack(1 << 3 | 1, term, 2 << 3 | 2, TOKEN_BYTES, token)
+    made = header(
+        body,
+        MARKER_TAG,
+        rows=0,
+        column_bytes=len(body),
+        incarnation=incarnation,
+        file_offset=file_offset,
+        base_index=next_index,
+        publish_time_ms=publish_time_ms,
+        synced_offset=synced_offset,
+        ownership=ownership_of(token),
+        key=key,
+    )
+    return made + body
+
+
+def ownership_of(token: bytes) -> int:
+    """What records that are written under the marker with this token carry, as an unsigned number."""
+    return int.from_bytes(token[:8], "little")
