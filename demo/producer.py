@@ -41,7 +41,9 @@ async def _run(host: str, port: int, origin: str, flights: int, board: Board) ->
     mine = 1 + flights // len(ORIGINS)  # about
     bytes_per_second = min(BYTES_PER_SECOND, TYPICAL_MESSAGE_BYTES * mine / LEAST_SECONDS)
     config = ProducerConfig(
-        max_batch_rows=min(MAX_BATCH_ROWS, 1 + mine // 200), max_in_flight_batches=MAX_IN_FLIGHT_BATCHES
+        max_batch_rows=min(MAX_BATCH_ROWS, 1 + mine // 200),
+        max_in_flight_batches=MAX_IN_FLIGHT_BATCHES,
+        delivery_timeout_seconds=None,  # whatever is killed for however long, it goes on
     )
     async with (
         Wire(host, port, bytes_per_second) as wire,

@@ -1,12 +1,16 @@
-"""What all command lines share: where the sidecar is, and what becomes of errors."""
+"""What all command lines share: where the sidecar is, and what becomes of output and errors."""
 
+import json
+import re
+import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import click
 
 from seqdedupe.client.connection import DEFAULT_ADDRESS
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import NEVER, SeqdedupeError
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -14,6 +18,9 @@ INTERRUPTED = 130
 """Exit statuses."""
 
 ADDRESS_VARIABLE = "SEQDEDUPE_ADDRESS"
+
+_NOT_PRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal may act on (but for the tab): control characters, and those that turn the direction of writing."""
 
 address_option = click.option(
     "--address",
@@ -31,8 +38,10 @@ def run_command(
 ) -> int:
     """Runs the command, of this process if no arguments are given; returns the exit status that it returned, or 0.
 
-    An error is one line on stderr, and status `failed`, or 2 for wrong usage.
+    An error is one line on stderr, with `--json` of JSON, and status `failed`, 2 for wrong usage, or 130 if the
+    command was interrupted.
     """
+    as_json = says_json(sys.argv[1:] if arguments is None else arguments)
     try:
         status: Any = command.main(arguments, prog_name=name, standalone_mode=False)
         return status or 0
@@ -43,16 +52,57 @@ def run_command(
         return WRONG_USAGE
     except click.ClickException as e:
         path = e.ctx.command_path if isinstance(e, click.UsageError) and e.ctx else name
-        say(name, f"{e.format_message()} See {path} --help.")
+        hint = f"See {path} --help."
+        if as_json:
+            _say_json(reason="WRONG_USAGE", message=e.format_message(), hint=hint)
+        else:
+            say(name, f"{e.format_message()} {hint}")
         return e.exit_code
     except SeqdedupeError as e:
-        say(name, f"{e} {e.hint}")
-        return failed
+        say_failure(name, e, as_json=as_json)
+        return INTERRUPTED if e.reason == "INTERRUPTED" else failed
     except OSError as e:
-        say(name, str(e))
+        if as_json:
+            _say_json(reason="OS_ERROR", message=str(e), hint="")
+        else:
+            say(name, str(e))
         return failed
+
+
+def says_json(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON, also one that is wrong in other respects."""
+    return "--json" in takewhile("--".__ne__, arguments)
+
+
+def say_failure(name: str, failure: SeqdedupeError, *, as_json: bool) -> None:
+    """The error on stderr, in one line: for a person, or as JSON."""
+    if not as_json:
+        say(name, f"{failure} {failure.hint}")
+        return
+    _say_json(
+        reason=failure.reason,
+        message=failure.message,
+        hint=failure.hint,
+        retry_delay_ms=None if failure.retry_delay_ms == NEVER else failure.retry_delay_ms,
+        numbers=failure.numbers,
+    )
+
+
+def _say_json(**values: Any) -> None:
+    """The form is documented: keep it stable."""
+    click.echo(json_text({"error": values}), err=True)
 
 
 def say(name: str, message: str) -> None:
     """One line on stderr."""
-    click.echo(f"{name}: " + " ".join(message.split()), err=True)
+    click.echo(f"{name}: " + printable(" ".join(message.split())), err=True)
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of what a terminal may act on."""
+    return _NOT_PRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def json_text(value: Any) -> str:
+    """One line of JSON, in which nothing stands that a terminal may act on."""
+    return _NOT_PRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))

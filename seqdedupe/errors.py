@@ -228,6 +228,13 @@ REASONS: dict[str, Reason] = {
     "SOURCE_CHANGED": _configuration(
         "The file is not the one published before under this producer name. Use another name for another file."
     ),
+    "SOURCE_UNVERIFIED": _configuration(
+        "If the file is the one published before, unchanged up to the record with that ID, say so: --trust-source."
+    ),
+    "SOURCE_INCOMPLETE": _configuration(
+        "If the file is complete, say --final. If it still grows, say --follow, or start the command again when it has."
+    ),
+    "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it goes on."),
     # Spark jobs.
     "INVALID_OPTION": _configuration("Correct the option that the message names; docs/spark.md lists all."),
     "INVALID_OUTPUT": _configuration("Change the table or the transformation, so that columns and types fit."),

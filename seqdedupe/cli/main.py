@@ -12,7 +12,8 @@ from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.topics import producers, snapshot, topics, version
-from seqdedupe.command import run_command, say
+from seqdedupe.command import run_command, say_failure, says_json
+from seqdedupe.errors import error
 
 NAME = "seqdedupe"
 
@@ -36,4 +37,5 @@ def main() -> None:
 def _defect(kind: type[BaseException], defect: BaseException, trace: TracebackType | None) -> None:
     where = traceback.extract_tb(trace)[-1] if trace else None
     place = f" at {where.filename}:{where.lineno}" if where else ""
-    say(NAME, f"{kind.__name__}: {defect}{place} [INTERNAL] This is a defect: please report it.")
+    failure = error("INTERNAL", f"{kind.__name__}: {defect}{place}", hint="This is a defect: please report it.")
+    say_failure(NAME, failure, as_json=says_json(sys.argv[1:]))

@@ -1,17 +1,22 @@
-"""What the commands share: where the sidecar is, the form of the output."""
+"""What the commands share: where the sidecar is, the form of the output, a hint for a topic that is not there."""
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import address_option
+from seqdedupe.command import address_option, json_text, printable
+from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.names import topic_name
 
 Command = Callable[..., Any]
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/cli.md describes it.")
+_SHORT_NAMES = "persistent://public/default/"
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/cli.md describes it.")
 
 
 def common(command: Command) -> Command:
@@ -26,14 +31,31 @@ def connect(address: str) -> Client:
     return client
 
 
+@contextmanager
+def connect_to(address: str, topic: str) -> Iterator[Client]:
+    """As `connect`; if the topic is not there, the error names the one that may be meant."""
+    with connect(address) as client:
+        try:
+            yield client
+        except NotFoundError as e:
+            near: list[str] = []
+            with suppress(SeqdedupeError):
+                names = [known.name.removeprefix(_SHORT_NAMES) for known in client.admin.topics()]
+                near = difflib.get_close_matches(topic_name(topic).removeprefix(_SHORT_NAMES), names, 1)
+            if e.reason != "TOPIC_NOT_FOUND" or not near:
+                raise
+            raise error(e.reason, e.message, hint=f"Do you mean {near[0]}?") from e
+
+
 def print_json(value: Any) -> None:
     """One line of JSON."""
-    click.echo(json.dumps(value, ensure_ascii=False))
+    click.echo(json_text(value))
 
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Columns as wide as needed; numbers stand to the right."""
-    table = [tuple(heads), *(tuple(f"{c:,}" if isinstance(c, int) else str(c) for c in row) for row in rows)]
+    cells_of = [tuple(f"{c:,}" if isinstance(c, int) else printable(str(c)) for c in row) for row in rows]
+    table = [tuple(heads), *cells_of]
     numeric = [
         all(cell.replace(",", "").lstrip("-").isdigit() for cell in column[1:]) for column in zip(*table, strict=True)
     ]

@@ -1,31 +1,39 @@
 """`seqdedupe publish`: a file's records, each once, however often it is started."""
 
 import sys
+import time
 from collections import deque
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from seqdedupe.cli.options import common, connect, print_json
-from seqdedupe.cli.source import Record, Source
-from seqdedupe.client import OutcomeUnknownError, PositionError, ProducerConfig, Verdict
-from seqdedupe.client.blocking import Client, Producer, Receipt
-from seqdedupe.errors import error
-
-DELIVERY_TIMEOUT_SECONDS = 60.0
-"""A sidecar that confirms nothing for so long is given up. Started again, the command resumes."""
+from seqdedupe.cli.options import common, connect_to, print_json
+from seqdedupe.cli.resume import RECORD_PROPERTY, Resume
+from seqdedupe.cli.source import STANDARD_INPUT, Source
+from seqdedupe.client import Verdict
+from seqdedupe.client.blocking import Producer, Receipt
+from seqdedupe.errors import SeqdedupeError, error
 
 _PROGRESS_RECORDS = 500
+_FOLLOW_POLL_SECONDS = 0.2
+
+_INTERRUPT_GRACE_SECONDS = 1.0
+"""After Ctrl-C, receipts that are under way are waited for so long, to say what is durable."""
+
+_GO_ON = "Started again, the command goes on after what is durable."
 
 
 @click.command(short_help="Publish the records of a file.")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--topic", required=True, help="The topic.")
 @click.option("--producer", "name", required=True, help="The producer name: one for each file.")
 @click.option("--format", "form", type=click.Choice(["lines", "csv"]), help="Default: csv if the name ends so.")
 @click.option("--sequence-id-column", metavar="NAME", help="CSV: the column with the sequence IDs; they must rise.")
 @click.option("--key-column", metavar="NAME", help="CSV: the column with the messages' keys.")
+@click.option("--final", is_flag=True, help="The file is complete: its last line counts without an end, too.")
+@click.option("--follow", is_flag=True, help="The file grows: at its end wait for more.")
+@click.option("--trust-source", is_flag=True, help="Go on also where the file cannot be compared with the topic.")
 @common
 def publish(
     file: Path,
@@ -34,49 +42,70 @@ def publish(
     form: str | None,
     sequence_id_column: str | None,
     key_column: str | None,
+    final: bool,
+    follow: bool,
+    trust_source: bool,
     address: str,
     as_json: bool,
 ) -> None:
-    """Publish the lines or CSV records of FILE, which may be gzip or a zip of one file, each exactly once.
+    """Publish the lines or CSV records of FILE (- is standard input), plain, gzip or a zip of one file, each once.
 
     A payload is the record's text. The sequence ID is the record's number from 0, after a CSV header. Started again,
     it goes on after the last ID that the topic has of this producer, if the file still has the same record there.
     """
+    if follow and (final or file == STANDARD_INPUT):
+        raise click.UsageError("--follow is for a file that grows: not for a final one, nor for standard input.")
     is_csv = None if form is None else form == "csv"
-    source = Source(file, is_csv=is_csv, sequence_id_column=sequence_id_column, key_column=key_column)
-    config = ProducerConfig(delivery_timeout_seconds=DELIVERY_TIMEOUT_SECONDS)
-    with source, connect(address) as client, client.producer(topic, name, config) as producer:
-        run = _Publishing(client, producer, source, has_numbers=sequence_id_column is None)
-        try:
+    with Source(
+        file, is_csv=is_csv, sequence_id_column=sequence_id_column, key_column=key_column, final=final, follow=follow
+    ) as source:
+        if sequence_id_column is not None:
+            source.check()
+        with connect_to(address, topic) as client, client.producer(topic, name) as producer:
+            numbers_are_ids = sequence_id_column is None
+            resume = Resume(client, producer, numbers_are_ids=numbers_are_ids, trust_source=trust_source)
+            run = _Publishing(producer, source, resume, with_numbers=not numbers_are_ids)
             run.publish()
-        except OutcomeUnknownError as e:
-            hint = f"Is the sidecar at {address} still running? Started again, the command resumes."
-            raise error(e.reason, e.message, hint=hint) from e
-    if as_json:
-        print_json(run.summary())
-    else:
-        click.echo(run.text())
+        if as_json:
+            print_json(run.summary())
+        else:
+            click.echo(run.text())
+        if source.unfinished_line:
+            raise source.incomplete()
 
 
 class _Publishing:
-    def __init__(self, client: Client, producer: Producer, source: Source, *, has_numbers: bool) -> None:
-        self._client = client
+    def __init__(self, producer: Producer, source: Source, resume: Resume, *, with_numbers: bool) -> None:
         self._producer = producer
         self._source = source
-        self._has_numbers = has_numbers
-        self._resumed_after = producer.persisted_sequence_id
-        self._read = 0
+        self._resume = resume
+        self._with_numbers = with_numbers
         self._verdicts = {Verdict.NOT_DUP: 0, Verdict.DUP: 0}
         self._receipts: deque[Receipt] = deque()
+        source.before_waiting = self._wait_for_more
 
     def publish(self) -> None:
-        """Returns when every record has its receipt. Raises SOURCE_CHANGED before anything is sent."""
+        """Returns when every record has its receipt. An error says what is durable all the same."""
+        try:
+            self._send_all()
+        except KeyboardInterrupt as e:
+            with suppress(SeqdedupeError):
+                if self._receipts:
+                    self._receipts[-1].result(_INTERRUPT_GRACE_SECONDS)
+            raise error("INTERRUPTED", f"interrupted; {self._durable()}", hint=_GO_ON) from e
+        except SeqdedupeError as e:
+            raise self._with_durable(e) from e
+
+    def _send_all(self) -> None:
         size = self._source.size_bytes
         shown = size > 0 and sys.stderr.isatty()
         with click.progressbar(length=size, label="Publishing", file=sys.stderr, hidden=not shown) as bar:
-            for record in self._new_records():
-                self._receipts.append(self._producer.send(record.payload, record.sequence_id, key=record.key))
-                if self._read % _PROGRESS_RECORDS == 0:
+            for record in self._resume.new_records(self._source):
+                properties = {RECORD_PROPERTY: str(record.number)} if self._with_numbers else None
+                self._receipts.append(
+                    self._producer.send(record.payload, record.sequence_id, key=record.key, properties=properties)
+                )
+                if len(self._receipts) % _PROGRESS_RECORDS == 0:
                     self._count(only_done=True)
                     bar.update(self._source.read_bytes - bar.pos)
             self._producer.flush()
@@ -85,61 +114,48 @@ class _Publishing:
 
     def _count(self, *, only_done: bool = False) -> None:
         while self._receipts and (not only_done or self._receipts[0].done()):
-            self._verdicts[self._receipts.popleft().result().verdict] += 1
+            self._verdicts[self._receipts[0].result().verdict] += 1
+            self._receipts.popleft()
 
-    def _new_records(self) -> Iterator[Record]:
-        """The records behind the last one published, if the file still holds that one."""
-        found = self._resumed_after < 0
-        for record in self._source:
-            self._read += 1
-            if record.sequence_id > self._resumed_after:
-                if not found and self._read > 1:
-                    raise self._changed("is not there any more")
-                found = True
-                yield record
-            elif record.sequence_id == self._resumed_after:
-                self._compare(record)
-                found = True
-        if not found and self._has_numbers:
-            raise self._changed(f"is not there: it has {self._read:,} records")
+    def _wait_for_more(self) -> None:
+        self._count(only_done=True)
+        time.sleep(_FOLLOW_POLL_SECONDS)
 
-    def _compare(self, record: Record) -> None:
-        """Raises SOURCE_CHANGED if the log, where that is still known, holds another payload for the record."""
-        position = self._producer.persisted_position
-        if position is None:
-            return
-        with self._client.reader(self._producer.topic, position.index) as reader:
-            try:
-                message = next(reader)
-            except PositionError as e:
-                if e.reason == "POSITION_TRIMMED":
-                    return
-                raise
-        if (message.payload or b"") != record.payload:
-            raise self._changed("is not the one that was published")
+    def _durable(self) -> str:
+        with suppress(SeqdedupeError):
+            self._count(only_done=True)
+        durable = sum(self._verdicts.values())
+        up_to = f", up to sequence ID {self._producer.durable_sequence_id}" if durable else ""
+        return f"{durable:,} of the {durable + len(self._receipts):,} records sent are durable{up_to}"
 
-    def _changed(self, what: str) -> Exception:
-        return error(
-            "SOURCE_CHANGED",
-            f"producer {self._producer.name!r} has published up to sequence ID {self._resumed_after}, and in this file "
-            f"the record with that ID {what}; nothing was sent",
-            sequence_id=self._resumed_after,
-        )
+    def _with_durable(self, failure: SeqdedupeError) -> SeqdedupeError:
+        """The failure with what is durable, unless nothing was sent; the command can be started again."""
+        if not self._receipts and not any(self._verdicts.values()):
+            return failure
+        with suppress(SeqdedupeError):
+            self._producer.flush()  # if it was the source that failed
+        message, hint = failure.message, failure.hint
+        if failure.reason == "OUTCOME_UNKNOWN":  # which says by itself what is durable
+            hint = f"{failure.hint} {_GO_ON}" if "last_refusal" in failure.numbers else _GO_ON
+        else:
+            message = f"{message}; {self._durable()}"
+        numbers = failure.numbers | {"durable_sequence_id": str(self._producer.durable_sequence_id)}
+        return type(failure)(failure.reason, message, hint, failure.retry_delay_ms, numbers)
 
     def summary(self) -> dict[str, object]:
         """The form is documented: keep it stable."""
         return {
             "topic": self._producer.topic,
             "producer_name": self._producer.name,
-            "read": self._read,
+            "read": self._resume.records_read,
             "not_dup": self._verdicts[Verdict.NOT_DUP],
             "dup": self._verdicts[Verdict.DUP],
-            "resumed_after": None if self._resumed_after < 0 else self._resumed_after,
+            "resumed_after": None if self._resume.after < 0 else self._resume.after,
         }
 
     def text(self) -> str:
-        resumed = f", resumed after sequence ID {self._resumed_after}" if self._resumed_after >= 0 else ""
+        resumed = f", resumed after sequence ID {self._resume.after}" if self._resume.after >= 0 else ""
         return (
-            f"{self._read:,} records read{resumed}: {self._verdicts[Verdict.NOT_DUP]:,} NotDup, "
+            f"{self._resume.records_read:,} records read{resumed}: {self._verdicts[Verdict.NOT_DUP]:,} NotDup, "
             f"{self._verdicts[Verdict.DUP]:,} Dup"
         )

@@ -1,16 +1,16 @@
 """`seqdedupe read`: a topic's messages on stdout."""
 
 import base64
-import json
 import re
 import sys
 from itertools import islice
 
 import click
 
-from seqdedupe.cli.options import common, connect
+from seqdedupe.cli.options import common, connect_to
 from seqdedupe.client import Message
 from seqdedupe.client.reader import Start
+from seqdedupe.command import json_text, printable
 from seqdedupe.message_id import MessageId
 
 MAX_INDEX = 2**63 - 1
@@ -44,11 +44,16 @@ class _StartType(click.ParamType[Start]):
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N messages.")
 @common
 def read(topic: str, start: Start, follow: bool, limit: int | None, address: str, as_json: bool) -> None:
-    """Print the messages of a topic: the payloads as they are, one a line, or with --json one object a line."""
+    """Print the messages of a topic: the payloads as they are, one a line, or with --json one object a line.
+
+    On a terminal, control characters in payloads are shown as escapes.
+    """
     out = sys.stdout.buffer
-    form = _json_line if as_json else _payload_line
-    with connect(address) as client:
+    form = _json_line if as_json else _escaped_line if sys.stdout.isatty() else _payload_line
+    with connect_to(address, topic) as client:
         client.admin.topic(topic)
+        if not follow and limit is None:
+            client.ends(topic)  # a topic that does not know its end says so in time
         left = limit
         with client.reader(topic, start, follow=follow) as reader:
             for stored in reader.batches():
@@ -64,6 +69,10 @@ def _payload_line(message: Message) -> bytes:
     return (message.payload or b"") + b"\n"
 
 
+def _escaped_line(message: Message) -> bytes:
+    return printable((message.payload or b"").decode(errors="backslashreplace")).encode() + b"\n"
+
+
 def _json_line(message: Message) -> bytes:
     """The form is documented: keep it stable."""
     value = {
@@ -77,7 +86,7 @@ def _json_line(message: Message) -> bytes:
         "properties": message.properties,
         **_text("payload", message.payload),
     }
-    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+    return json_text(value).encode() + b"\n"
 
 
 def _text(name: str, value: bytes | None) -> dict[str, str | None]:

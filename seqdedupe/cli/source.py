@@ -6,9 +6,10 @@ import gzip
 import io
 import os
 import stat
+import time
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,30 +18,46 @@ from typing import IO, NamedTuple, Self
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 
+STANDARD_INPUT = Path("-")
+
 _GZIP = b"\x1f\x8b"
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MOST_NAMES_SHOWN = 5
 _MOST_DIGITS = len(str(MAX_SEQUENCE_ID))
+_WAIT_SECONDS = 0.2
+
+_HINT_BEFORE = "Sort the file by that column, or publish by record numbers. Nothing was sent."
+_HINT_TOO_LATE = (
+    "Under this producer name no record can follow one with a higher ID. Publish those that come too late, in order, "
+    "under a producer name of their own."
+)
 
 
 class Record(NamedTuple):
     """A record: the payload is its text in the file, byte for byte, without the line's end."""
 
+    number: int
+    """From 0, after a CSV header."""
     sequence_id: int
     payload: bytes
     key: bytes | None
 
 
 class Source:
-    """The records of a file in order, with sequence IDs that rise.
+    """The records of a file, or of standard input (`-`), in order, with sequence IDs that rise.
 
     A line is a record, also an empty one; lines end with LF or CR LF. In a CSV file (by its name, or if `is_csv`) the
     first record is the header and none of the records; a record may stretch over lines within quotes, and empty
     lines are skipped. The sequence ID is the record's number from 0, or what a column says. Bytes that are not
     UTF-8 are taken as they are. gzip and zip (of one file) are told by their first bytes.
 
-    Everything that is wrong with the file is INVALID_SOURCE, MESSAGE_TOO_LARGE, or NOT_ASCENDING.
+    A last line without its end is not taken, for it may be half of one, unless the file is `final`; nor is a CSV record
+    within whose quotes the file ends. `unfinished_line` then says where it is. With `follow` the records do not end:
+    `before_waiting` is called as often as there is nothing more.
+
+    Everything that is wrong with the file is INVALID_SOURCE, MESSAGE_TOO_LARGE, NOT_ASCENDING, SOURCE_INCOMPLETE for a
+    header without its end, or SOURCE_CHANGED for a file that was cut or replaced while it was followed.
     """
 
     def __init__(
@@ -50,21 +67,53 @@ class Source:
         is_csv: bool | None = None,
         sequence_id_column: str | None = None,
         key_column: str | None = None,
+        final: bool = False,
+        follow: bool = False,
     ) -> None:
-        self._path = path
-        self._line = 0
+        self.unfinished_line: int | None = None
+        self.before_waiting: Callable[[], None] = lambda: time.sleep(_WAIT_SECONDS)
+        self._path = Path("standard input") if path == STANDARD_INPUT else path
+        self._is_csv = is_csv
         self._columns = (sequence_id_column, key_column)
+        self._final = final
+        self._follow = follow
+        self._checking = False
+        self._line = 0
         with self._readable():
-            self._raw = path.open("rb")
+            self._raw = _standard_input() if path == STANDARD_INPUT else path.open("rb")
             try:
-                self._file, name = self._unpacked()
-                self.is_csv = name.lower().endswith(".csv") or any(self._columns) if is_csv is None else is_csv
-                if any(self._columns) and not self.is_csv:
-                    raise self._bad("has no columns: it is read as lines")
-                self._records = self._csv_records() if self.is_csv else self._line_records()
+                self._start = self._raw.tell() if self._is_regular() else 0
+                self._begin()
             except BaseException:
                 self._raw.close()
                 raise
+
+    def _begin(self) -> None:
+        """At the first record."""
+        self.unfinished_line = None
+        self._line = 0
+        self._ended = False
+        self._file, name = self._unpacked()
+        if self._follow and self._file is not self._raw:
+            raise self._bad("is compressed, and cannot be followed")
+        is_csv = name.lower().endswith(".csv") or any(self._columns) if self._is_csv is None else self._is_csv
+        if any(self._columns) and not is_csv:
+            raise self._bad("has no columns: it is read as lines")
+        self._records = self._csv_records() if is_csv else self._line_records()
+
+    def check(self) -> None:
+        """Reads a file once and begins anew, so that what is wrong with it is known before anything is sent.
+
+        What can be read only once (a pipe), or grows, is not looked at.
+        """
+        if self._is_regular() and not self._follow:
+            self._checking = True
+            for _ in self:
+                pass
+            self._checking = False
+            with self._readable():
+                self._raw.seek(self._start)
+                self._begin()
 
     def __enter__(self) -> Self:
         return self
@@ -77,8 +126,10 @@ class Source:
     @property
     def size_bytes(self) -> int:
         """The size of the file on disk; 0 if it is no regular file."""
-        status = os.fstat(self._raw.fileno())
-        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return os.fstat(self._raw.fileno()).st_size if self._is_regular() and not self._follow else 0
+
+    def _is_regular(self) -> bool:
+        return stat.S_ISREG(os.fstat(self._raw.fileno()).st_mode)
 
     @property
     def read_bytes(self) -> int:
@@ -91,9 +142,9 @@ class Source:
             for record in self._records:
                 if record.sequence_id <= last:
                     raise self._bad(
-                        f"has sequence ID {record.sequence_id} behind {last}: they should rise",
+                        f"has sequence ID {record.sequence_id} after {last}: they should rise",
                         reason="NOT_ASCENDING",
-                        hint="Sort the file by that column, or publish by record numbers.",
+                        hint=_HINT_BEFORE if self._checking else _HINT_TOO_LATE,
                     )
                 last = record.sequence_id
                 yield record
@@ -113,15 +164,49 @@ class Source:
         return self._raw, self._path.name
 
     def _lines(self) -> Iterator[bytes]:
-        while line := self._file.readline(MAX_PAYLOAD_BYTES + 3):
+        while line := self._next_line():
             self._line += 1
             if len(_without_end(line)) > MAX_PAYLOAD_BYTES:
                 raise self._bad(f"is longer than a payload may be: {MAX_PAYLOAD_BYTES} bytes", "MESSAGE_TOO_LARGE")
             yield line
 
+    def _next_line(self) -> bytes:
+        """With its end, or longer than one may be; nothing at the end."""
+        most_bytes = MAX_PAYLOAD_BYTES + 3
+        line = self._file.readline(most_bytes)
+        while self._follow and not line.endswith(b"\n") and len(line) < most_bytes:
+            self._check_followed()
+            self.before_waiting()
+            line += self._file.readline(most_bytes - len(line))
+        if line.endswith(b"\n") or len(line) == most_bytes or (self._final and line):
+            return line
+        self._ended = True
+        if line:
+            self.unfinished_line = self._line + 1
+        return b""
+
+    def _check_followed(self) -> None:
+        """The file that is read is still the one of that name, and not shorter than what was read."""
+        own, now = os.fstat(self._raw.fileno()), os.stat(self._path)
+        if not os.path.samestat(own, now) or (self._is_regular() and own.st_size < self._raw.tell()):
+            raise self._bad(
+                "was cut or replaced while it was followed",
+                reason="SOURCE_CHANGED",
+                hint="Publish the new file under another producer name.",
+            )
+
+    def incomplete(self) -> SeqdedupeError:
+        """The error of an `unfinished_line`."""
+        return error(
+            "SOURCE_INCOMPLETE",
+            f"{self._path}, line {self.unfinished_line}, the last one, does not end with a newline; "
+            "it was not published",
+            line=self.unfinished_line,
+        )
+
     def _line_records(self) -> Iterator[Record]:
         for number, line in enumerate(self._lines()):
-            yield Record(number, _without_end(line), None)
+            yield Record(number, number, _without_end(line), None)
 
     def _csv_records(self) -> Iterator[Record]:
         """Reads the header now and the records when they are asked for."""
@@ -136,6 +221,8 @@ class Source:
         csv.field_size_limit(MAX_PAYLOAD_BYTES)
         rows = csv.reader(texts(), strict=True)
         header = next((row for row in rows if row), None)
+        if header is None and self.unfinished_line:
+            raise self.incomplete()
         if header is None:
             raise self._bad("is empty: a CSV file begins with a header")
         id_place, key_place = (None if name is None else self._place(header, name) for name in self._columns)
@@ -146,7 +233,7 @@ class Source:
         self, rows: Iterator[list[str]], taken: list[bytes], width: int, id_place: int | None, key_place: int | None
     ) -> Iterator[Record]:
         number = 0
-        for row in rows:
+        while (row := self._next_row(rows, taken)) is not None:
             payload = _without_end(b"".join(taken))
             taken.clear()
             if not row:
@@ -155,8 +242,18 @@ class Source:
                 raise self._bad(f"has {len(row)} fields, the header {width}")
             sequence_id = number if id_place is None else self._sequence_id(row[id_place])
             key = None if key_place is None else row[key_place].encode(errors="surrogateescape")
-            yield Record(sequence_id, payload, key)
+            yield Record(number, sequence_id, payload, key)
             number += 1
+
+    def _next_row(self, rows: Iterator[list[str]], taken: list[bytes]) -> list[str] | None:
+        try:
+            return next(rows, None)
+        except csv.Error:
+            if self._final or not self._ended:
+                raise
+        # The file has ended within quotes.
+        self.unfinished_line = self._line - len(taken) + 1
+        return None
 
     def _place(self, header: list[str], name: str) -> int:
         if name not in header:
@@ -190,6 +287,10 @@ class Source:
             raise self._bad(f"cannot be unpacked: {e}") from e
         except csv.Error as e:
             raise self._bad(f"is not CSV: {e}") from e
+
+
+def _standard_input() -> io.BufferedReader:
+    return open(0, "rb", closefd=False)
 
 
 def _without_end(line: bytes) -> bytes:

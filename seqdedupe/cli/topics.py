@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from seqdedupe.cli.options import common, connect, print_json, print_table
+from seqdedupe.cli.options import common, connect, connect_to, print_json, print_table
+from seqdedupe.command import printable
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -20,10 +21,14 @@ def position_json(position: Position) -> dict[str, Any]:
 
 
 def _state(topic: admin_pb2.Topic) -> str:
-    return admin_pb2.TopicState.Name(topic.state).removeprefix("TOPIC_STATE_")
+    known = topic.state in admin_pb2.TopicState.values()  # a newer sidecar may say more
+    return admin_pb2.TopicState.Name(topic.state).removeprefix("TOPIC_STATE_") if known else str(topic.state)
 
 
-def _messages(topic: admin_pb2.Topic) -> int:
+def _messages(topic: admin_pb2.Topic) -> int | None:
+    """How many can be read; None where that cannot be known."""
+    if topic.state == admin_pb2.TOPIC_STATE_DAMAGED:
+        return None
     return topic.last.index + 1 - topic.first_index
 
 
@@ -31,6 +36,7 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
     return {
         "name": topic.name,
         "state": _state(topic),
+        "why": topic.why or None,
         "deduplication_enabled": topic.policy.deduplication_enabled,
         "messages": _messages(topic),
         "first_index": topic.first_index,
@@ -52,9 +58,9 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         return
     for name, value in (
         ("topic", topic.name),
-        ("state", _state(topic)),
+        ("state", _state(topic) + (f": {topic.why}" if topic.why else "")),
         ("deduplication", _on_off(topic)),
-        ("messages", f"{_messages(topic):,}, indexes {topic.first_index} to {topic.last.index}"),
+        ("messages", _shown(_messages(topic)) + f", indexes {topic.first_index} to {topic.last.index}"),
         ("last", Position.from_proto(topic.last)),
         ("snapshot", f"up to index {topic.snapshot_index}, not included"),
         ("producers", f"{topic.producers:,}"),
@@ -62,7 +68,11 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since the start"),
         ("refused", f"{topic.refused:,} frames since the start"),
     ):
-        click.echo(f"{name:<14}{value}")
+        click.echo(f"{name:<14}{printable(str(value))}")
+
+
+def _shown(number: int | None) -> str:
+    return "?" if number is None else f"{number:,}"
 
 
 def _on_off(topic: admin_pb2.Topic) -> str:
@@ -76,7 +86,7 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
     """List the topics. The commands below create, delete and show one, and set its policy."""
     if context.invoked_subcommand is not None:
         if any(context.get_parameter_source(name) is _GIVEN for name in ("address", "as_json")):
-            raise click.UsageError(f"Options go behind {context.invoked_subcommand!r}.", context)
+            raise click.UsageError(f"Options come after {context.invoked_subcommand!r}.", context)
         return
     with connect(address) as client:
         found = client.admin.topics()
@@ -85,7 +95,7 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
         return
     print_table(
         ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
-        [(t.name, _state(t), _on_off(t), _messages(t), t.producers, t.log_bytes) for t in found],
+        [(t.name, _state(t), _on_off(t), _shown(_messages(t)), t.producers, t.log_bytes) for t in found],
     )
 
 
@@ -104,7 +114,7 @@ def create(name: str, deduplication: bool, address: str, as_json: bool) -> None:
 @common
 def delete(name: str, address: str, as_json: bool) -> None:
     """Delete a topic with its messages and producers, for good and without asking."""
-    with connect(address) as client:
+    with connect_to(address, name) as client:
         client.admin.delete_topic(name)
     if as_json:
         print_json({"deleted": topic_name(name)})
@@ -117,7 +127,7 @@ def delete(name: str, address: str, as_json: bool) -> None:
 @common
 def show(name: str, address: str, as_json: bool) -> None:
     """Show a topic."""
-    with connect(address) as client:
+    with connect_to(address, name) as client:
         _print_topic(client.admin.topic(name), as_json)
 
 
@@ -127,7 +137,7 @@ def show(name: str, address: str, as_json: bool) -> None:
 @common
 def policy(name: str, deduplication: bool, address: str, as_json: bool) -> None:
     """Set a topic's policy, durable when this returns, and show the topic."""
-    with connect(address) as client:
+    with connect_to(address, name) as client:
         _print_topic(client.admin.set_topic_policy(name, deduplication_enabled=deduplication), as_json)
 
 
@@ -136,7 +146,7 @@ def policy(name: str, deduplication: bool, address: str, as_json: bool) -> None:
 @common
 def producers(topic: str, address: str, as_json: bool) -> None:
     """List a topic's producers with their highest sequence IDs, in the order in which they first came."""
-    with connect(address) as client:
+    with connect_to(address, topic) as client:
         found = client.admin.producers(topic)
     if as_json:
         print_json([{"name": p.name, "persisted": p.persisted, "pushed": p.pushed, "epoch": p.epoch} for p in found])
@@ -149,7 +159,7 @@ def producers(topic: str, address: str, as_json: bool) -> None:
 @common
 def snapshot(topic: str, address: str, as_json: bool) -> None:
     """Take a snapshot of a topic; returns when it is durable."""
-    with connect(address) as client:
+    with connect_to(address, topic) as client:
         position = client.admin.snapshot(topic)
     if as_json:
         print_json({"topic": topic_name(topic), "position": position_json(position)})

@@ -167,7 +167,7 @@ class Builder:
         event_times_ms: Numbers | None,
         properties: Sequence[Properties | None] | None,
     ) -> PendingBatch:
-        """Hands over a ready batch, behind what is gathered. Raises before anything is changed."""
+        """Hands over a ready batch, after what is gathered. Raises before anything is changed."""
         batch = single_producer(
             self._name,
             0,
@@ -211,7 +211,7 @@ class Builder:
             bad = 1 + int(np.argmin(column[1:] > column[:-1]))
             raise error(
                 "NOT_ASCENDING",
-                f"sequence ID {column[bad]} stands behind {column[bad - 1]} in a batch",
+                f"sequence ID {column[bad]} comes after {column[bad - 1]} in a batch",
                 sequence_id=column[bad],
             )
         return column

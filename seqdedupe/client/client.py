@@ -6,9 +6,10 @@ from typing import NamedTuple, Self
 
 import grpc.aio
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client.admin import Admin
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, DEFAULT_ADDRESS, new_channel, typed_errors
+from seqdedupe.client.connection import DEFAULT_ADDRESS, call, check_not_forked, new_channel, typed_errors
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader, Start
 from seqdedupe.errors import UnavailableError, error
@@ -41,12 +42,15 @@ class Located(NamedTuple):
 class Client:
     """A client of the sidecar at `host:port` or `unix:path`: `async with Client(address) as client`.
 
+    Raises INVALID_ADDRESS for text that is no address.
+
     Each producer and reader has a connection of its own, made when it is entered or first read; this object's is for
     `admin` and `wait_ready`. It belongs to one event loop.
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
         self.address = address
+        self._address = SidecarAddress.parse(address)
         self._channel: grpc.aio.Channel | None = None
         self._admin: Admin | None = None
 
@@ -66,19 +70,18 @@ class Client:
 
     def producer(self, topic: str, name: str, config: ProducerConfig = ProducerConfig()) -> Producer:  # noqa: B008
         """A producer, to be entered, see `Producer`."""
-        return Producer(self.address, topic, name, config)
+        return Producer(self._address, topic, name, config)
 
     def reader(
         self, topic: str, start: Start = "earliest", *, follow: bool = False, stop_index: int | None = None
     ) -> Reader:
         """A reader, see `Reader`."""
-        return Reader(self.address, topic, start, follow=follow, stop_index=stop_index)
+        return Reader(self._address, topic, start, follow=follow, stop_index=stop_index)
 
     async def ends(self, topic: str) -> TopicEnds:
-        """What the topic holds now. Raises NotFoundError."""
+        """What the topic holds now. Raises NotFoundError; RECOVERING if its end is still not known after 30 seconds."""
         request = read_pb2.GetLastMessageIdRequest(topic=topic_name(topic))
-        with typed_errors(self.address):
-            answer = await ReadServiceStub(self._own_channel()).GetLastMessageId(request, timeout=CALL_TIMEOUT_SECONDS)
+        answer = await call(self._address, ReadServiceStub(self._own_channel()).GetLastMessageId, request)
         return TopicEnds(answer.first_index, Position.from_proto(answer.last))
 
     async def locate_time(self, topic: str, publish_time_ms: int) -> Located:
@@ -92,15 +95,14 @@ class Client:
         return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), byte_budget=budget))
 
     async def _locate(self, request: read_pb2.LocateRequest) -> Located:
-        with typed_errors(self.address):
-            answer = await ReadServiceStub(self._own_channel()).Locate(request, timeout=CALL_TIMEOUT_SECONDS)
+        answer = await call(self._address, ReadServiceStub(self._own_channel()).Locate, request)
         return Located(answer.incarnation, answer.index)
 
     @property
     def admin(self) -> Admin:
         """The calls for operators."""
         if self._admin is None:
-            self._admin = Admin(self.address, self._own_channel())
+            self._admin = Admin(self._address, self._own_channel())
         return self._admin
 
     async def wait_ready(self, timeout_seconds: float) -> None:
@@ -111,7 +113,7 @@ class Client:
             async with asyncio.timeout(timeout_seconds):
                 while True:
                     try:
-                        with typed_errors(self.address):
+                        with typed_errors(self._address):
                             if await check(b"", timeout=timeout_seconds) == _SERVING:
                                 return
                         why = "it says NOT_SERVING"
@@ -123,6 +125,7 @@ class Client:
             raise error("UNREACHABLE", message) from e
 
     def _own_channel(self) -> grpc.aio.Channel:
+        check_not_forked()
         if self._channel is None:
-            self._channel = new_channel(self.address)
+            self._channel = new_channel(self._address)
         return self._channel

@@ -26,8 +26,9 @@ class ProducerConfig:
     max_in_flight_bytes: int = 16 * 1024 * 1024
     """`send` waits while about so many bytes have no receipt."""
 
-    delivery_timeout_seconds: float | None = None
-    """The producer fails with OutcomeUnknownError if a message has no receipt by then. None: it tries for ever."""
+    delivery_timeout_seconds: float | None = 120.0
+    """The producer ends with OutcomeUnknownError if a batch has no receipt by then, with the reason of the last
+    refusal. Two minutes, as in Kafka. None: it tries for ever, which is right for machinery that must not give up."""
 
     def __post_init__(self) -> None:
         most = {"max_batch_rows": MAX_BATCH_ROWS, "max_batch_bytes": MAX_BATCH_BYTES}

@@ -1,9 +1,11 @@
 """How the client reaches the sidecar, and the one place that looks at gRPC's errors."""
 
 import asyncio
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -13,6 +15,8 @@ from grpc_status import rpc_status
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
+
+T = TypeVar("T")
 
 DEFAULT_ADDRESS = "127.0.0.1:6660"
 
@@ -42,6 +46,18 @@ _OPTIONS = (
 _DOMAIN = "seqdedupe"
 """Of the ErrorInfos that count."""
 
+_SHORTEST_DELAY_SECONDS = 0.01
+
+_HINTS_OF_UNREACHABLE = {
+    "errors resolving": "Is the host's name right? It could not be found.",
+    "DNS resolution failed": "Is the host's name right? It could not be found.",
+    "refused": "Nothing listens there: is the sidecar running, and is this its address?",
+    "No such file": "There is no such socket: is the sidecar running, and is this its path?",
+    "Permission denied": "May this user use the socket?",
+    "HTTP": "Something other than a sidecar listens there: is the port right?",
+}
+"""By what gRPC says."""
+
 _LOST = {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.CANCELLED,
@@ -52,18 +68,57 @@ _LOST = {
 """What gRPC says, beside UNAVAILABLE, when a connection breaks within a call."""
 
 
-def new_channel(address: str | SidecarAddress) -> grpc.aio.Channel:
-    """A channel with a connection of its own. The address, as text, is `host:port` or `unix:path`.
+_used = False
+_forked = False
 
-    Raises INVALID_ADDRESS.
-    """
-    if isinstance(address, str):
-        address = SidecarAddress.parse(address)
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _forked or _used
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def check_not_forked() -> None:
+    """Raises INVALID_REQUEST in a child of a process that has used the client: there gRPC waits for ever."""
+    if _forked:
+        raise error(
+            "INVALID_REQUEST",
+            "this process was forked from one that has used the client, whose connections and threads are not here",
+            hint="Start processes with multiprocessing's 'spawn' or 'forkserver', or fork before the client is used.",
+        )
+
+
+def new_channel(address: SidecarAddress) -> grpc.aio.Channel:
+    """A channel with a connection of its own."""
+    global _used
+    check_not_forked()
+    _used = True
     return grpc.aio.insecure_channel(str(address), options=_OPTIONS)
 
 
+async def call(address: SidecarAddress, method: Callable[..., Awaitable[T]], request: object) -> T:
+    """Makes a unary call. While the answer is RECOVERING, it is made again after the delay that the answer asks for.
+
+    Raises what the call is refused for, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
+    """
+    check_not_forked()
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + CALL_TIMEOUT_SECONDS
+    while True:
+        try:
+            with typed_errors(address):
+                return await method(request, timeout=CALL_TIMEOUT_SECONDS)
+        except UnavailableError as e:
+            delay_seconds = max(e.retry_delay_ms / 1000, _SHORTEST_DELAY_SECONDS)
+            if e.reason != "RECOVERING" or loop.time() + delay_seconds > give_up_at:
+                raise
+        await asyncio.sleep(delay_seconds)
+
+
 @contextmanager
-def typed_errors(address: str) -> Iterator[None]:
+def typed_errors(address: SidecarAddress) -> Iterator[None]:
     """Turns gRPC's errors into this project's.
 
     A call that the other side cancels, or that is cancelled by `call.cancel()`, looks to gRPC's callers as if they
@@ -88,15 +143,19 @@ def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dic
     return kind(reason, message.removesuffix(f" [{reason}]"), hint, retry_delay_ms, numbers)
 
 
-def _error_of_call(failure: grpc.aio.AioRpcError, address: str) -> SeqdedupeError:
+def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> SeqdedupeError:
     info, retry_delay_ms = _details(failure)
     details = failure.details() or failure.code().name
     if info is not None:
         return error_of_reason(info.reason, details, retry_delay_ms, dict(info.metadata))
     if failure.code() is grpc.StatusCode.UNAVAILABLE:
-        return error("UNREACHABLE", f"no connection to the sidecar at {address}: {details}")
+        hint = next((hint for sign, hint in _HINTS_OF_UNREACHABLE.items() if sign in details), None)
+        return error("UNREACHABLE", f"no connection to the sidecar at {address}: {details}", hint=hint)
     if failure.code() in _LOST:
         return error("OUTCOME_UNKNOWN", f"the call to {address} broke: {failure.code().name}: {details}")
+    if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+        hint = "Is this the address of a sidecar, and is it of this version?"
+        return error("INTERNAL", f"{address} does not know this call: {details}", hint=hint)
     return error("INTERNAL", f"{address} answered {failure.code().name}: {details}")
 
 

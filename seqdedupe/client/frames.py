@@ -7,26 +7,21 @@ import numpy as np
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from seqdedupe import wire
-from seqdedupe.batch import Int64s
 from seqdedupe.client.connection import error_of_reason
-from seqdedupe.client.receipts import PendingBatch, ReceiptColumns
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.client.outbox import Frame
+from seqdedupe.client.receipts import ReceiptColumns
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import publish_pb2
 
 _NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
 
-def encode_frames(frames: list[tuple[int, PendingBatch]], epochs: Int64s) -> bytes:
-    """A PublishStreamRequest with these numbers and batches, their links and these epochs."""
+def encode_frames(frames: list[Frame]) -> bytes:
+    """A PublishStreamRequest with these frames."""
     message: list[bytes | memoryview] = []
-    for number, pending in frames:
-        batch = pending.batch
-        if batch is None:
-            raise error("INTERNAL", f"frame {number} has no batch")
-        batch.epochs = epochs
-        batch.previous_sequence_ids = np.array([pending.previous_sequence_id], np.int64)
-        message += wire.frame_parts(number, batch.encoded_parts())
+    for frame in frames:
+        message += wire.frame_parts(frame.number, frame.batch.encoded_parts())
     return b"".join(message)
 
 

@@ -8,9 +8,11 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from seqdedupe.batch import NO_INT64S, Batch
 from seqdedupe.client.receipts import PendingBatch, ReceiptColumns, Verdict
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
@@ -31,6 +33,14 @@ class Counters:
     connections: int = 0
 
 
+class Frame(NamedTuple):
+    """A batch on its way, with its epoch and its link."""
+
+    number: int
+    batch: Batch
+    size_bytes: int
+
+
 class Outbox:
     """A session's batches without a receipt, oldest first, and which of them are out on the stream.
 
@@ -45,15 +55,20 @@ class Outbox:
         self.must_rewind = False
         self.retry_delay_ms = 0
         """With `must_rewind`: the longest delay that was asked for."""
+        self.last_refusal: SeqdedupeError | None = None
+        """Why nothing has become durable lately; None as soon as something does."""
         self.size_bytes = 0
         self._entries: deque[PendingBatch] = deque()
         self._out = 0  # so many from the left have been sent since the last rewind
         self._unanswered: dict[int, PendingBatch] = {}  # by frame
         self._incarnation = self._term = 0
+        self._epochs = NO_INT64S  # the column of every frame
         self._opened = NO_SEQUENCE_ID  # what Open answered last as persisted
         self._last_queued = NO_SEQUENCE_ID
         self._highest_sent = NO_SEQUENCE_ID
         self._highest_receipt = NO_SEQUENCE_ID
+        self._settled_up_to = NO_SEQUENCE_ID  # everything sent up to here has its receipt
+        self._gave_up = False  # a batch without one was let go of
 
     def __len__(self) -> int:
         """How many batches are not settled."""
@@ -69,8 +84,19 @@ class Outbox:
         """How many frames on this stream wait for their answer."""
         return len(self._unanswered)
 
+    @property
+    def durable_sequence_id(self) -> int:
+        """Everything up to this ID that was sent is durable; -1 if nothing is."""
+        return max(self._opened, self._settled_up_to)
+
+    @property
+    def rows_without_receipt(self) -> int:
+        """How many messages are in batches that are not settled."""
+        return sum(len(entry.sequence_ids) for entry in self._entries if not entry.settled)
+
     def add(self, pending: PendingBatch) -> None:
         """Queues a sealed batch, with IDs above all queued before. Once there is a failure it fails at once."""
+        pending.last_refusal = self.last_refusal
         if self.failure is not None:
             pending.fail(self.failure)
             return
@@ -81,7 +107,7 @@ class Outbox:
         self._entries.append(pending)
         self.size_bytes += pending.size_bytes
 
-    def open(self, incarnation: int, term: int, persisted: int) -> None:
+    def open(self, incarnation: int, term: int, epoch: int, persisted: int) -> None:
         """Takes an answer of Open, the first or one to a resume. What was out on the old stream is out no more.
 
         Raises FencedError, DataLossError.
@@ -89,6 +115,7 @@ class Outbox:
         if self.counters.connections:
             self._check_resumed(incarnation, term, persisted)
         self._incarnation, self._term, self._opened = incarnation, term, persisted
+        self._epochs = np.array([epoch], np.int64)
         self._unanswered.clear()
         self.rewind()
         self.counters.connections += 1
@@ -98,7 +125,7 @@ class Outbox:
         if incarnation != self._incarnation or term < self._term or persisted < floor:
             raise error(
                 "DATA_LOSS",
-                f"the sidecar answers a state older than one that it has answered before, or of another topic: "
+                f"the sidecar answers with an older state than before, or with that of another topic: "
                 f"persisted sequence ID {persisted} (at least {floor} before), term {term} ({self._term}), "
                 f"incarnation {incarnation} ({self._incarnation})",
                 persisted=persisted,
@@ -117,20 +144,23 @@ class Outbox:
                 highest_sent=self._highest_sent,
             )
 
-    def next_frame(self) -> tuple[int, PendingBatch] | None:
-        """The next frame to send: its number and the batch. None if there is nothing to send now."""
+    def next_frame(self) -> Frame | None:
+        """The next frame to send. None if there is nothing to send now."""
         if self.must_rewind:
             return None
         while self._out < len(self._entries):
             pending = self._entries[self._out]
             self._out += 1
-            if pending.settled:
+            batch = pending.batch
+            if batch is None:  # it is settled
                 continue
+            batch.epochs = self._epochs
+            batch.previous_sequence_ids = np.array([pending.previous_sequence_id], np.int64)
             number = next(_FRAMES)
             self._unanswered[number] = pending
             self._highest_sent = max(self._highest_sent, pending.last_sequence_id)
             self.counters.rows_sent += len(pending.sequence_ids)
-            return number, pending
+            return Frame(number, batch, pending.size_bytes)
         return None
 
     def rewind(self) -> None:
@@ -144,7 +174,7 @@ class Outbox:
         if incarnation != self._incarnation:
             raise error(
                 "DATA_LOSS",
-                f"the topic was made anew under this producer: incarnation {incarnation}, before {self._incarnation}",
+                f"the topic was recreated: its incarnation is {incarnation}, and was {self._incarnation} before",
                 incarnation=incarnation,
                 incarnation_before=self._incarnation,
             )
@@ -179,7 +209,7 @@ class Outbox:
     def refused(self, frame: int, refusal: SeqdedupeError) -> None:
         """Takes a refusal. One of a frame that is not out changes nothing.
 
-        If sending again cannot help, this batch and all behind it fail; those before it go on.
+        If sending again cannot help, this batch and all after it fail; those before it go on.
         """
         pending = self._unanswered.pop(frame, None)
         if pending is None:
@@ -188,8 +218,17 @@ class Outbox:
         if refusal.retry_delay_ms >= 0:
             self.must_rewind = True
             self.retry_delay_ms = max(self.retry_delay_ms, refusal.retry_delay_ms)
+            if refusal.reason != "PREDECESSOR_MISSING":  # which only follows from another refusal
+                self.held_up(refusal)
             return
         self.fail(refusal, pending)
+
+    def held_up(self, why: SeqdedupeError | None) -> None:
+        """Remembers why nothing becomes durable, for whoever waits; with None, that something does."""
+        if why is not self.last_refusal:
+            self.last_refusal = why
+            for entry in self._entries:
+                entry.last_refusal = why
 
     def fail(self, failure: SeqdedupeError, first: PendingBatch | None = None) -> None:
         """Fails the batches from `first` on (None: all), and whatever is added later."""
@@ -201,8 +240,27 @@ class Outbox:
         self._unanswered = {frame: entry for frame, entry in self._unanswered.items() if not entry.settled}
         self._let_go()
 
+    def outcome_unknown(self, what: str) -> SeqdedupeError:
+        """The error of those that are given up: why, what is durable all the same, and how many messages are not."""
+        why, durable, left = self.last_refusal, self.durable_sequence_id, self.rows_without_receipt
+        because = "" if why is None else f": {why}"
+        up_to = f"everything up to sequence ID {durable} is durable" if durable >= 0 else "nothing is durable yet"
+        given_up = error(
+            "OUTCOME_UNKNOWN",
+            f"{what}{because}; {up_to}, {left:,} {'message has' if left == 1 else 'messages have'} no receipt",
+            hint=None if why is None else why.hint,
+            durable_sequence_id=durable,
+            messages_without_receipt=left,
+        )
+        if why is not None:
+            given_up.numbers["last_refusal"] = why.reason
+        return given_up
+
     def _let_go(self) -> None:
         while self._entries and self._entries[0].settled:
             pending = self._entries.popleft()
             self.size_bytes -= pending.size_bytes
+            self._gave_up = self._gave_up or pending.failed
+            if not self._gave_up:
+                self._settled_up_to = pending.last_sequence_id
             self._out = max(0, self._out - 1)

@@ -6,8 +6,10 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
 from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.connection import check_not_forked
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.receipts import BatchReceipt, PendingBatch, Receipt
 from seqdedupe.client.session import Session
@@ -19,7 +21,7 @@ from seqdedupe.names import producer_name, topic_name
 class ProducerBase:
     """What a producer is, for tasks and for threads alike. It is made by `Client.producer`."""
 
-    def __init__(self, address: str, topic: str, name: str, config: ProducerConfig) -> None:
+    def __init__(self, address: SidecarAddress, topic: str, name: str, config: ProducerConfig) -> None:
         self.topic = topic_name(topic)
         self.name = name
         self._encoded_name = producer_name(name)
@@ -41,6 +43,7 @@ class ProducerBase:
         self._state = "open"
 
     def _check_open(self) -> None:
+        check_not_forked()
         if self._session.failure is not None:
             raise self._session.failure.with_traceback(None)
         if self._state != "open":
@@ -62,6 +65,11 @@ class ProducerBase:
         return self._session.persisted_position
 
     @property
+    def durable_sequence_id(self) -> int:
+        """Everything that was sent up to this sequence ID is durable; -1 if nothing is. After a failure too."""
+        return self._session.outbox.durable_sequence_id
+
+    @property
     def counters(self) -> Counters:
         """What this producer has sent and been answered so far."""
         return self._session.outbox.counters
@@ -73,12 +81,14 @@ class Producer(ProducerBase):
     Entering starts a session: it takes the name over from any other process that has it, waits until all that the
     name had in flight is settled, and then `last_sequence_id` is the highest persisted sequence ID (-1: none).
     From then on the producer resends, in order, what has no receipt, over broken connections and restarts of the
-    sidecar, for as long as it takes: each message is in the log at most once, and
-    once it has its receipt exactly once.
+    sidecar: each message is in the log at most once, and once it has its receipt exactly once.
 
     It ends for good, and every message without a receipt with it, with `FencedError` when another process has
-    taken the name over, with `DataLossError` when the sidecar has lost what it acknowledged, and with
-    `InvalidRequestError` when the sidecar refuses a batch for its content (those before it still get receipts).
+    taken the name over, with `DataLossError` when the sidecar has lost what it acknowledged, with
+    `InvalidRequestError` when the sidecar refuses a batch for its content (those before it still get receipts), and
+    with `OutcomeUnknownError` when a batch has had no receipt for `ProducerConfig.delivery_timeout_seconds`. What was
+    given up then may still become durable. A new producer of that name waits until that is settled, and its
+    `last_sequence_id` says from where to go on.
 
     Messages are gathered into batches, and `send` waits while too many are in flight, as `ProducerConfig` says.
     A producer belongs to one event loop; tasks of it may share it.
@@ -143,7 +153,7 @@ class Producer(ProducerBase):
         event_times_ms: Numbers | None = None,
         properties: Sequence[Properties | None] | None = None,
     ) -> BatchReceipt:
-        """Queues a ready batch of at most 65,536 messages and 8 MiB, behind what was sent before.
+        """Queues a ready batch of at most 65,536 messages and 8 MiB, after what was sent before.
 
         Columns that are numpy arrays of int64 and `Binary` (laid out as Arrow does) pass as they are, and must not be
         changed afterwards. Otherwise as `send`.

@@ -11,8 +11,9 @@ import grpc.aio
 import numpy as np
 
 from seqdedupe import wire
+from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import Batch, decode
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, new_channel, typed_errors
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
@@ -119,16 +120,16 @@ class Reader:
     It starts after a position or message ID, at an index, with the earliest message left, or with the latest: the
     first one published after it has connected. It ends with the last message that was there when it connected, with
     `follow` never, or before `stop_index`, waiting for messages that are not there yet. Over a lost connection it
-    reads on by itself, for as long as it takes, without skipping or doubling a message: `position` is that of the last
-    one handed out.
+    reads on by itself, and for a topic that recovers it waits, for as long as it takes, without skipping or doubling a
+    message: `position` is that of the last one handed out.
 
-    Raises `PositionError` if that cannot be (the messages are trimmed, or the topic was made anew), `NotFoundError`
+    Raises `PositionError` if that cannot be (the messages are trimmed, or the topic was recreated), `NotFoundError`
     for an unknown topic, `DamagedError` for what is damaged where it reads.
     """
 
     def __init__(
         self,
-        address: str,
+        address: SidecarAddress,
         topic: str,
         start: Start = "earliest",
         *,
@@ -224,6 +225,7 @@ class Reader:
 
     async def fetch(self) -> bool:
         """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
+        check_not_forked()
         while not self._closed:
             try:
                 if self.take_record():
@@ -328,7 +330,7 @@ class Reader:
         if self._incarnation not in (None, incarnation):
             raise error(
                 "POSITION_OF_ANOTHER_INCARNATION",
-                f"{self.topic} was made anew: its incarnation is {incarnation}, the position is of {self._incarnation}",
+                f"{self.topic} was recreated: its incarnation is {incarnation}, the position is of {self._incarnation}",
                 incarnation=incarnation,
                 position_incarnation=self._incarnation,
             )

@@ -137,7 +137,9 @@ class PendingBatch:
         "_waiters",
         "batch",
         "decided_up_to",
+        "failed",
         "first_sequence_id",
+        "last_refusal",
         "last_sequence_id",
         "previous_sequence_id",
         "queued_at",
@@ -158,6 +160,10 @@ class PendingBatch:
         self.settled = False
         self.decided_up_to = -1
         """The highest sequence ID with a receipt; -1 if there is none."""
+        self.failed = False
+        """Settled without receipts for all of its messages."""
+        self.last_refusal: SeqdedupeError | None = None
+        """While it is not settled: why it is not, if that is known."""
         self._all_stored: ReceiptColumns | None = None
         self._result: BatchResult | None = None
         self._error: SeqdedupeError | None = None
@@ -189,6 +195,7 @@ class PendingBatch:
 
     def fail(self, failure: SeqdedupeError) -> None:
         """No more receipts will come."""
+        self.failed = True
         self._error = failure
         self._settle()
 

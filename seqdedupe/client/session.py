@@ -5,17 +5,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 import grpc.aio
-import numpy as np
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import (
-    CALL_TIMEOUT_SECONDS,
-    Backoff,
-    new_channel,
-    typed_errors,
-)
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, new_channel, typed_errors
 from seqdedupe.client.frames import decode_answer, encode_frames, receipt_columns, refusal_error
-from seqdedupe.client.outbox import Outbox
+from seqdedupe.client.outbox import Frame, Outbox
 from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
@@ -38,6 +33,7 @@ the sidecar waiting. With the largest batch after it, it stays well below what t
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
+_SHORTEST_WAIT_SECONDS = 0.01
 
 
 class Session:
@@ -45,7 +41,7 @@ class Session:
 
     def __init__(
         self,
-        address: str,
+        address: SidecarAddress,
         topic: str,
         name: str,
         config: ProducerConfig,
@@ -117,10 +113,8 @@ class Session:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if left := len(self.outbox):
-            self._fail(
-                error("OUTCOME_UNKNOWN", f"producer {self._name!r} was closed with {left} batches without a receipt")
-            )
+        if len(self.outbox):
+            self._fail(self.outbox.outcome_unknown(f"producer {self._name!r} was closed"))
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -149,11 +143,22 @@ class Session:
             self.has_room.set()
 
     async def _enforce_delivery_timeout(self, timeout_seconds: float) -> None:
+        """Gives everything up, and the connection, when the oldest batch has waited for so long.
+
+        Later messages must not get past those given up, so the session ends: whoever opens the name next waits until
+        what is still on the way is settled, and learns from where to go on.
+        """
+        loop = asyncio.get_running_loop()
         while self.failure is None:
-            await asyncio.sleep(timeout_seconds / 10)
             oldest = next(iter(self.outbox.entries), None)
-            if oldest and asyncio.get_running_loop().time() - oldest.queued_at > timeout_seconds:
-                self._fail(error("OUTCOME_UNKNOWN", f"no receipt within {timeout_seconds} seconds"))
+            left_seconds = timeout_seconds + (oldest.queued_at - loop.time() if oldest else 0)
+            if left_seconds <= 0 and oldest:
+                self._fail(self.outbox.outcome_unknown(f"no receipt within {timeout_seconds:g} seconds"))
+                for task in self._tasks:
+                    if task is not asyncio.current_task():
+                        task.cancel()
+                return
+            await asyncio.sleep(max(left_seconds, _SHORTEST_WAIT_SECONDS))
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -166,6 +171,7 @@ class Session:
                     # The session stays: it is resumed when there is something to send.
                     await self._wait_for_something_to_send()
                     continue
+                self.outbox.held_up(e)
                 if not self._epochs and loop.time() > give_up_at:
                     self._fail(e)
                     return
@@ -205,7 +211,7 @@ class Session:
             if self._epochs and e.reason == "INVALID_EPOCH":
                 raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e
             raise
-        self.outbox.open(answer.incarnation, answer.term, answer.persisted[0])
+        self.outbox.open(answer.incarnation, answer.term, answer.epochs[0], answer.persisted[0])
         first, self._epochs = not self._epochs, list(answer.epochs)
         if first and self._started is not None and not self._started.done():
             self.persisted = answer.persisted[0]
@@ -215,7 +221,6 @@ class Session:
             self._started.set_result(None)
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
-        epochs = np.array(self._epochs, np.int64)
         with typed_errors(self._address):
             try:
                 await call.write(publish_pb2.PublishStreamRequest(topic=self._topic).SerializeToString())
@@ -226,7 +231,7 @@ class Session:
                         self.outbox.rewind()
                     frames = self._next_frames()
                     if frames:
-                        await call.write(encode_frames(frames, epochs))
+                        await call.write(encode_frames(frames))
                     else:
                         self._work.clear()
                         await self._work.wait()
@@ -251,7 +256,7 @@ class Session:
             if self.outbox.unanswered and silence > ANSWER_TIMEOUT_SECONDS:
                 raise error("OUTCOME_UNKNOWN", f"{self._address} has not answered for {silence:.0f} seconds")
 
-    def _next_frames(self) -> list[tuple[int, PendingBatch]]:
+    def _next_frames(self) -> list[Frame]:
         """What is ready to be sent now, for one message."""
         if not self.outbox.unanswered:
             self._answered_at = asyncio.get_running_loop().time()
@@ -259,7 +264,7 @@ class Session:
         size_bytes = 0
         while size_bytes < FULL_MESSAGE_BYTES and (frame := self.outbox.next_frame()) is not None:
             frames.append(frame)
-            size_bytes += frame[1].size_bytes
+            size_bytes += frame.size_bytes
         return frames
 
     def _take_answer(self, raw: bytes) -> None:
@@ -270,9 +275,10 @@ class Session:
         waiting = len(self.outbox)
         for receipt in answer.receipts:
             self.outbox.receipt(receipt.frame, receipt_columns(receipt))
-        for refusal in answer.refusals:
-            self.outbox.refused(refusal.frame, refusal_error(refusal))
         if len(self.outbox) < waiting:
             self._backoff.reset()
+            self.outbox.held_up(None)
+        for refusal in answer.refusals:
+            self.outbox.refused(refusal.frame, refusal_error(refusal))
         self._update_room()
         self._work.set()

@@ -1,6 +1,8 @@
 """The commands as processes against a real sidecar."""
 
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -9,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.cli.main import main
+from seqdedupe.client.blocking import Client
+from seqdedupe.command import json_text, printable
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
+from tests.sidecar import Sidecar
 
 RECORDS = 20_000
 NOBODY = "127.0.0.1:1"
@@ -82,7 +87,7 @@ def test_versions(run: Run) -> None:
 def test_without_a_sidecar_it_says_so_at_once(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "a").write_bytes(b"1\n")
     error = run(*command, "--address", NOBODY, status=1).stderr
-    assert b"[UNREACHABLE] Is the sidecar running" in error
+    assert b"[UNREACHABLE] Nothing listens there: is the sidecar running" in error
     assert NOBODY.encode() in error
 
 
@@ -95,7 +100,9 @@ def test_without_a_sidecar_it_says_so_at_once(run: Run, tmp_path: Path, command:
         ("publish", "a", "--topic", "t", "--producer", "p", "--format", "xml"),
         ("topics", "show"),
         ("topics", "policy", "t"),
-        ("topics", "--json", "show", "t"),
+        ("topics", "--address", "127.0.0.1:1", "show", "t"),
+        ("publish", "-", "--topic", "t", "--producer", "p", "--follow"),
+        ("publish", "a", "--topic", "t", "--producer", "p", "--follow", "--final"),
         ("read", "t", "--limit", "0"),
         *(("read", "t", f"--from={place}") for place in ("x", "-1", "1:", "1:x", str(2**63), f"1:{2**63}", "9" * 5000)),
     ],
@@ -138,3 +145,68 @@ def test_serve_serves(tmp_path: Path, environment: dict[str, str]) -> None:
         process.terminate()
         process.stderr.read()
         assert process.wait(TIMEOUT_SECONDS) == 0
+
+
+EVIL = "\x1b]0;title\x07\x9b31mred\u202e\n"
+ESCAPED = r"\x1b]0;title\x07\x9b31mred\u202e\n"
+
+
+def test_what_a_terminal_may_act_on_is_shown_as_escapes() -> None:
+    assert printable(EVIL) == ESCAPED
+    assert printable("tab\tand naïve ✓ 👩‍🚀") == "tab\tand naïve ✓ 👩‍🚀"
+    assert json.loads(json_text([EVIL, "\ud800", "naïve"])) == [EVIL, "\ud800", "naïve"]
+    assert printable(json_text([EVIL, "naïve"])) == json_text([EVIL, "naïve"])
+
+
+def on_terminal(*arguments: str, environment: dict[str, str]) -> bytes:
+    """What the command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([COMMAND, *arguments], env=environment, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        written = b""
+        while True:
+            try:
+                written += os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+        process.wait(TIMEOUT_SECONDS)
+    os.close(ours)
+    return written
+
+
+def test_names_and_payloads_do_nothing_to_a_terminal(
+    run: Run, shared_sidecar: Sidecar, environment: dict[str, str]
+) -> None:
+    with Client(shared_sidecar.address) as client, client.producer("evil", "p\u202e") as producer:
+        producer.send(EVIL.encode() + b"\xff", properties={EVIL: EVIL})
+    shown = on_terminal("read", "evil", environment=environment)
+    assert shown == ESCAPED.encode() + b"\\xff\r\n"
+    commands = (("read", "evil", "--json"), ("producers", "evil"), ("producers", "evil", "--json"), ("topics",))
+    for command in commands:
+        shown = on_terminal(*command, environment=environment)
+        assert not any(bad in shown.decode() for bad in "\x1b\x07\x9b\u202e"), shown
+    # Elsewhere a payload comes as it is, and JSON says the same everywhere.
+    assert run("read", "evil").stdout == EVIL.encode() + b"\xff\n"
+    message = json.loads(run("read", "evil", "--json").stdout)
+    assert message["properties"] == {EVIL: EVIL}
+    assert message["producer_name"] == "p\u202e"
+
+
+def test_a_mistyped_topic_is_told_what_may_be_meant(run: Run) -> None:
+    run("topics", "create", "departures")
+    for command in (("read", "depatures"), ("topics", "show", "persistent://public/default/depatures")):
+        assert run(*command, status=1).stderr.endswith(b"[TOPIC_NOT_FOUND] Do you mean departures?\n")
+    assert b"Do you mean" not in run("read", "zzzzzzzz", status=1).stderr
+
+
+def test_errors_are_json_where_json_is_asked_for(run: Run) -> None:
+    for arguments, status, reason in (
+        (("read", "unknown-topic", "--json"), 1, "TOPIC_NOT_FOUND"),
+        (("topics", "--json", "--address", NOBODY), 1, "UNREACHABLE"),
+        (("topics", "--json", "--address", "nowhere"), 1, "INVALID_ADDRESS"),
+        (("topics", "--json", "--nix"), 2, "WRONG_USAGE"),
+    ):
+        error = json.loads(run(*arguments, status=status).stderr)["error"]
+        assert error["reason"] == reason
+        assert error["message"]
+        assert error["hint"]

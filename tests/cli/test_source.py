@@ -16,8 +16,8 @@ CSV = b'id,name,note\r\n1,a,"two\r\nlines, ""quoted"""\r\n\r\n3,b,x\n7,\xff\xfe,
 CSV_PAYLOADS = [b'1,a,"two\r\nlines, ""quoted"""', b"3,b,x", b"7,\xff\xfe,end"]
 
 
-def _records(path: Path, **options: Any) -> list[Record]:
-    with Source(path, **options) as source:
+def _records(path: Path, final: bool = True, **options: Any) -> list[Record]:
+    with Source(path, final=final, **options) as source:
         return list(source)
 
 
@@ -29,24 +29,24 @@ def _write(path: Path, data: bytes) -> Path:
 def test_lines_are_taken_byte_for_byte(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.txt", b"one\n\n \xff\x00\r\nlast\rone\r\nend")
     payloads = [b"one", b"", b" \xff\x00", b"last\rone", b"end"]
-    assert _records(path) == [Record(i, payload, None) for i, payload in enumerate(payloads)]
+    assert _records(path) == [Record(i, i, payload, None) for i, payload in enumerate(payloads)]
 
 
 def test_csv_records_are_taken_byte_for_byte(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", CSV)
-    assert _records(path) == [Record(i, payload, None) for i, payload in enumerate(CSV_PAYLOADS)]
+    assert _records(path) == [Record(i, i, payload, None) for i, payload in enumerate(CSV_PAYLOADS)]
 
 
 def test_columns_give_sequence_ids_and_keys(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", CSV)
     keys = [b"a", b"b", b"\xff\xfe"]
-    expected = [Record(i, p, k) for i, p, k in zip((1, 3, 7), CSV_PAYLOADS, keys, strict=True)]
+    expected = [Record(n, i, p, k) for n, i, p, k in zip(range(3), (1, 3, 7), CSV_PAYLOADS, keys, strict=True)]
     assert _records(path, sequence_id_column="id", key_column="name") == expected
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", b"\xef\xbb\xbfid\n5\n")
-    assert _records(path, sequence_id_column="id") == [Record(5, b"5", None)]
+    assert _records(path, sequence_id_column="id") == [Record(0, 5, b"5", None)]
 
 
 @pytest.mark.parametrize("name", ["a.csv.gz", "a.CSV", "a"])
@@ -74,8 +74,8 @@ def test_no_lines_are_no_records_and_a_header_alone_none_either(tmp_path: Path) 
 def test_the_longest_line_fits_and_one_byte_more_does_not(tmp_path: Path) -> None:
     longest = b"x" * MAX_PAYLOAD_BYTES
     assert _records(_write(tmp_path / "a", longest + b"\r\n" + longest)) == [
-        Record(0, longest, None),
-        Record(1, longest, None),
+        Record(0, 0, longest, None),
+        Record(1, 1, longest, None),
     ]
     with pytest.raises(SeqdedupeError) as caught:
         _records(_write(tmp_path / "b", b"short\nx" + longest + b"\n"))
@@ -101,7 +101,7 @@ def test_what_is_no_sequence_id(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("second", [5, 4])
 def test_ids_that_do_not_rise(tmp_path: Path, second: int) -> None:
     path = _write(tmp_path / "a.csv", b"id\n5\n%d\n" % second)
-    with pytest.raises(SeqdedupeError, match=f"line 3, has sequence ID {second} behind 5") as caught:
+    with pytest.raises(SeqdedupeError, match=f"line 3, has sequence ID {second} after 5") as caught:
         _records(path, sequence_id_column="id")
     assert caught.value.reason == "NOT_ASCENDING"
 

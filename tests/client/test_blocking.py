@@ -1,5 +1,6 @@
 """The façade for threads, against a real sidecar."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -226,3 +227,54 @@ def test_batches_and_places_without_asyncio(shared_sidecar: Sidecar, topic: str)
         assert [batch.batch.payloads[row] for batch in stored for row in range(len(batch))] == [
             b"%d" % row for row in range(6, 777)
         ]
+
+
+FORKS = """
+import os, sys
+from seqdedupe.client import InvalidRequestError
+from seqdedupe.client.blocking import Client
+
+def refused(act):
+    try:
+        act()
+    except InvalidRequestError as e:
+        return "forked" in e.message
+    return False
+
+before = os.fork()
+if not before:  # a child of a process that has not used the client is as good as any
+    Client(sys.argv[1]).admin.version()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(before, 0)[1]) == 0
+
+client = Client(sys.argv[1])
+producer = client.producer("forks", "p")
+producer.open()
+producer.send(b"first").result(30)
+receipt = producer.send(b"parent")
+reader = client.reader("forks")
+next(reader)
+child = os.fork()
+if not child:
+    acts = (
+        lambda: producer.send(b"child"), producer.flush, lambda: client.ends("forks"), client.admin.version,
+        lambda: Client(sys.argv[1]).admin.version(), lambda: list(reader), client.producer("forks", "q").open,
+    )
+    os._exit(sum(not refused(act) for act in acts))
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+receipt.result(30)
+producer.close()
+sys.exit(status)
+"""
+
+
+def test_a_forked_process_says_so_at_the_first_call(shared_sidecar: Sidecar) -> None:
+    """A child has neither gRPC's threads nor ours: without this it would wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS, shared_sidecar.address],
+        env=os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0"},  # its handlers crash children now and then
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

@@ -133,7 +133,7 @@ def test_automatic_ids_go_on_above_all_that_is_persisted_or_sent() -> None:
     assert built.builder.last_sequence_id == 202
 
 
-def test_the_last_id_of_all_can_be_sent_and_none_behind_it() -> None:
+def test_the_last_id_of_all_can_be_sent_and_none_after_it() -> None:
     built = Built(persisted=MAX_SEQUENCE_ID - 2)
     built.builder.append(b"", None, None, None, None)
     built.builder.append(b"", None, None, None, None)

@@ -27,7 +27,7 @@ def test_the_defaults_are_these_and_cannot_be_changed() -> None:
     config = ProducerConfig()
     assert (config.linger_ms, config.max_batch_rows, config.max_batch_bytes) == (1.0, 1000, 131_072)
     assert (config.max_in_flight_batches, config.max_in_flight_bytes) == (32, 16 * 1024 * 1024)
-    assert config.delivery_timeout_seconds is None
+    assert config.delivery_timeout_seconds == 120
     with pytest.raises(AttributeError):
         config.linger_ms = 5  # type: ignore[misc]
 

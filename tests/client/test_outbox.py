@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import Binary, single_producer
-from seqdedupe.client.outbox import Outbox
+from seqdedupe.client.outbox import Frame, Outbox
 from seqdedupe.client.receipts import PendingBatch, ReceiptColumns, Verdict
 from seqdedupe.errors import DataLossError, FencedError, InvalidRequestError, SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 
 INCARNATION = 77
+EPOCH = 1 << 32
 NO_ID = MessageId(-1, -1, -1)
 
 
@@ -44,11 +45,11 @@ def receipt(verdicts: list[int], first_index: int = -1, known: dict[int, int] | 
 
 def opened(persisted: int = -1, outbox_class: type[Outbox] = Outbox) -> Outbox:
     outbox = outbox_class()
-    outbox.open(INCARNATION, 1, persisted)
+    outbox.open(INCARNATION, 1, EPOCH, persisted)
     return outbox
 
 
-def send(outbox: Outbox) -> tuple[int, PendingBatch]:
+def send(outbox: Outbox) -> Frame:
     frame = outbox.next_frame()
     assert frame is not None
     return frame
@@ -140,8 +141,8 @@ class Run:
             self.outbox.rewind()
         frame = self.outbox.next_frame()
         if frame is not None:
-            number, pending = frame
-            self.wire.append((number, pending.sequence_ids.tolist(), pending.previous_sequence_id))
+            batch = frame.batch
+            self.wire.append((frame.number, batch.sequence_ids.tolist(), int(batch.previous_sequence_ids[0])))
 
     def deliver(self) -> None:
         if self.wire:
@@ -175,7 +176,7 @@ class Run:
             self.old_wires.clear()
         self.model.commit(len(self.model.in_flight))
         self.model.answers.clear()
-        self.outbox.open(INCARNATION, 1, self.model.persisted)
+        self.outbox.open(INCARNATION, 1, EPOCH, self.model.persisted)
 
     def play(self, steps: int) -> None:
         usual = [self.add, self.transmit, self.transmit, self.deliver, self.deliver, self.commit, self.answer]
@@ -233,10 +234,10 @@ class UnknownTakenForAnEnd(Outbox):
         super().receipt(frame, receipt)
 
 
-class StaysBehindTheBreak(Outbox):
-    def open(self, incarnation: int, term: int, persisted: int) -> None:
+class StaysAfterTheBreak(Outbox):
+    def open(self, incarnation: int, term: int, epoch: int, persisted: int) -> None:
         out = self._out
-        super().open(incarnation, term, persisted)
+        super().open(incarnation, term, epoch, persisted)
         self._out = out
 
 
@@ -247,7 +248,7 @@ class RefusalTakenForReceipt(Outbox):
 
 @pytest.mark.parametrize(
     "planted",
-    [LinkLeftOut, NotSentAgain, UnknownTakenForAnEnd, StaysBehindTheBreak, RefusalTakenForReceipt],
+    [LinkLeftOut, NotSentAgain, UnknownTakenForAnEnd, StaysAfterTheBreak, RefusalTakenForReceipt],
 )
 def test_the_simulation_finds_a_planted_bug(planted: type[Outbox]) -> None:
     for seed in range(1000):
@@ -266,11 +267,54 @@ def test_the_link_is_the_highest_lower_id_sent_or_opened() -> None:
     assert [batch.previous_sequence_id for batch in batches] == [-1, 60, 100, 101]
 
 
+def test_a_frame_leaves_with_its_epoch_and_its_link() -> None:
+    outbox = opened(persisted=100)
+    for sequence_id in (101, 105):
+        outbox.add(pending_batch(sequence_id))
+    frames = [send(outbox) for _ in range(2)]
+    assert [frame.batch.epochs.tolist() for frame in frames] == [[EPOCH], [EPOCH]]
+    assert [frame.batch.previous_sequence_ids.tolist() for frame in frames] == [[100], [101]]
+    outbox.open(INCARNATION, 1, EPOCH + 1, 100)
+    assert send(outbox).batch.epochs.tolist() == [EPOCH + 1]
+
+
+def test_what_is_given_up_says_why_and_what_is_durable() -> None:
+    outbox = opened(persisted=4)
+    batches = [pending_batch(5, 6), pending_batch(7), pending_batch(8, 9)]
+    for batch in batches:
+        outbox.add(batch)
+    frames = [send(outbox).number for _ in range(3)]
+    assert "nothing" not in str(outbox.outcome_unknown("closed"))
+    outbox.receipt(frames[2], receipt([], 9))  # an answer out of order does not make 7 durable
+    outbox.receipt(frames[0], receipt([], 7))
+    assert outbox.durable_sequence_id == 6
+    outbox.refused(frames[1], error("LOG_REFUSED", "no space left on device"))
+    late = pending_batch(10)
+    outbox.add(late)
+    assert batches[1].last_refusal is late.last_refusal is outbox.last_refusal is not None
+    given_up = outbox.outcome_unknown("no receipt within 2 seconds")
+    assert str(given_up) == (
+        "no receipt within 2 seconds: no space left on device [LOG_REFUSED]; everything up to sequence ID 6 is "
+        "durable, 2 messages have no receipt [OUTCOME_UNKNOWN]"
+    )
+    assert given_up.numbers == {
+        "durable_sequence_id": "6", "messages_without_receipt": "2", "last_refusal": "LOG_REFUSED"
+    }  # fmt: skip
+    assert "disk" in given_up.hint
+    outbox.fail(given_up)
+    assert outbox.durable_sequence_id == 6
+    # Control: what has its receipt is not held up any more.
+    fine = opened()
+    fine.held_up(error("LOG_REFUSED", "no space left on device"))
+    fine.held_up(None)
+    assert fine.outcome_unknown("closed").numbers == {"durable_sequence_id": "-1", "messages_without_receipt": "0"}
+
+
 def test_nothing_goes_out_between_a_refusal_and_the_last_answer() -> None:
     outbox = opened()
     for sequence_id in range(4):
         outbox.add(pending_batch(sequence_id))
-    frames = [send(outbox)[0] for _ in range(3)]
+    frames = [send(outbox).number for _ in range(3)]
     outbox.refused(frames[0], error("LOG_REFUSED", "full", retry_delay_ms=250))
     assert outbox.next_frame() is None
     outbox.refused(frames[1], error("PREDECESSOR_MISSING", "missing"))
@@ -281,22 +325,22 @@ def test_nothing_goes_out_between_a_refusal_and_the_last_answer() -> None:
     assert outbox.unanswered == 0
     outbox.rewind()
     again = [send(outbox) for _ in range(4)]
-    assert [pending.first_sequence_id for _, pending in again] == [0, 1, 2, 3]
-    assert not {number for number, _ in again} & set(frames)
+    assert [frame.batch.sequence_ids[0] for frame in again] == [0, 1, 2, 3]
+    assert not {frame.number for frame in again} & set(frames)
 
 
 def test_answers_of_frames_that_are_not_out_change_nothing() -> None:
     outbox = opened()
     outbox.add(pending_batch(0))
-    frame, _ = send(outbox)
-    outbox.open(INCARNATION, 1, -1)
+    frame = send(outbox).number
+    outbox.open(INCARNATION, 1, EPOCH, -1)
     outbox.refused(frame, error("FENCED", "an epoch no longer used"))
     outbox.receipt(frame, receipt([], 0))
     assert outbox.failure is None
     assert len(outbox) == 1
     assert not outbox.must_rewind
     # Control: the answer of the frame that is out counts.
-    frame, _ = send(outbox)
+    frame = send(outbox).number
     outbox.refused(frame, error("FENCED", "another one"))
     assert isinstance(outbox.failure, FencedError)
 
@@ -305,13 +349,13 @@ def test_rows_with_a_receipt_keep_it_when_the_rest_is_sent_again() -> None:
     outbox = opened()
     pending = pending_batch(3, 4, 5)
     outbox.add(pending)
-    frame, _ = send(outbox)
+    frame = send(outbox).number
     outbox.receipt(frame, receipt([3, 1, 1], 7))
     assert not pending.settled
     assert pending.decided_up_to == 5
     assert outbox.must_rewind
     outbox.rewind()
-    frame, _ = send(outbox)
+    frame = send(outbox).number
     outbox.receipt(frame, receipt([2, 2, 2], known={0: 6}))
     result = pending.result()
     assert [result[row].verdict for row in range(3)] == [Verdict.DUP, Verdict.NOT_DUP, Verdict.NOT_DUP]
@@ -323,7 +367,7 @@ def test_a_dup_of_unknown_place_has_no_message_id() -> None:
     outbox = opened(persisted=9)
     pending = pending_batch(3, 4)
     outbox.add(pending)
-    outbox.receipt(send(outbox)[0], receipt([2, 2]))
+    outbox.receipt(send(outbox).number, receipt([2, 2]))
     published = pending.result()[0]
     assert (published.verdict, published.message_id, published.index) == (Verdict.DUP, None, -1)
 
@@ -334,16 +378,16 @@ def test_message_ids_within_an_entry_count_its_batch_index() -> None:
     outbox.add(pending)
     columns = receipt([], 40)
     columns.first_message_id = MessageId(5, 6, 2)
-    outbox.receipt(send(outbox)[0], columns)
+    outbox.receipt(send(outbox).number, columns)
     assert [pending.result()[row].message_id for row in range(2)] == [MessageId(5, 6, 2), MessageId(5, 6, 3)]
 
 
-def test_a_batch_refused_for_its_content_fails_with_all_behind_it() -> None:
+def test_a_batch_refused_for_its_content_fails_with_all_after_it() -> None:
     outbox = opened()
     batches = [pending_batch(sequence_id) for sequence_id in range(3)]
     for batch in batches:
         outbox.add(batch)
-    frames = [send(outbox)[0] for _ in range(3)]
+    frames = [send(outbox).number for _ in range(3)]
     outbox.refused(frames[1], error("INVALID_BATCH", "bad offsets"))
     assert [batch.settled for batch in batches] == [False, True, True]
     outbox.refused(frames[2], error("PREDECESSOR_MISSING", "missing"))
@@ -364,7 +408,7 @@ def sent_up_to_9(receipts_up_to: int) -> Outbox:
     outbox = opened(persisted=4)
     for sequence_id in range(5, 11):
         outbox.add(pending_batch(sequence_id))
-    frames = [send(outbox)[0] for _ in range(5)]
+    frames = [send(outbox).number for _ in range(5)]
     for place, frame in enumerate(frames[: receipts_up_to - 4]):
         outbox.receipt(frame, receipt([], place))
     return outbox
@@ -373,8 +417,8 @@ def sent_up_to_9(receipts_up_to: int) -> Outbox:
 @pytest.mark.parametrize("persisted", [6, 7, 9])
 def test_a_resume_may_answer_what_was_sent(persisted: int) -> None:
     outbox = sent_up_to_9(receipts_up_to=6)
-    outbox.open(INCARNATION, 2, persisted)
-    assert send(outbox)[1].first_sequence_id == 7
+    outbox.open(INCARNATION, 2, EPOCH, persisted)
+    assert send(outbox).batch.sequence_ids[0] == 7
 
 
 @pytest.mark.parametrize(
@@ -389,23 +433,24 @@ def test_a_resume_may_answer_what_was_sent(persisted: int) -> None:
 )
 def test_a_resume_that_cannot_be_right_is_an_error(answer: tuple[int, int, int], kind: type[Exception]) -> None:
     outbox = sent_up_to_9(receipts_up_to=6)
+    incarnation, term, persisted = answer
     with pytest.raises(kind):
-        outbox.open(*answer)
+        outbox.open(incarnation, term, EPOCH, persisted)
 
 
 def test_a_resume_below_what_open_answered_is_data_loss_without_any_receipt() -> None:
     outbox = opened(persisted=4)
     with pytest.raises(DataLossError):
-        outbox.open(INCARNATION, 1, 3)
+        outbox.open(INCARNATION, 1, EPOCH, 3)
 
 
 def test_a_lower_id_than_persisted_is_no_reason_to_see_a_loss_or_a_stranger() -> None:
     outbox = opened(persisted=100)
     outbox.add(pending_batch(50))
-    outbox.receipt(send(outbox)[0], receipt([2]))
-    outbox.open(INCARNATION, 1, 100)
+    outbox.receipt(send(outbox).number, receipt([2]))
+    outbox.open(INCARNATION, 1, EPOCH, 100)
     with pytest.raises(FencedError):
-        outbox.open(INCARNATION, 1, 101)
+        outbox.open(INCARNATION, 1, EPOCH, 101)
 
 
 def test_answers_of_a_lower_term_do_not_count() -> None:
@@ -428,7 +473,7 @@ def test_a_waiter_is_called_for_a_receipt_and_for_a_failure() -> None:
         calls: list[int] = []
         pending.when_settled(partial(calls.append, 1))
         outbox.add(pending)
-        frame, _ = send(outbox)
+        frame = send(outbox).number
         assert not calls
         end(outbox, frame)
         assert calls == [1]

@@ -68,7 +68,7 @@ async def test_ready_columns_are_read_back(shared_sidecar: Sidecar, topic: str) 
     ]
 
 
-async def test_the_next_session_goes_on_behind_the_last_id(shared_sidecar: Sidecar, topic: str) -> None:
+async def test_the_next_session_goes_on_after_the_last_id(shared_sidecar: Sidecar, topic: str) -> None:
     async with Client(shared_sidecar.address) as client:
         async with client.producer(topic, "p") as producer:
             assert (producer.last_sequence_id, producer.persisted_position) == (-1, None)
@@ -295,10 +295,23 @@ async def test_the_delivery_timeout_ends_the_waiting(shared_sidecar: Sidecar, to
         proxy.refuses = True
         proxy.cut()
         receipt = await producer.send(b"too late")
-        with pytest.raises(OutcomeUnknownError, match=r"within 0\.3 seconds"):
+        with pytest.raises(
+            OutcomeUnknownError, match=r"within 0\.3 seconds: .*up to sequence ID 0 is durable, 1 message has"
+        ):
             await receipt
+        assert producer.durable_sequence_id == 0
+        proxy.refuses = False
+        # Nothing may get past what was given up, and nothing is sent any more.
+        with pytest.raises(OutcomeUnknownError):
+            await producer.send(b"later")
         with pytest.raises(OutcomeUnknownError):
             await producer.close()
+        connections = proxy.connections
+        async with client.producer(topic, "p", config) as successor:
+            assert successor.last_sequence_id == 0
+            await successor.send(b"again")
+        assert proxy.connections == connections + 1
+    assert await ids_in_log(shared_sidecar, topic) == [0, 1]
 
 
 async def test_a_stalled_connection_is_given_up(

@@ -189,14 +189,14 @@ async def test_an_empty_topic_has_nothing_to_read(shared_sidecar: Sidecar, topic
 async def test_positions_that_cannot_be_read_on_from(shared_sidecar: Sidecar, topic: str, follow: bool) -> None:
     await publish(shared_sidecar, topic, 3)
     last = (await positions(shared_sidecar, topic))[-1]
-    id_behind = MessageId(last.incarnation, 3)
+    id_after_the_end = MessageId(last.incarnation, 3)
     another, after_end = "POSITION_OF_ANOTHER_INCARNATION", "POSITION_AFTER_END"
     starts: list[tuple[Start, str]] = [
         (Position(last.incarnation + 1, None, -1), another),
         (Position(last.incarnation + 1, MessageId(last.incarnation + 1, 1), 1), another),
         (MessageId(last.incarnation - 1, 1), another),
-        (Position(last.incarnation, id_behind, 3), after_end),
-        (id_behind, after_end),
+        (Position(last.incarnation, id_after_the_end, 3), after_end),
+        (id_after_the_end, after_end),
         (4, after_end),
     ]
     async with Client(shared_sidecar.address) as client:

@@ -58,7 +58,7 @@ async def test_kill_9_in_mid_flow_loses_and_doubles_nothing(sidecar: Sidecar) ->
 
 
 async def test_a_zombie_that_comes_back_after_its_successor_is_fenced(sidecar: Sidecar) -> None:
-    """It was cut off when its successor came and went; its unsent messages must not appear behind it."""
+    """It was cut off when its successor came and went; its unsent messages must not appear after them."""
     async with Proxy(sidecar.address) as proxy, Client(proxy.address) as cut_off, Client(sidecar.address) as client:
         zombie = cut_off.producer(TOPIC, "p")
         await zombie.open()

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import struct
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -25,7 +26,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _id_column
 from seqdedupe.client.session import FULL_MESSAGE_BYTES
-from seqdedupe.errors import NEVER
+from seqdedupe.errors import NEVER, ConfigurationError
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 from tests.client.fake_sidecar import INCARNATION, FakeSidecar, Refused, fake_sidecar
@@ -181,7 +182,7 @@ async def test_unknown_is_sent_again_until_it_ends(fake: FakeSidecar) -> None:
         assert (producer.counters.unknown, producer.counters.not_dup) == (4, 1)
 
 
-async def test_what_is_refused_for_its_content_ends_the_producer_behind_what_was_before(fake: FakeSidecar) -> None:
+async def test_what_is_refused_for_its_content_ends_the_producer_after_what_was_before(fake: FakeSidecar) -> None:
     held: list[Frame] = []
 
     def on_frame(frame: Frame) -> Iterable[Response]:
@@ -469,3 +470,102 @@ async def test_a_silent_sidecar_is_left(fake: FakeSidecar, monkeypatch: pytest.M
         fake.on_frame = lambda frame: [fake.stored(frame)]
         await receipt
         await producer.close()
+
+
+async def test_a_delivery_timeout_carries_the_last_refusal(fake: FakeSidecar) -> None:
+    def on_frame(frame: Frame) -> list[Response]:
+        if frame.batch.sequence_ids[0] == 0:
+            return [fake.stored(frame)]
+        refusal = {"frame": frame.number, "reason": "LOG_REFUSED", "message": "no space left on device"}
+        return [fake.answer(refusals=[refusal | {"retry_delay_ms": 10}])]
+
+    fake.on_frame = on_frame
+    config = ProducerConfig(max_batch_rows=1, delivery_timeout_seconds=0.3)
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p", config)
+        await producer.open()
+        await (await producer.send(b""))
+        receipt = await producer.send(b"")
+        with pytest.raises(
+            OutcomeUnknownError, match=r"no space left on device.*up to sequence ID 0 is durable"
+        ) as caught:
+            await receipt
+        assert caught.value.numbers["last_refusal"] == "LOG_REFUSED"
+        assert "disk" in caught.value.hint
+        frames = len(fake.frames)
+        await asyncio.sleep(0.1)  # nothing is sent any more, though the sidecar would answer
+        assert len(fake.frames) == frames
+        await producer.abort()
+
+
+async def test_without_a_timeout_a_producer_never_gives_up(fake: FakeSidecar) -> None:
+    fake.on_frame = lambda frame: [fake.refusal(frame, "LOG_REFUSED", 10)]
+    config = ProducerConfig(delivery_timeout_seconds=None)
+    async with Client(fake.address) as client, client.producer("t", "p", config) as producer:
+        receipt = await producer.send(b"")
+        await until(lambda: len(fake.frames) > 5)
+        assert not receipt.done()
+        fake.on_frame = lambda frame: [fake.stored(frame)]
+        await receipt
+
+
+async def test_a_topic_that_recovers_is_waited_for(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=3))
+
+    def on_unary(_: str) -> bytes:
+        asked.append(asyncio.get_running_loop().time())
+        if len(asked) < 4:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "RECOVERING", 50)
+        return last.SerializeToString()
+
+    def always_recovering(_: str) -> bytes:
+        raise Refused(grpc.StatusCode.UNAVAILABLE, "RECOVERING", 50)
+
+    fake.on_unary = on_unary
+    async with Client(fake.address) as client:
+        assert (await client.ends("t")).last.index == 3
+        assert all(later - earlier >= 0.045 for earlier, later in itertools.pairwise(asked))
+        asked.clear()
+        async with client.reader("t", "latest", follow=True) as reader:
+            fake.on_read = lambda _: [page((4, 1))]
+            assert (await anext(reader)).index == 4
+        # It ends by itself, with the sidecar's own answer.
+        monkeypatch.setattr("seqdedupe.client.connection.CALL_TIMEOUT_SECONDS", 0.2)
+        for call in (client.ends("t"), client.locate_time("t", 0), client.admin.topics()):
+            fake.on_unary = always_recovering
+            with pytest.raises(UnavailableError) as caught:
+                await call
+            assert caught.value.reason == "RECOVERING"
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", "http://127.0.0.1:6660", "127.0.0.1:", ":6660", "127.0.0.1:65536", "::1:6660", "unix:", ""]
+)
+def test_what_is_no_address_is_refused_at_once(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="host:port or unix:/path"):
+        Client(address)
+
+
+@pytest.mark.parametrize("address", ["localhost:6660", "[::1]:6660", "unix:/run/seqdedupe.sock", "side-car.example:1"])
+def test_addresses(address: str) -> None:
+    assert Client(address).address == address
+
+
+async def test_the_hint_fits_what_is_wrong_with_the_connection(tmp_path: Path) -> None:
+    async def no_sidecar(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(no_sidecar, "127.0.0.1", 0) as web:
+        port = web.sockets[0].getsockname()[1]
+        for address, hint in (
+            ("127.0.0.1:1", "is the sidecar running"),
+            (f"unix:{tmp_path}/nobody", "no such socket"),
+            (f"127.0.0.1:{port}", "is the port right"),
+        ):
+            async with Client(address) as client:
+                with pytest.raises(UnavailableError) as caught:
+                    await client.admin.version()
+            assert hint in caught.value.hint, caught.value.message

@@ -16,6 +16,8 @@ import pytest
 
 from seqdedupe.errors import PositionError, UnavailableError
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS, TERM
+from seqdedupe.format.headers import ownership_of
+from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import REPLAY_STEP_ENTRIES, Failure, Log, Outcome, Runs
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, read_pb2
@@ -78,6 +80,14 @@ class Owner:
         self.log.append(*encoded_batch(first_id, rows, payload_bytes))
         self._appending = False
 
+    def append_control(self, epoch: int, names: int = 1) -> None:
+        sessions = batch_pb2.ControlSessions(
+            producer_name_offsets=range(names + 1), producer_names=b"p" * names, epochs=[epoch] * names
+        )
+        self._appending = True
+        self.log.append_control(batch_pb2.Control(sessions=sessions).SerializeToString())
+        self._appending = False
+
     def _settle(self, outcome: Outcome) -> None:
         assert not self._appending, "settle is called from within append"
         assert self.failure is None, "something is settled after a failure"
@@ -109,9 +119,11 @@ def parsed(records: bytes | memoryview) -> list[batch_pb2.Record]:
 
 
 def what(record: batch_pb2.Record) -> tuple[str, int, int]:
-    """A record in short: a marker's term, or a batch's first sequence ID and rows."""
+    """A record in short: a marker's term, a control record's epoch, or a batch's first sequence ID and rows."""
     if record.HasField("marker"):
         return "marker", record.marker.term, 0
+    if record.HasField("control"):
+        return "control", record.control.sessions.epochs[0], 0
     return "batch", record.batch.sequence_ids[0], record.rows
 
 
@@ -132,6 +144,10 @@ async def replayed(log: Log, from_index: int = 0) -> list[batch_pb2.Record]:
             assert record.rows == places[ROWS] == sum(run.rows for run in runs)
             assert record.publish_time_ms == places[PUBLISH_TIME_MS]
             assert record.marker.term == places[TERM]
+            assert record.ownership == ownership(places)
+            assert record.HasField("control") == (not places[ROWS] and not places[TERM])
+            if record.HasField("control"):
+                assert batch_pb2.Control.FromString(body_of(entries.raw, places)) == record.control
             assert all(run.rows for run in runs)
             found.append(record)
         assert entries.next_index == record.base_index + record.rows
@@ -383,6 +399,66 @@ class LogConformance:
         assert await log.locate_bytes(0, 10_000_000, 300) == 300
         assert await log.locate_bytes(0, 10_000_000, 77) == 77
         assert await log.locate_bytes(10, 1, 300) > 10
+        await log.close()
+
+    async def test_control_records_stand_in_order_and_take_no_index(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        expected: list[tuple[str, int, int]] = []
+        ids: list[int] = []
+        for term in (1, 2):
+            owner = await Owner(log, term).open()
+            owner.append_control(10 * term)
+            owner.append(100 * term, 5)
+            owner.append_control(10 * term + 1, 50_000)
+            owner.append_control(10 * term + 2)
+            owner.append(100 * term + 50, 5)
+            owner.append_control(10 * term + 3)
+            await owner.until_stored(6)
+            assert [sum(run.rows for run in runs) for runs in owner.runs] == [0, 5, 0, 0, 5, 0]
+            ids += [*range(100 * term, 100 * term + 5), *range(100 * term + 50, 100 * term + 55)]
+            expected += [
+                ("marker", term, 0),
+                ("control", 10 * term, 0),
+                ("batch", 100 * term, 5),
+                ("control", 10 * term + 1, 0),
+                ("control", 10 * term + 2, 0),
+                ("batch", 100 * term + 50, 5),
+                ("control", 10 * term + 3, 0),
+            ]
+            assert [what(r) for r in await replayed(log)] == expected
+        assert [what(r) for r in await replayed(log, 20)] == [("control", 23, 0)]
+        assert [what(r) for r in await replayed(log, 10)] == expected[9:]
+        await log.close()
+        log = await harness.open()
+        assert [what(r) for r in await replayed(log)] == expected
+        at, read = 0, []
+        while at < 20:
+            for record in parsed(await log.read(at, 20, 1_000_000)):
+                assert record.base_index == at
+                read += list(record.batch.sequence_ids)
+                at += record.rows
+        assert read == ids
+        await log.close()
+
+    async def test_everything_says_whose_it_is(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        expected = []
+        for term in (1, 2, 3):
+            owner = Owner(log, term)
+            owner.token = bytes([0x80 * (term % 2), term]) * 8
+            await owner.open()
+            owner.append(10 * term, 3)
+            owner.append_control(term)
+            await owner.until_stored(2)
+            expected += [ownership_of(owner.token)] * 3
+        assert len(set(expected)) == 3
+        assert [record.ownership for record in await replayed(log)] == expected
+        for _ in range(2):
+            assert [(await log.locate(index)).ownership for index in range(9)] == expected
+            for index in range(9):
+                assert parsed(await log.read(index, 9, 1))[0].ownership == expected[index]
+            await log.close()
+            log = await harness.open()
         await log.close()
 
     async def test_message_ids_rise_and_are_the_same_whoever_says_them(self, harness: LogHarness) -> None:

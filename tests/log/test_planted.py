@@ -96,6 +96,17 @@ class ForgetsTheSecondRun(FaultyLog):
         self._unreported = [runs[:1] for runs in self._unreported]
 
 
+class ForgetsControlRecords(FaultyLog):
+    def append_control(self, body: bytes) -> None:
+        return
+
+
+class PutsControlRecordsFirst(FaultyLog):
+    def append_control(self, body: bytes) -> None:
+        super().append_control(body)
+        self._in_flight.rotate(1)
+
+
 class TrimsWhenItIsAsked(FaultyLog):
     async def may_trim_to(self, covered_index: int) -> int:
         first = await super().may_trim_to(covered_index)
@@ -151,6 +162,8 @@ async def test_control_a_right_log_passes() -> None:
         TrimsTheSnapshotsEntry,
         ComputesMessageIds,
         ForgetsTheSecondRun,
+        ForgetsControlRecords,
+        PutsControlRecordsFirst,
         TrimsWhenItIsAsked,
         ShowsMarkers,
     ],

@@ -71,6 +71,8 @@ class Committer:
                 for at in range(0, len(work), MAX_OPEN_FILES):
                     self._round([item for item in work[at : at + MAX_OPEN_FILES] if item is not None])
                     self._let_go()
+            for writer in self._open:
+                writer.let_go()
         except BaseException as e:
             self._fatal(f"the commit thread has failed: {e!r}")
             raise

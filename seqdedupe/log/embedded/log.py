@@ -83,12 +83,12 @@ class EmbeddedLog:
         await opening.ready
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
-        self._append(Append(batch, rows, column_bytes))
+        self._append((batch, rows, column_bytes))
 
     def append_control(self, body: bytes) -> None:
         if len(body) > MAX_BATCH_BYTES:
             raise error("INTERNAL", f"a control record of {len(body)} bytes: at most {MAX_BATCH_BYTES} are taken")
-        self._append(Append(body, 0, len(body)))
+        self._append((body, 0, len(body)))
 
     def _append(self, append: Append) -> None:
         if self._opening is None or not self._opening.opened:

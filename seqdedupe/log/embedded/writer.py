@@ -3,12 +3,13 @@
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from seqdedupe.files import sync_folder
 from seqdedupe.format import headers
+from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
 from seqdedupe.log.embedded.tail import Tail, mend
@@ -22,12 +23,11 @@ GATHER_BYTES = 512 * 1024
 """A group as large as this takes longer to write than waiting for more would save."""
 
 
-class Append(NamedTuple):
-    """What is handed over: an encoded batch, or without rows an encoded control record."""
+Append = tuple[bytes, int, int]
+"""What is handed over: an encoded batch, its rows and column bytes; without rows, an encoded control record.
 
-    body: bytes
-    rows: int
-    column_bytes: int
+A plain tuple, as there is one for every batch.
+"""
 
 
 class Opening:
@@ -178,11 +178,6 @@ class Writer:
                 raise FatalError(f"{self._path()} cannot be synced: {e}") from e
             self._synced = self._end
 
-    @property
-    def holds_a_file(self) -> bool:
-        """Whether the file is open."""
-        return self._file is not None
-
     def let_go(self) -> None:
         """Closes the file for now. Only when all that was written is synced, or is not to be confirmed any more."""
         if self._file is not None:
@@ -234,8 +229,8 @@ class Writer:
             raise FatalError(f"{self._path()} cannot be cut after a failed write: {e}") from e
         self._synced = self._end
 
-    def _pack(self, opening: Opening, appends: list[Append]) -> tuple[list[bytes], Written]:
-        buffers: list[bytes] = []
+    def _pack(self, opening: Opening, appends: list[Append]) -> tuple[list[bytes | memoryview], Written]:
+        made: list[bytes] = []
         runs: list[Runs] = []
         points: list[Point] = []
         end, next_index, last_point = self._end, self._next_index, self._last_point
@@ -255,13 +250,15 @@ class Writer:
                 publish_time_ms=self._publish_time_ms,
                 synced_offset=self._synced,
                 ownership=ownership,
-                key=self._key,
+                key=NO_KEY,
             )
-            buffers.append(header)
-            buffers.append(body)
+            made.append(header)
             runs.append((Run(rows, self._incarnation, next_index),) if rows else ())
             end += len(header) + len(body)
             next_index += rows
+        buffers: list[bytes | memoryview] = []
+        for tagged, (body, _, _) in zip(headers.with_tags(made, self._key), appends, strict=True):
+            buffers += (tagged, body)
         return buffers, Written(opening, runs, self._base_index, end, next_index, points)
 
     def _pack_marker(self, opening: Opening) -> tuple[list[bytes], Written]:
@@ -281,7 +278,7 @@ class Writer:
         return [record], Written(opening, [], self._base_index, self._end + len(record), self._next_index, points)
 
 
-def _write_all(file: int, buffers: list[bytes], offset: int) -> None:
+def _write_all(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
     """Writes the buffers one after the other. Raises OSError; then any part of them may have been written."""
     size = sum(map(len, buffers))
     written = os.pwritev(file, buffers, offset)

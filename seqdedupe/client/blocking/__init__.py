@@ -1,0 +1,11 @@
+"""The client for threads: the same names as `seqdedupe.client`, and calls that block.
+
+All network work of a process runs on one event loop in one daemon thread, which is never closed (gRPC has one queue
+a process). Messages are gathered and sealed in the caller's thread; only sealed batches cross.
+"""
+
+from seqdedupe.client.blocking.client import Admin, Client
+from seqdedupe.client.blocking.producer import BatchReceipt, Producer, Receipt
+from seqdedupe.client.blocking.reader import Reader
+
+__all__ = ["Admin", "BatchReceipt", "Client", "Producer", "Reader", "Receipt"]

@@ -1,0 +1,108 @@
+"""The client for threads, and its calls for operators."""
+
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client import admin as _admin
+from seqdedupe.client import client as _client
+from seqdedupe.client.blocking.loop import run
+from seqdedupe.client.blocking.producer import Producer
+from seqdedupe.client.blocking.reader import Reader
+from seqdedupe.client.client import Located, TopicEnds
+from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.client.reader import Start
+from seqdedupe.message_id import Position
+from seqdedupe.v1 import admin_pb2
+
+T = TypeVar("T")
+
+
+class Admin:
+    """As `seqdedupe.client.Admin`, with calls that block."""
+
+    def __init__(self, client: _client.Client) -> None:
+        self._client = client
+
+    def _run(self, call: Callable[[_admin.Admin], Coroutine[Any, Any, T]]) -> T:
+        return run(lambda: call(self._client.admin))
+
+    def create_topic(self, topic: str, *, deduplication_enabled: bool = True) -> admin_pb2.Topic:
+        return self._run(lambda admin: admin.create_topic(topic, deduplication_enabled=deduplication_enabled))
+
+    def delete_topic(self, topic: str) -> None:
+        self._run(lambda admin: admin.delete_topic(topic))
+
+    def topic(self, topic: str) -> admin_pb2.Topic:
+        return self._run(lambda admin: admin.topic(topic))
+
+    def topics(self) -> list[admin_pb2.Topic]:
+        return self._run(lambda admin: admin.topics())
+
+    def set_topic_policy(self, topic: str, *, deduplication_enabled: bool) -> admin_pb2.Topic:
+        return self._run(lambda admin: admin.set_topic_policy(topic, deduplication_enabled=deduplication_enabled))
+
+    def producers(self, topic: str) -> list[admin_pb2.Producer]:
+        return self._run(lambda admin: admin.producers(topic))
+
+    def producer(self, topic: str, name: str) -> admin_pb2.Producer:
+        return self._run(lambda admin: admin.producer(topic, name))
+
+    def snapshot(self, topic: str) -> Position:
+        return self._run(lambda admin: admin.snapshot(topic))
+
+    def version(self) -> admin_pb2.GetVersionResponse:
+        return self._run(lambda admin: admin.version())
+
+
+class Client:
+    """As `seqdedupe.client.Client`, with calls that block. Threads may share it."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self.address = address
+        self._address = SidecarAddress.parse(address)
+        self._client = _client.Client(address)
+        self.admin = Admin(self._client)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of this object's connection. Producers and readers are closed by themselves."""
+        run(self._client.close)
+
+    def producer(self, topic: str, name: str, config: ProducerConfig = ProducerConfig()) -> Producer:  # noqa: B008
+        """A producer, to be entered, see `Producer`."""
+        return Producer(self._address, topic, name, config)
+
+    def reader(
+        self, topic: str, start: Start = "earliest", *, follow: bool = False, stop_index: int | None = None
+    ) -> Reader:
+        """A reader, see `Reader`."""
+        return Reader(self._address, topic, start, follow, stop_index)
+
+    def ends(self, topic: str) -> TopicEnds:
+        """What the topic holds now. Raises NotFoundError."""
+        return self._call(lambda client: client.ends(topic))
+
+    def locate_time(self, topic: str, publish_time_ms: int) -> Located:
+        """The first message published at or after a time, see `seqdedupe.client.Client.locate_time`."""
+        return self._call(lambda client: client.locate_time(topic, publish_time_ms))
+
+    def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located:
+        """Where about so many bytes end, see `seqdedupe.client.Client.locate_bytes`."""
+        return self._call(lambda client: client.locate_bytes(topic, from_index, size_bytes))
+
+    def _call(self, call: Callable[[_client.Client], Coroutine[Any, Any, T]]) -> T:
+        return run(lambda: call(self._client))
+
+    def wait_ready(self, timeout_seconds: float) -> None:
+        """Until the sidecar says that it serves. Raises UnavailableError if it does not in time."""
+        run(lambda: self._client.wait_ready(timeout_seconds))

@@ -1,0 +1,240 @@
+"""The producer for threads, and its receipts."""
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Self
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.blocking.loop import event_loop, run
+from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties
+from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.connection import check_not_forked
+from seqdedupe.client.producer import ProducerBase
+from seqdedupe.client.receipts import BatchResult, PendingBatch, Published
+from seqdedupe.errors import error
+
+
+def _wait(pending: PendingBatch, timeout_seconds: float | None) -> None:
+    if pending.settled:
+        return
+    check_not_forked()
+    event = threading.Event()
+    pending.when_settled(event.set)
+    if not event.wait(timeout_seconds):
+        why = pending.last_refusal
+        because = "" if why is None else f": {why}"
+        raise error(
+            "OUTCOME_UNKNOWN",
+            f"no receipt within {timeout_seconds:g} seconds{because}; the client goes on sending",
+            hint=None if why is None else why.hint,
+        )
+
+
+class Receipt:
+    """The receipt of one message."""
+
+    __slots__ = ("_pending", "_row")
+
+    def __init__(self, pending: PendingBatch, row: int) -> None:
+        self._pending = pending
+        self._row = row
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._pending.settled
+
+    def result(self, timeout_seconds: float | None = None) -> Published:
+        """Waits for it. Raises what the message failed with, or OutcomeUnknownError if there is nothing yet."""
+        _wait(self._pending, timeout_seconds)
+        return self._pending.result()[self._row]
+
+
+class BatchReceipt:
+    """The receipt of a batch."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, pending: PendingBatch) -> None:
+        self._pending = pending
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._pending.settled
+
+    def result(self, timeout_seconds: float | None = None) -> BatchResult:
+        """Waits for it. Raises what the batch failed with, or OutcomeUnknownError if there is nothing yet."""
+        _wait(self._pending, timeout_seconds)
+        return self._pending.result()
+
+
+_producers: "weakref.WeakSet[Producer]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In the child, no send may wait for a thread that is not there; the next one raises."""
+    for producer in _producers:
+        producer._lock = threading.Lock()
+        producer._must_pause = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Producer(ProducerBase):
+    """As `seqdedupe.client.Producer`, with calls that block. Threads may share it."""
+
+    def __init__(self, address: SidecarAddress, topic: str, name: str, config: ProducerConfig) -> None:
+        super().__init__(address, topic, name, config)
+        self._lock = threading.Lock()  # for what is gathered; the loop's thread must never wait for it
+        self._room = threading.Condition()  # held for moments only
+        # The first pair is written under the lock, the second by the loop's thread.
+        self._handed_over_batches = self._handed_over_bytes = 0
+        self._settled_batches = self._settled_bytes = 0
+        self._is_watched = False  # under the lock: the loop looks after the batch that is being gathered
+        _producers.add(self)
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def open(self) -> None:
+        """Starts the session, see `seqdedupe.client.Producer.open`."""
+        self._begin()
+        try:
+            run(self._session.start)
+        except BaseException:
+            self._state = "closed"
+            raise
+        self._builder = self._new_builder()
+
+    def send(
+        self,
+        payload: bytes | None,
+        sequence_id: int | None = None,
+        *,
+        key: bytes | str | None = None,
+        event_time: datetime | int | None = None,
+        properties: Properties | None = None,
+    ) -> Receipt:
+        """Queues a message, see `seqdedupe.client.Producer.send`; waits only for room in the queue."""
+        self._lock.acquire()  # `with` costs twice as much, and this is called for every message
+        try:
+            if self._must_pause:
+                self._pause()
+            pending, row = self._builder.append(payload, sequence_id, key, event_time, properties)
+            if row == 0:
+                self._begin_batch()
+        finally:
+            self._lock.release()
+        return Receipt(pending, row)
+
+    def send_batch(
+        self,
+        payloads: Payloads,
+        sequence_ids: Numbers | None = None,
+        *,
+        keys: Keys | None = None,
+        event_times_ms: Numbers | None = None,
+        properties: Sequence[Properties | None] | None = None,
+    ) -> BatchReceipt:
+        """Queues a ready batch, see `seqdedupe.client.Producer.send_batch`."""
+        with self._lock:
+            if self._must_pause:
+                self._pause()
+            return BatchReceipt(self._builder.add_columns(payloads, sequence_ids, keys, event_times_ms, properties))
+
+    def flush(self) -> None:
+        """Waits until all that was sent before has its receipts. Raises what a message failed with."""
+        with self._lock:
+            self._builder.seal()
+        run(self._session.flush)
+
+    def close(self) -> None:
+        """Flushes and ends, see `seqdedupe.client.Producer.close`."""
+        if self._end():
+            run(self._session.close)
+
+    def abort(self) -> None:
+        """Ends at once: what has no receipt fails with `OutcomeUnknownError`."""
+        self._end()
+        run(self._session.stop)
+
+    def _end(self) -> bool:
+        with self._lock:
+            was_open = self._state == "open"
+            self._state = "closed"
+            self._must_pause = True
+            self._builder.seal()
+        return was_open
+
+    def _begin_batch(self) -> None:
+        if self._builder.is_empty:
+            return
+        if not self._is_watched:
+            self._is_watched = True
+            nothing_in_flight = self._handed_over_batches == self._settled_batches
+            begin = self._look if nothing_in_flight else self._watch
+            event_loop().call_soon_threadsafe(begin, self._builder.pending)
+
+    def _watch(self, pending: PendingBatch) -> None:
+        """On the loop's thread: looks after a while whether this batch still lingers, and so on while there is any."""
+        event_loop().call_later(self._config.linger_ms / 1000, self._look, pending)
+
+    def _look(self, pending: PendingBatch) -> None:
+        if not self._lock.acquire(blocking=False):  # a caller is at it, and the loop must not wait
+            self._watch(pending)
+            return
+        try:
+            if self._builder.pending is pending:
+                self._builder.seal()
+            self._is_watched = not self._builder.is_empty
+            if self._is_watched:
+                self._watch(self._builder.pending)
+        finally:
+            self._lock.release()
+
+    def _emit(self, pending: PendingBatch) -> None:
+        size_bytes = pending.size_bytes
+        self._must_pause = True
+        self._handed_over_batches += 1
+        self._handed_over_bytes += size_bytes
+
+        def settled() -> None:
+            with self._room:
+                self._settled_batches += 1
+                self._settled_bytes += size_bytes
+                self._room.notify_all()
+
+        pending.when_settled(settled)
+        event_loop().call_soon_threadsafe(self._session.add, pending)
+
+    def _has_room(self) -> bool:
+        return (
+            self._handed_over_batches - self._settled_batches < self._config.max_in_flight_batches
+            and self._handed_over_bytes - self._settled_bytes < self._config.max_in_flight_bytes
+        )
+
+    def _pause(self) -> None:
+        """With the lock, which it lets go of while it waits: closing must not wait for a sender."""
+        check_not_forked()
+        while not self._has_room():
+            self._lock.release()
+            try:
+                with self._room:
+                    self._room.wait_for(self._has_room)
+            finally:
+                self._lock.acquire()
+        self._check_open()
+        self._must_pause = False

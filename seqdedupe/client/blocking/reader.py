@@ -1,0 +1,61 @@
+"""The reader for threads."""
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client import reader as _reader
+from seqdedupe.client.blocking.loop import run
+from seqdedupe.client.reader import Message, Start, StoredBatch
+from seqdedupe.message_id import Position
+
+
+class Reader:
+    """As `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread."""
+
+    def __init__(self, address: SidecarAddress, topic: str, start: Start, follow: bool, stop_index: int | None) -> None:
+        self._reader = _reader.Reader(address, topic, start, follow=follow, stop_index=stop_index)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def topic(self) -> str:
+        return self._reader.topic
+
+    @property
+    def position(self) -> Position | None:
+        """After the last message handed out; before the first, where it was told to start if that is known."""
+        return self._reader.position
+
+    def __iter__(self) -> Iterator[Message]:
+        return self
+
+    def __next__(self) -> Message:
+        while (message := self._reader.next_in_hand()) is None:
+            if not self._fetch():
+                raise StopIteration
+        return message
+
+    def _fetch(self) -> bool:
+        # What was received already needs no hop to the loop's thread, which costs more than the batch.
+        return self._reader.take_record() or run(self._reader.fetch)
+
+    def batches(self) -> Iterator[StoredBatch]:
+        """Whole batches as stored; the first and last are cut to what was asked for."""
+        while (stored := self.next_batch()) is not None:
+            yield stored
+
+    def next_batch(self) -> StoredBatch | None:
+        """The next whole batch, or what single messages have left of one; None at the end."""
+        return self._reader.rest_in_hand() if self._reader.has_in_hand() or self._fetch() else None
+
+    def close(self) -> None:
+        """Ends it; another thread that waits in it gets the end."""
+        run(self._reader.close)

@@ -1,0 +1,49 @@
+"""A disk that loses at a power cut whatever was not synced: contents of files, and entries of folders."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Disk:
+    """Watches a folder: what `os.fsync` and `os.fdatasync` have made durable below it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self._contents: dict[int, bytes] = {}
+        """By inode: what a file held when it was last synced."""
+        self._entries: dict[Path, dict[str, int]] = {}
+        """By folder: names and inodes when it was last synced."""
+        for name in ("fsync", "fdatasync"):
+            self._watch(monkeypatch, name)
+
+    def _watch(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        really = getattr(os, name)
+
+        def sync(fd: int) -> Any:
+            really(fd)
+            path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            if path.is_dir():
+                self._entries[path] = {entry.name: entry.inode() for entry in os.scandir(path)}
+            elif path.is_file():
+                self._contents[path.stat().st_ino] = path.read_bytes()
+
+        monkeypatch.setattr(os, name, sync)
+
+    def after_a_power_cut(self, to: Path) -> Path:
+        """A copy of the folder as it would be found; what was only written is lost."""
+        shutil.rmtree(to, ignore_errors=True)
+        self._restore(self.folder, to)
+        return to
+
+    def _restore(self, folder: Path, to: Path) -> None:
+        to.mkdir(parents=True)
+        folders = {path.name: path for path in self._entries if path.parent == folder}
+        for name, inode in self._entries.get(folder, {}).items():
+            if name in folders:
+                self._restore(folders[name], to / name)
+            else:
+                (to / name).write_bytes(self._contents.get(inode, b""))
