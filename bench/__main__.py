@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from bench.figure import Figure, Ratio
+from broker_sidecar import kernels
 
 FIGURES = (
     "publish",
@@ -68,6 +69,7 @@ def main() -> int:
         f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}"
     )
     print(f"load average at the start {os.getloadavg()[0]:.2f}; medians over rounds, (least–most)")
+    kernels.prepare()
     missed = 0
     for name in given.figures or FIGURES:
         module = importlib.import_module(f"bench.{name}")

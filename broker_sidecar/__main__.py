@@ -37,6 +37,10 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     except SeqdedupeError as e:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
         return 2
+    from broker_sidecar import kernels
+
+    if kernels.prepare(config.data_directory):
+        print("seqdedupe: compiling for this machine, which takes some seconds", file=sys.stderr, flush=True)
     from broker_sidecar.server import run
 
     return run(config, rebuild_store=rebuild_store)

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from broker_sidecar import kernels
 from seqdedupe.testing import Sidecar
+
+# Before any test imports what is compiled.
+kernels.prepare()
 
 StartSidecar = Callable[..., Sidecar]
 

@@ -79,7 +79,7 @@ def persist_all(
     """`persist` for every batch among `count` scanned records; `producer_rows` are those of the listed names."""
     for k in range(count):
         places = table[k]
-        if places[ROWS] > 0:
+        if places[ROWS] > 0 and places[PRODUCERS] > 0:
             of_batch = producer_rows[first_name[k] : first_name[k] + places[PRODUCERS]]
             entered = persist(raw, places, of_batch, numbers, dirty, ring, entered)
     return entered

@@ -4,13 +4,10 @@ A kernel is written once, as annotated Python that numba understands. With numba
 when its module is imported, for the types that its annotations name. Without numba the plain function is the kernel;
 the tests import this package a second time without it, as their oracle.
 
-Compiling all of them takes seconds, so what was compiled is kept in the user's cache folder (`$XDG_CACHE_HOME` or
-`~/.cache`), under a name made of a hash of their sources: numba alone would not notice that a kernel which
-another file's kernel calls has changed. Where nothing can be written there, each start compiles anew.
+Compiling all of them takes seconds. Whoever starts often says beforehand where to keep what was compiled
+(`keep_compiled`); otherwise nothing is written.
 """
 
-import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
@@ -37,6 +34,9 @@ try:
     from numba.extending import intrinsic, register_jitable
     from numba.np import arrayobj
 except ImportError:
+
+    def keep_compiled(folder: Path) -> None:
+        """Nothing is compiled."""
 
     def kernel(*, inline: bool = False, nogil: bool = False) -> Callable[[F], F]:
         """Leaves the function as it is."""
@@ -94,27 +94,16 @@ else:
         Int64Column: types.Array(types.int64, 1, "C", readonly=True, aligned=False),
     }
 
-    def _cache_folder() -> Path | None:
-        """Where compiled kernels of exactly these sources are kept; None if nothing can be written there."""
-        here = Path(__file__).parent
-        sources = hashlib.sha256(numba.__version__.encode())
-        for file in [
-            *sorted(here.glob("*.py")),
-            *sorted((here.parent / "core").glob("*.py")),
-            here.parent / "limits.py",
-        ]:
-            sources.update(file.read_bytes())
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = home / "seqdedupe" / f"kernels-{sources.hexdigest()[:16]}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return None
-        return folder if os.access(folder, os.W_OK) else None
+    _is_kept = False
 
-    _CACHE = _cache_folder()
-    if _CACHE is not None:
-        numba.config.CACHE_DIR = str(_CACHE)  # type: ignore[attr-defined]
+    def keep_compiled(folder: Path) -> None:
+        """Kernels of modules that are imported from now on are kept in this folder, and taken from it.
+
+        numba unpickles what is there: nobody else may be able to write to it.
+        """
+        global _is_kept
+        numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
+        _is_kept = True
 
     def kernel(*, inline: bool = False, nogil: bool = False) -> Callable[[F], F]:
         """Compiles the function for the types in its annotations.
@@ -127,9 +116,9 @@ else:
             hints = get_type_hints(function, include_extras=True)
             result = _TYPES[hints.pop("return")]
             signature = result(*(_TYPES[hint] for hint in hints.values()))
-            dispatcher: Any = njit(
-                signature, cache=_CACHE is not None, error_model="numpy", forceinline=inline, nogil=nogil
-            )(function)
+            dispatcher: Any = njit(signature, cache=_is_kept, error_model="numpy", forceinline=inline, nogil=nogil)(
+                function
+            )
             return cast(F, dispatcher)
 
         return compiled

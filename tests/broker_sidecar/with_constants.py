@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 
+from broker_sidecar import kernels
 from broker_sidecar.__main__ import main
 
 VARIABLE = "WITH_CONSTANTS"
@@ -26,6 +27,7 @@ if __name__ == "__main__":
     if FILES in os.environ:
         soft, hard = os.environ[FILES].split()
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), int(hard)))
+    kernels.prepare()
     for path, value in json.loads(os.environ.get(VARIABLE, "{}")).items():
         module, _, name = path.rpartition(".")
         if not hasattr(importlib.import_module(module), name):

@@ -45,7 +45,8 @@ def start_writers() -> Iterator[Callable[[Path, bool], Writers]]:
     started: list[Writers] = []
 
     def start(folder: Path, lie: bool) -> Writers:
-        command = [sys.executable, "-m", "tests.log.crash_writer", str(folder), str(INCARNATION), str(int(lie))]
+        program = ["tests.kernels", "tests.log.crash_writer", str(folder), str(INCARNATION), str(int(lie))]
+        command = [sys.executable, "-m", *program]
         started.append(
             subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         )

@@ -1,0 +1,115 @@
+"""Where compiled kernels are kept from one start to the next.
+
+numba unpickles what it finds there, so whoever can write to that folder, or put another one in its place, runs code in
+this process. Compiling takes seconds, which every restart after a crash would pay.
+"""
+
+import hashlib
+import os
+import stat
+from collections import deque
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import seqdedupe
+from seqdedupe.format import jit
+
+MAX_LINKS = 40
+"""Symbolic links on the way to a folder, as for the kernel."""
+
+
+def prepare(data_directory: str = "") -> bool:
+    """To be called before anything that has kernels is imported. Returns whether they will be compiled now.
+
+    They are kept in the user's cache folder if it and all folders above it belong to us (or root) and nobody else can
+    write there; otherwise in the data directory, if one is given; if neither can be written, nowhere.
+    """
+    folder = _folder(data_directory)
+    if folder is None:
+        return True
+    jit.keep_compiled(folder)
+    return next(folder.rglob("*.nbi"), None) is None
+
+
+def _folder(data_directory: str) -> Path | None:
+    name = f"kernels-{_sources_hash()}"
+    home = _cache_home()
+    if home is not None and _made(home, "seqdedupe", name) and is_ours_alone(home / "seqdedupe" / name):
+        return home / "seqdedupe" / name
+    # Whoever can write to the data directory has the messages in any case: its own place is not looked at.
+    if data_directory and _made(Path(data_directory), "kernels", name):
+        kernels = Path(data_directory, "kernels")
+        if all(_is_safe(place) and not place.is_symlink() for place in (kernels, kernels / name)):
+            return kernels / name
+    return None
+
+
+def _sources_hash() -> str:
+    # numba alone would not notice that a kernel which another file's kernel calls has changed.
+    package = Path(seqdedupe.__file__).parent
+    sources = hashlib.sha256(version("numba").encode())
+    for file in [*sorted(package.glob("format/*.py")), *sorted(package.glob("core/*.py")), package / "limits.py"]:
+        sources.update(file.read_bytes())
+    return sources.hexdigest()[:16]
+
+
+def _cache_home() -> Path | None:
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return home if home.is_absolute() else None
+
+
+def _made(home: Path, *names: str) -> bool:
+    """Makes these folders in each other, and `home`, where they are not there yet; whether the last can be written."""
+    last = home.joinpath(*names)
+    try:
+        for folder in (*reversed(home.parents), home, *(home.joinpath(*names[: i + 1]) for i in range(len(names)))):
+            if not folder.is_dir():
+                folder.mkdir(mode=0o700)
+    except OSError:
+        return False
+    return os.access(last, os.W_OK | os.X_OK)
+
+
+def is_ours_alone(path: Path) -> bool:
+    """Whether nobody but us and root can change what stands at this path, or what the path leads to."""
+    try:
+        return all(_is_safe(place) for place in _steps(path))
+    except OSError:
+        return False
+
+
+def _is_safe(place: Path) -> bool:
+    found = place.lstat()
+    if found.st_uid not in (0, os.geteuid()):
+        return False
+    # Of a link only the owner counts. In a sticky folder nobody can put something else in the place of what is ours.
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    return stat.S_ISLNK(found.st_mode) or not others_write
+
+
+def _steps(path: Path) -> Iterator[Path]:
+    """Every folder and every symbolic link that is passed on the way to a path, and what stands at its end."""
+    at = Path("/")
+    yield at
+    left = deque(Path(os.path.abspath(path)).parts[1:])
+    links = 0
+    while left:
+        part = left.popleft()
+        if part == "..":
+            at = at.parent
+            continue
+        yield at / part
+        if not (at / part).is_symlink():
+            at = at / part
+            continue
+        links += 1
+        if links > MAX_LINKS:
+            raise OSError(f"too many links on the way to {path}")
+        target = (at / part).readlink()
+        if target.is_absolute():
+            at = Path("/")
+        left.extendleft(reversed([p for p in target.parts if p != "/"]))
