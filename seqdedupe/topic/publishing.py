@@ -8,7 +8,7 @@ step, before their receipt is given and before anything is called Dup because of
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
@@ -25,7 +25,7 @@ from seqdedupe.topic.control import Change, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.sessions import Opening
+from seqdedupe.topic.sessions import Opened
 from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State, TopicBase
 
@@ -33,17 +33,6 @@ logger = logging.getLogger("seqdedupe.topic")
 
 STATED_A_RECORD = 8192
 """So many producers are stated again at once before retention goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """What `Open` answers, in the order of the names. A name that is refused has epoch 0, persisted and index -1."""
-
-    epochs: list[int]
-    persisted: list[int]
-    indexes: list[int]
-    refusals: dict[int, SeqdedupeError] = field(default_factory=dict)
-    """By place: FENCED, INVALID_EPOCH."""
 
 
 class Topic(TopicBase):
@@ -230,14 +219,9 @@ class Topic(TopicBase):
             self.counters.refused += 1
             reply(Refusal(frame, e))
             return
+        deduplicate = self.policy.deduplication_enabled
         new, answer = admission.admit(
-            encoded,
-            frame,
-            self.producers,
-            cache,
-            next_index=self.next_index,
-            deduplicate=self.policy.deduplication_enabled,
-            lone=lone,
+            encoded, frame, self.producers, cache, next_index=self.next_index, deduplicate=deduplicate, lone=lone
         )
         if isinstance(answer, Refusal):
             self.counters.refused += 1
@@ -353,16 +337,7 @@ class Topic(TopicBase):
             await asyncio.gather(*[self._append_change(part) for part in parts])
         else:
             await self.in_flight_now()
-        return self._opened(opening, len(names))
-
-    def _opened(self, opening: Opening, names: int) -> Opened:
-        answer = Opened([0] * names, [-1] * names, [-1] * names, opening.refusals)
-        columns = (opening.places.tolist(), opening.numbers.tolist(), opening.epochs.tolist())
-        for place, number, epoch in zip(*columns, strict=True):
-            answer.epochs[place] = epoch
-            answer.persisted[place] = last = int(self.producers.numbers[number, PERSISTED])
-            answer.indexes[place] = self.producers.index_of(number, last) if last >= 0 else -1
-        return answer
+        return self.sessions.opened(opening, len(names))
 
     async def set_policy(self, policy: Policy) -> None:
         """Sets the policy, as a whole: durable and in force, between two frames, on return.

@@ -4,12 +4,12 @@ An epoch is `term << 32 | n`, where n counts the topic's opens in that term. The
 rest on epochs (watermark and link give it); they keep two processes with one name from fighting for ever.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.rule import DURABLE_EPOCH, EPOCH
+from seqdedupe.core.rule import DURABLE_EPOCH, EPOCH, PERSISTED
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import MAX_OPEN_NAMES
@@ -36,6 +36,17 @@ class Opening:
     epochs: Int64s
     refusals: dict[int, SeqdedupeError]
     """By place in the call: FENCED, INVALID_EPOCH."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What `Open` answers, in the order of the names. A name that is refused has epoch 0, persisted and index -1."""
+
+    epochs: list[int]
+    persisted: list[int]
+    indexes: list[int]
+    refusals: dict[int, SeqdedupeError] = field(default_factory=dict)
+    """By place: FENCED, INVALID_EPOCH."""
 
 
 class Sessions:
@@ -76,6 +87,16 @@ class Sessions:
         given = np.array([epochs[place] for place in places], np.int64)
         self._producers.open(numbers, given)
         return Opening(np.array(places, np.int64), accepted, numbers, given, refusals)
+
+    def opened(self, opening: Opening, names: int) -> Opened:
+        """What an Open of so many names answers once all that it waits for has settled."""
+        answer = Opened([0] * names, [-1] * names, [-1] * names, opening.refusals)
+        columns = (opening.places.tolist(), opening.numbers.tolist(), opening.epochs.tolist())
+        for place, number, epoch in zip(*columns, strict=True):
+            answer.epochs[place] = epoch
+            answer.persisted[place] = last = int(self._producers.numbers[number, PERSISTED])
+            answer.indexes[place] = self._producers.index_of(number, last) if last >= 0 else -1
+        return answer
 
     def _next_epoch(self) -> int:
         if self._opens >= OPENS_PER_TERM:

@@ -4,7 +4,8 @@ from seqdedupe.core.rule import DUP, EPOCH, NOT_DUP, PERSISTED, PUSHED
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.publishing import Opened, Topic
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.sessions import Opened
 from tests.property.client import Frame, Session
 from tests.property.disk import CheckedStorage, Row, Violation
 from tests.property.wires import OpenRequest

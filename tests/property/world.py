@@ -10,7 +10,8 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.publishing import Opened, Topic
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.sessions import Opened
 from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State as TopicState
 from tests.log.faulty import FaultyLog
