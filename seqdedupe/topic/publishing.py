@@ -23,6 +23,7 @@ from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.control import Change, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
+from seqdedupe.topic.originals import index_of_last
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.sessions import Opening
@@ -30,6 +31,9 @@ from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
+
+MAX_LOOKED_UP = 64
+"""Of so many names at most `Open` answers where their last message stands: that may take a read each."""
 
 STATED_A_RECORD = 8192
 """So many producers are stated again at once before retention goes on."""
@@ -353,15 +357,16 @@ class Topic(TopicBase):
             await asyncio.gather(*[self._append_change(part) for part in parts])
         else:
             await self.in_flight_now()
-        return self._opened(opening, len(names))
+        return await self._opened(opening, len(names))
 
-    def _opened(self, opening: Opening, names: int) -> Opened:
+    async def _opened(self, opening: Opening, names: int) -> Opened:
         answer = Opened([0] * names, [-1] * names, [-1] * names, opening.refusals)
         columns = (opening.places.tolist(), opening.numbers.tolist(), opening.epochs.tolist())
         for place, number, epoch in zip(*columns, strict=True):
             answer.epochs[place] = epoch
-            answer.persisted[place] = last = int(self.producers.numbers[number, PERSISTED])
-            answer.indexes[place] = self.producers.index_of(number, last) if last >= 0 else -1
+            answer.persisted[place] = int(self.producers.numbers[number, PERSISTED])
+        for place, number, _ in list(zip(*columns, strict=True))[:MAX_LOOKED_UP]:
+            answer.indexes[place] = await index_of_last(self.producers, number, self.log)
         return answer
 
     async def set_policy(self, policy: Policy) -> None:
