@@ -315,7 +315,7 @@ class PublishStreamResponse(_message.Message):
     incarnation: _builtins.int
     """Which creation of the topic this is."""
     term: _builtins.int
-    """The term of the topic's owner."""
+    """The term of the topic's owner; while the topic recovers, of the last one known, 0 if there is none."""
     durable_index: _builtins.int
     """Up to here the log is durable: the index that the next message to be confirmed will get."""
     @_builtins.property
