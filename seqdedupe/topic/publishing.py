@@ -23,6 +23,7 @@ from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.control import Change, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
+from seqdedupe.topic.originals import index_of_last
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.sessions import Opened
@@ -30,6 +31,9 @@ from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
+
+MAX_LOOKED_UP = 64
+"""Of so many names at most `Open` answers where their last message stands: that may take a read each."""
 
 STATED_A_RECORD = 8192
 """So many producers are stated again at once before retention goes on."""
@@ -337,7 +341,10 @@ class Topic(TopicBase):
             await asyncio.gather(*[self._append_change(part) for part in parts])
         else:
             await self.in_flight_now()
-        return self.sessions.opened(opening, len(names))
+        answer = self.sessions.opened(opening, len(names))
+        for place, number in list(zip(opening.places.tolist(), opening.numbers.tolist(), strict=True))[:MAX_LOOKED_UP]:
+            answer.indexes[place] = await index_of_last(self.producers, number, self.log)
+        return answer
 
     async def set_policy(self, policy: Policy) -> None:
         """Sets the policy, as a whole: durable and in force, between two frames, on return.

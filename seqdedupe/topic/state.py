@@ -91,7 +91,7 @@ class TopicBase(ABC):
         self.confirmed_index = first_index
         """All messages below it are in the log for good, and in the producers' numbers."""
         if loaded is not None:
-            self.producers.load(loaded.names, loaded.persisted, loaded.epochs)
+            self.producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
             if loaded.policy:

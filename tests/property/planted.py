@@ -81,8 +81,8 @@ def snapshot_of_pushed(patch: pytest.MonkeyPatch) -> None:
     original = Producers.collect_dirty
 
     def collect_dirty(self: Producers) -> Any:
-        changed, _, epochs = original(self)
-        return changed, self.numbers[changed, PUSHED], epochs
+        changed, _, epochs, stated = original(self)
+        return changed, self.numbers[changed, PUSHED], epochs, stated
 
     patch.setattr(Producers, "collect_dirty", collect_dirty)
 
