@@ -8,7 +8,6 @@ step, before their receipt is given and before anything is called Dup because of
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
@@ -194,7 +193,7 @@ class Topic(TopicBase):
             self._flight.take()
             if isinstance(oldest, Admitted):
                 # Where it stands, which need not be where it was to stand.
-                oldest.receipt = replace(oldest.receipt, first_index=int(places[BASE_INDEX]), runs=runs_of(k))
+                oldest.receipt.first_index, oldest.receipt.runs = int(places[BASE_INDEX]), runs_of(k)
             found.append(oldest)
         self.confirmed.tell()
         for item in found:
@@ -269,7 +268,7 @@ class Topic(TopicBase):
         rows = 0
         for item, runs in zip(confirmed, outcome.runs, strict=True):
             if isinstance(item, Admitted):
-                item.receipt = replace(item.receipt, runs=runs)
+                item.receipt.runs = runs
                 frame = item.frame
                 self.producers.persist(frame.view, frame.places, frame.slots)
                 self.confirmed_index += frame.rows
