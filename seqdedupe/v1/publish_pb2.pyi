@@ -444,7 +444,7 @@ Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """A frame of which nothing was admitted. The other frames are not disturbed, but those behind it that build on
+    """A frame of which nothing was admitted. The other frames are not disturbed, but those after it that build on
     it are refused with `PREDECESSOR_MISSING`.
     """
 
