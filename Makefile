@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench proto lock clean
+.PHONY: demo test check bench campaign proto lock clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -23,6 +23,14 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench
+
+# What the suite has a small fixed share of: random histories of a topic, and mutated bytes.
+CASES ?= 100000
+SEED ?= $(shell date +%s)
+campaign: $(READY)
+	$(BIN)/python -m tests.kernels tests.property.run --cases $(CASES) --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.format.fuzz batches --cases $(CASES)00 --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 
 proto: $(READY)
 	BIN=$(abspath $(BIN)) ./proto/generate.sh

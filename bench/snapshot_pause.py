@@ -27,7 +27,7 @@ async def _pauses(folder: Path) -> tuple[float, float]:
     store = Store.open(folder)
     producers = Producers()
     names = [b"producer-%07d" % i for i in range(PRODUCERS)]
-    producers.load(names, np.zeros(PRODUCERS, np.int64), np.ones(PRODUCERS, np.int64))
+    producers.load(names, *[np.ones(PRODUCERS, np.int64)] * 3)
     late: list[float] = []
     going = True
 

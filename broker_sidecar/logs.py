@@ -14,7 +14,7 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 class _Text(logging.Formatter):
-    """A line for a person, with what was logged as `extra` behind it."""
+    """A line for a person, with what was logged as `extra` after it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the library's name)
         return " ".join([super().formatMessage(record), *(f"{k}={v}" for k, v in _extra(record).items())])

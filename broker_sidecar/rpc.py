@@ -1,5 +1,6 @@
 """Between gRPC and the rest: errors become statuses, bytes become messages, at one place."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -42,12 +43,18 @@ def status_of(e: SeqdedupeError) -> grpc.Status:
 
 async def abort(context: Context, e: Exception) -> NoReturn:
     """Ends the call with this error. What is none of ours is a defect: logged, and told without its inside."""
+    if isinstance(e, grpc.aio.InternalError):
+        # The call is over, because its client has gone or the server has stopped: there is nobody to tell.
+        raise asyncio.CancelledError from e
     if isinstance(e, MemoryError):
         e = error("OUT_OF_MEMORY", "there was no memory left for this call")
     if not isinstance(e, SeqdedupeError):
         logger.error("a call failed", exc_info=e)
         e = error("INTERNAL", f"the call failed inside the sidecar: {type(e).__name__}")
-    await context.abort_with_status(status_of(e))
+    try:
+        await context.abort_with_status(status_of(e))
+    except grpc.aio.InternalError as over:
+        raise asyncio.CancelledError from over
     raise AssertionError("abort_with_status raises")
 
 

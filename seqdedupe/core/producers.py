@@ -79,8 +79,8 @@ class Producers:
         """The producers' numbers, new ones for names that are new."""
         return np.array([self.add(name) for name in names], np.int64)
 
-    def load(self, names: list[bytes], persisted: Int64s, epochs: Int64s, stated: Int64s | None = None) -> None:
-        """Takes over a snapshot: these are PERSISTED, DURABLE_EPOCH and, if it was kept, STATED, by producer number.
+    def load(self, names: list[bytes], persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
+        """Takes over a snapshot: these are PERSISTED, DURABLE_EPOCH and STATED, by producer number.
 
         Only before anything else came.
         """
@@ -90,8 +90,7 @@ class Producers:
         self.numbers[: len(names), PERSISTED] = persisted
         self.numbers[: len(names), EPOCH] = epochs
         self.numbers[: len(names), DURABLE_EPOCH] = epochs
-        if stated is not None:
-            self.numbers[: len(names), STATED] = stated
+        self.numbers[: len(names), STATED] = stated
         self.dirty = np.zeros(len(self.numbers), np.uint8)
 
     def _grow(self, needed: int) -> None:
@@ -193,11 +192,12 @@ class Producers:
         """The index of the message with this ID, -1 if it is not known (any more)."""
         return int(find(sequence_id, number, self.numbers, self._ring, self._entered))
 
-    def collect_dirty(self) -> tuple[Int32s, Int64s, Int64s]:
-        """Numbers, PERSISTED and DURABLE_EPOCH of the producers that changed, which count as clean from now on."""
+    def collect_dirty(self) -> tuple[Int32s, Int64s, Int64s, Int64s]:
+        """Of the producers that changed: number, PERSISTED, DURABLE_EPOCH, STATED. They count as clean from now on."""
         changed = np.flatnonzero(self.dirty[: len(self)])
         self.dirty[changed] = 0
-        return changed.astype(np.int32), self.numbers[changed, PERSISTED], self.numbers[changed, DURABLE_EPOCH]
+        rows = self.numbers[changed]
+        return changed.astype(np.int32), rows[:, PERSISTED], rows[:, DURABLE_EPOCH], rows[:, STATED]
 
 
 _NO_REASONS = np.zeros(0, np.uint8)

@@ -15,6 +15,8 @@ from seqdedupe.errors import error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import (
+    NO_EPOCH,
+    NOT_STATED,
     PAGE_PRODUCERS,
     Header,
     Numbers,
@@ -68,6 +70,11 @@ class _Changes:
     slots: Slots
     persisted: Numbers
     epochs: Numbers
+    stated: Numbers
+
+    @property
+    def columns(self) -> list[Numbers]:
+        return [self.persisted, self.epochs, self.stated]
 
 
 async def compact(store: Store, incarnation: int, header: Header) -> Compacted:
@@ -131,6 +138,7 @@ def _changes_of(deltas: list[tuple[StoredDelta, int]], header: Header) -> _Chang
         slots=slots,
         persisted=np.concatenate([delta.persisted for delta, _ in deltas])[order],
         epochs=np.concatenate([delta.epochs for delta, _ in deltas])[order],
+        stated=np.concatenate([delta.stated for delta, _ in deltas])[order],
     )
 
 
@@ -146,20 +154,20 @@ def _changed_pages(before: int, after: int, slots: Slots) -> list[int]:
 
 def _merged_page(store: Store, incarnation: int, changes: _Changes, first: int) -> WriteBatch:
     rows = min(PAGE_PRODUCERS, changes.position.producers - first)
-    persisted = np.full(rows, NO_SEQUENCE_ID, np.int64)
-    epochs = np.zeros(rows, np.int64)
+    columns = [np.full(rows, none, np.int64) for none in (NO_SEQUENCE_ID, NO_EPOCH, NOT_STATED)]
     key = part_key(incarnation, PAGE, first)
     for _, value in store.scan(key, key + b"\0"):
         stored = decode_page(key, value)
         if len(stored[0]) > rows:
             raise damaged(key, f"it has {len(stored[0])} producers, of which {rows} are known")
-        persisted[: len(stored[0])], epochs[: len(stored[1])] = stored
+        for column, values in zip(columns, stored, strict=True):
+            column[: len(values)] = values
     start, stop = np.searchsorted(changes.slots, [first, first + rows])
     places = changes.slots[start:stop] - first
-    np.maximum.at(persisted, places, changes.persisted[start:stop])
-    np.maximum.at(epochs, places, changes.epochs[start:stop])
+    for column, values in zip(columns, changes.columns, strict=True):
+        np.maximum.at(column, places, values[start:stop])
     batch = WriteBatch(raw_mode=True)
-    batch.put(key, seal(key, encode_page(persisted, epochs)))
+    batch.put(key, seal(key, encode_page(columns)))
     return batch
 
 

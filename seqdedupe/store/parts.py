@@ -5,6 +5,7 @@ OLDER_FORMAT.
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +17,15 @@ from seqdedupe.store.records import damaged, part_number, unseal
 
 PAGE_PRODUCERS = 4096
 """Producers in a full page, and names at which a record of names is full."""
+
+COLUMNS = 3
+"""Of numbers of a producer: persisted, epoch, stated."""
+
+NO_EPOCH = 0
+"""The epoch of a producer that no snapshot gave one."""
+
+NOT_STATED = -1
+"""`stated` of such a producer."""
 
 Numbers = NDArray[np.int64]
 Slots = NDArray[np.int32]
@@ -113,6 +123,7 @@ class StoredDelta:
     slots: Slots
     persisted: Numbers
     epochs: Numbers
+    stated: Numbers
 
     def encode(self) -> bytes:
         return b"".join(
@@ -122,6 +133,7 @@ class StoredDelta:
                 self.slots.astype("<i4").tobytes(),
                 self.persisted.astype("<i8").tobytes(),
                 self.epochs.astype("<i8").tobytes(),
+                self.stated.astype("<i8").tobytes(),
             )
         )
 
@@ -133,13 +145,14 @@ class StoredDelta:
         if len(body) < at:
             raise damaged(key, "it is too short")
         (rows,) = _COUNT.unpack_from(body, count)
-        if len(body) != at + 20 * rows:
+        if len(body) != at + 28 * rows:
             raise damaged(key, "its length is wrong")
         delta = StoredDelta(
             position,
             np.frombuffer(body, "<i4", rows, at),
             np.frombuffer(body, "<i8", rows, at + 4 * rows),
             np.frombuffer(body, "<i8", rows, at + 12 * rows),
+            np.frombuffer(body, "<i8", rows, at + 20 * rows),
         )
         if not delta.is_sound():
             raise damaged(key, "its producer numbers do not rise or are out of range")
@@ -148,24 +161,24 @@ class StoredDelta:
     def is_sound(self) -> bool:
         """Whether its columns are of one length and its producer numbers rise, all of known producers."""
         slots = self.slots
-        if not len(slots) == len(self.persisted) == len(self.epochs):
+        if not len(slots) == len(self.persisted) == len(self.epochs) == len(self.stated):
             return False
         if not len(slots):
             return True
         return bool(slots[0] >= 0 and slots[-1] < self.position.producers and (slots[1:] > slots[:-1]).all())
 
 
-def encode_page(persisted: Numbers, epochs: Numbers) -> bytes:
-    return persisted.astype("<i8").tobytes() + epochs.astype("<i8").tobytes()
+def encode_page(columns: Sequence[Numbers]) -> bytes:
+    return b"".join(column.astype("<i8").tobytes() for column in columns)
 
 
-def decode_page(key: bytes, value: bytes) -> tuple[Numbers, Numbers]:
-    """Persisted and epochs of the producers from the page's number on."""
+def decode_page(key: bytes, value: bytes) -> list[Numbers]:
+    """The columns of the producers from the page's number on: persisted, epochs, stated."""
     body = unseal(key, value)
-    rows = len(body) // 16
-    if len(body) != 16 * rows or not 1 <= rows <= PAGE_PRODUCERS or part_number(key) % PAGE_PRODUCERS:
+    rows = len(body) // (8 * COLUMNS)
+    if len(body) != 8 * COLUMNS * rows or not 1 <= rows <= PAGE_PRODUCERS or part_number(key) % PAGE_PRODUCERS:
         raise damaged(key, "its length or number is wrong")
-    return np.frombuffer(body, "<i8", rows), np.frombuffer(body, "<i8", rows, 8 * rows)
+    return [np.frombuffer(body, "<i8", rows, 8 * rows * column) for column in range(COLUMNS)]
 
 
 def encode_names(names: list[bytes]) -> bytes:

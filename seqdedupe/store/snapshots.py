@@ -17,6 +17,8 @@ from seqdedupe.message_id import MessageId
 from seqdedupe.store.compaction import compact
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import (
+    NO_EPOCH,
+    NOT_STATED,
     PAGE_PRODUCERS,
     START,
     Header,
@@ -46,9 +48,6 @@ MAX_DELTAS = 1024
 MAX_DELTA_BYTES = 4 * 1024 * 1024
 """The same for their size."""
 
-NO_EPOCH = 0
-"""The epoch of a producer that no snapshot gave one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -57,7 +56,8 @@ class Delta:
     `message_id` is that of message `next_index - 1`; None if there is no message yet. `first_name` is a
     number of producers that a durable snapshot knew, and `names` are all from that number on. `slots` are the
     numbers of the producers that changed, rising strictly, new ones or not; `persisted` (-1: none) and
-    `epochs` are theirs: those that the log has confirmed, never one that is only in force.
+    `epochs` are theirs: those that the log has confirmed, never one that is only in force. `stated` says from which
+    index on the log states both (`core.rule.STATED`; -1: not known).
 
     `ownership` (64 bits, unsigned) is that of the same message's record, 0 if there is none. `policy` is what is
     in force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set.
@@ -71,6 +71,7 @@ class Delta:
     slots: Slots
     persisted: Numbers
     epochs: Numbers
+    stated: Numbers
     ownership: int = 0
     policy: bytes = b""
 
@@ -85,6 +86,7 @@ class Loaded:
     names: list[bytes]
     persisted: Numbers
     epochs: Numbers
+    stated: Numbers
     ownership: int = 0
     policy: bytes = b""
 
@@ -118,7 +120,8 @@ class Snapshots:
             names += decode_names(key, value)
         persisted = np.full(len(names), NO_SEQUENCE_ID, np.int64)
         epochs = np.full(len(names), NO_EPOCH, np.int64)
-        self._merge_pages(header, persisted, epochs)
+        stated = np.full(len(names), NOT_STATED, np.int64)
+        self._merge_pages(header, (persisted, epochs, stated))
         position = header.position
         last_delta = header.through
         delta_bytes = 0
@@ -131,6 +134,7 @@ class Snapshots:
                 raise damaged(key, "it goes less far than the snapshot before it, or its names are missing")
             merge(persisted, delta.slots, delta.persisted)
             merge(epochs, delta.slots, delta.epochs)
+            merge(stated, delta.slots, delta.stated)
             position = delta.position
             delta_bytes += len(value)
         if position.producers != len(names):
@@ -146,6 +150,7 @@ class Snapshots:
             names,
             persisted,
             epochs,
+            stated,
             position.ownership,
             position.policy,
         )
@@ -162,7 +167,7 @@ class Snapshots:
         position = StoredPosition(
             delta.term, delta.next_index, producers, delta.message_id, delta.ownership, delta.policy
         )
-        stored = StoredDelta(position, delta.slots, delta.persisted, delta.epochs)
+        stored = StoredDelta(position, delta.slots, delta.persisted, delta.epochs, delta.stated)
         if delta.first_name > known or position.falls_short_of(self._position) or not stored.is_sound():
             raise error("INTERNAL", f"the snapshot {position} cannot follow on {self._position}")
         batch = WriteBatch(raw_mode=True)
@@ -216,7 +221,7 @@ class Snapshots:
         self._opening, self._header, self._last_delta = opening, header, last_delta
         self._position, self._delta_bytes = position, delta_bytes
 
-    def _merge_pages(self, header: Header, persisted: Numbers, epochs: Numbers) -> None:
+    def _merge_pages(self, header: Header, columns: tuple[Numbers, ...]) -> None:
         """Merges the pages; those after the header's producers are of a compaction that did not end."""
         producers = header.position.producers
         covered = 0
@@ -224,10 +229,10 @@ class Snapshots:
             page = decode_page(key, value)
             first = part_number(key)
             stop = first + len(page[0])
-            if stop > len(persisted) or (covered < producers and first != covered):
+            if stop > len(columns[0]) or (covered < producers and first != covered):
                 raise damaged(key, "a page is missing before it, or it has too many producers")
-            merge(persisted, slice(first, stop), page[0])
-            merge(epochs, slice(first, stop), page[1])
+            for column, stored in zip(columns, page, strict=True):
+                merge(column, slice(first, stop), stored)
             covered = stop
         if covered < producers:
             raise damaged(self._key(PAGE, covered), "producers from this number on are missing")

@@ -281,7 +281,7 @@ def refused(frame: Frame, producers: Producers, why: int, lone: bool) -> tuple[S
     else:
         e = error(
             "PREDECESSOR_MISSING",
-            f"producer {one.name!r} sends {one.sequence_id} behind {one.previous_sequence_id}, but only "
+            f"producer {one.name!r} sends {one.sequence_id} after {one.previous_sequence_id}, but only "
             f"{one.pushed} has arrived: resend what is between",
             **numbers,
         )
@@ -330,7 +330,7 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
 
 
 def _cut_run(frame: Frame, first: int, end: int) -> bytes | None:
-    """The encoding of rows one behind the other, for the usual frame of which a part is sent again.
+    """The encoding of rows that follow one another, for the usual frame of which a part is sent again.
 
     That has one producer, and no columns but IDs and payloads, so the bytes can be cut as they stand. None for others.
     """

@@ -15,7 +15,7 @@ Uint8s = npt.NDArray[np.uint8]
 _NO_INDEXES = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Receipt:
     """The outcome of a frame that was not refused, as `Receipt` in publish.proto has it."""
 

@@ -8,7 +8,6 @@ step, before their receipt is given and before anything is called Dup because of
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
@@ -23,6 +22,7 @@ from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.control import Change, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
+from seqdedupe.topic.originals import index_of_last
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.sessions import Opened
@@ -30,6 +30,9 @@ from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
+
+MAX_LOOKED_UP = 64
+"""Of so many names at most `Open` answers where their last message stands: that may take a read each."""
 
 
 class Topic(TopicBase):
@@ -194,7 +197,7 @@ class Topic(TopicBase):
             self._flight.take()
             if isinstance(oldest, Admitted):
                 # Where it stands, which need not be where it was to stand.
-                oldest.receipt = replace(oldest.receipt, first_index=int(places[BASE_INDEX]), runs=runs_of(k))
+                oldest.receipt.first_index, oldest.receipt.runs = int(places[BASE_INDEX]), runs_of(k)
             found.append(oldest)
         self.confirmed.tell()
         for item in found:
@@ -269,7 +272,7 @@ class Topic(TopicBase):
         rows = 0
         for item, runs in zip(confirmed, outcome.runs, strict=True):
             if isinstance(item, Admitted):
-                item.receipt = replace(item.receipt, runs=runs)
+                item.receipt.runs = runs
                 frame = item.frame
                 self.producers.persist(frame.view, frame.places, frame.slots)
                 self.confirmed_index += frame.rows
@@ -342,7 +345,10 @@ class Topic(TopicBase):
             await asyncio.gather(*[self._append_change(part) for part in parts])
         else:
             await self.in_flight_now()
-        return self.sessions.opened(opening, len(names))
+        answer = self.sessions.opened(opening, len(names))
+        for place, number in list(zip(opening.places.tolist(), opening.numbers.tolist(), strict=True))[:MAX_LOOKED_UP]:
+            answer.indexes[place] = await index_of_last(self.producers, number, self.log)
+        return answer
 
     async def set_policy(self, policy: Policy) -> None:
         """Sets the policy, as a whole: durable and in force, between two frames, on return.

@@ -107,7 +107,7 @@ class Snapshotter:
                 self._timer.cancel()
                 self._timer = None
             term, position, policy = self._describe()
-            changed, persisted, epochs = self._producers.collect_dirty()
+            changed, persisted, epochs, stated = self._producers.collect_dirty()
             known = len(self._producers)
             try:
                 opening = self._snapshots.write_delta(
@@ -121,6 +121,7 @@ class Snapshotter:
                         slots=changed,
                         persisted=persisted,
                         epochs=epochs,
+                        stated=stated,
                         policy=policy,
                     )
                 )

@@ -93,7 +93,7 @@ class TopicBase(ABC):
         self.last_ownership = 0
         """That of the last confirmed message; 0 if there is none or it is not known."""
         if loaded is not None:
-            self.producers.load(loaded.names, loaded.persisted, loaded.epochs)
+            self.producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
             self.last_ownership = loaded.ownership

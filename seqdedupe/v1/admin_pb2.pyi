@@ -299,7 +299,7 @@ class ListTopicsRequest(_message.Message):
 
     AFTER_FIELD_NUMBER: _builtins.int
     after: _builtins.str
-    """List names behind this one. Empty: from the first."""
+    """List names after this one. Empty: from the first."""
     def __init__(
         self,
         *,

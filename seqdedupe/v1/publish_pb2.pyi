@@ -117,7 +117,9 @@ class OpenResponse(_message.Message):
 
     @_builtins.property
     def persisted_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The indexes of the messages with those IDs, -1 where it is no longer known."""
+        """The indexes of the messages with those IDs; -1 where the message is gone by retention, or stands neither among
+        the topic's last 65,536 nor is asked for by one of the first 64 names.
+        """
 
     @_builtins.property
     def persisted_message_ids(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.MessageId]:
@@ -442,7 +444,7 @@ Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """A frame of which nothing was admitted. The other frames are not disturbed, but those behind it that build on
+    """A frame of which nothing was admitted. The other frames are not disturbed, but those after it that build on
     it are refused with `PREDECESSOR_MISSING`.
     """
 

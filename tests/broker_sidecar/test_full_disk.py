@@ -77,7 +77,7 @@ class Producer:
             if isinstance(answer, publish_pb2.Refusal):
                 refusal = refusal or answer
             else:
-                assert refusal is None, "a frame was taken behind one that was refused"
+                assert refusal is None, "a frame was taken after one that was refused"
                 assert verdicts(answer, 1) in ([1], [2])
                 self.stored += 1
         stream.end()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from seqdedupe.cli.main import main
 from seqdedupe.client import ProducerConfig
-from seqdedupe.client.blocking import Client
+from seqdedupe.client.blocking import Client, Producer
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
 from tests.conftest import StartSidecar
 from tests.sidecar import Sidecar
@@ -314,8 +315,13 @@ def test_an_error_says_what_is_durable_and_json_errors_are_json(
 ) -> None:  # fmt: skip
     sidecar = start_sidecar()
     os.mkfifo(tmp_path / "slow")
-    config = ProducerConfig(delivery_timeout_seconds=1.0)
-    monkeypatch.setattr(Client.producer, "__defaults__", (config,))
+    original, producers = Client.producer, list[Producer]()
+
+    def producer(client: Client, topic: str, name: str) -> Producer:
+        producers.append(original(client, topic, name, ProducerConfig(delivery_timeout_seconds=1.0)))
+        return producers[0]
+
+    monkeypatch.setattr(Client, "producer", producer)
     arguments = ["publish", str(tmp_path / "slow"), "--topic", "t", "--producer", "p", "--address", sidecar.address]
     monkeypatch.setattr(sys, "argv", ["seqdedupe", *arguments, "--json"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -323,8 +329,8 @@ def test_an_error_says_what_is_durable_and_json_errors_are_json(
     def write() -> None:
         with (tmp_path / "slow").open("wb", buffering=0) as pipe:
             pipe.write(b"one\n")
-            with Client(sidecar.address) as client, client.reader("t", follow=True) as reader:
-                next(reader)
+            while not producers or producers[0].durable_sequence_id < 0:
+                time.sleep(0.01)
             sidecar.kill()
             pipe.write(b"two\n")
 

@@ -287,7 +287,7 @@ def test_an_epoch_is_in_force_at_once_and_is_taken_back_if_the_log_never_held_it
         producers.confirm_sessions(numbers[:1], np.array([9]), None, 0)
         producers.fail_in_flight()
         assert producers.numbers[:2, [EPOCH, DURABLE_EPOCH]].tolist() == [[9, 9], [3, 3]]
-        changed, _, epochs = producers.collect_dirty()
+        changed, _, epochs, _ = producers.collect_dirty()
         assert (changed.tolist(), epochs.tolist()) == ([0], [9])
 
 

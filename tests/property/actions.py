@@ -53,7 +53,7 @@ class Case(World):
                 if ids:
                     taken[session] = ids
                 if was_resend and session.sent and self.random.random() < 0.3:
-                    # What was sent behind it may still arrive: it is not sent again for now.
+                    # What was sent after it may still arrive: it is not sent again for now.
                     session.cursor = max(session.cursor, session.sent[-1] + 1)
         if taken:
             self.post(stream, taken, is_unary=is_unary)

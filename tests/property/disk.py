@@ -175,7 +175,7 @@ class CheckedStorage(Storage):
         key = row.name, row.sequence_id
         promised = self.promise(row.name)
         if row.sequence_id <= promised.highest and key not in self.may_double:
-            what = "doubled" if key in self.indexes else f"stored behind {promised.highest}"
+            what = "doubled" if key in self.indexes else f"stored after {promised.highest}"
             self._violations.append(f"{row.name} {row.sequence_id} is {what}")
         promised.highest = max(promised.highest, row.sequence_id)
         self.indexes.setdefault(key, []).append(len(self.rows))

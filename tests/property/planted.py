@@ -81,8 +81,8 @@ def snapshot_of_pushed(patch: pytest.MonkeyPatch) -> None:
     original = Producers.collect_dirty
 
     def collect_dirty(self: Producers) -> Any:
-        changed, _, epochs = original(self)
-        return changed, self.numbers[changed, PUSHED], epochs
+        changed, _, epochs, stated = original(self)
+        return changed, self.numbers[changed, PUSHED], epochs, stated
 
     patch.setattr(Producers, "collect_dirty", collect_dirty)
 
@@ -106,7 +106,7 @@ def failure_does_not_take_what_is_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def append_accepted_after_a_refused_one(patch: pytest.MonkeyPatch) -> None:
-    # The oldest is refused, and those behind it are stored.
+    # The oldest is refused, and those after it are stored.
     def refuse(self: FaultyLog, *, report: bool = True, why: str = "no room") -> None:
         if self._in_flight:
             self._in_flight.popleft()

@@ -27,6 +27,7 @@ class State:
     names: list[bytes] = field(default_factory=list)
     persisted: dict[bytes, int] = field(default_factory=dict)
     epochs: dict[bytes, int] = field(default_factory=dict)
+    stated: dict[bytes, int] = field(default_factory=dict)
     ownership: int = 0
     policy: bytes = b""
 
@@ -35,12 +36,22 @@ class State:
         names = self.names[: delta.first_name] + delta.names
         persisted = {name: self.persisted.get(name, -1) for name in names}
         epochs = {name: self.epochs.get(name, 0) for name in names}
-        for slot, number, epoch in zip(delta.slots, delta.persisted, delta.epochs, strict=True):
+        stated = {name: self.stated.get(name, -1) for name in names}
+        for slot, number, epoch, index in zip(delta.slots, delta.persisted, delta.epochs, delta.stated, strict=True):
             name = names[slot]
             persisted[name] = max(persisted[name], int(number))
             epochs[name] = max(epochs[name], int(epoch))
+            stated[name] = max(stated[name], int(index))
         return State(
-            delta.term, delta.next_index, delta.message_id, names, persisted, epochs, delta.ownership, delta.policy
+            delta.term,
+            delta.next_index,
+            delta.message_id,
+            names,
+            persisted,
+            epochs,
+            stated,
+            delta.ownership,
+            delta.policy,
         )
 
 
@@ -55,6 +66,7 @@ def state_of(loaded: Loaded | None) -> State:
         loaded.names,
         dict(zip(loaded.names, loaded.persisted.tolist(), strict=True)),
         dict(zip(loaded.names, loaded.epochs.tolist(), strict=True)),
+        dict(zip(loaded.names, loaded.stated.tolist(), strict=True)),
         loaded.ownership,
         loaded.policy,
     )
@@ -79,6 +91,7 @@ def delta(
         slots=np.array(slots, np.int32),
         persisted=np.array([changes[slot][0] for slot in slots], np.int64),
         epochs=np.array([changes[slot][1] for slot in slots], np.int64),
+        stated=np.array([changes[slot][1] // 2 for slot in slots], np.int64),
         ownership=2**64 - term if next_index else 0,
         policy=b"policy" * (next_index % 3),
     )

@@ -185,7 +185,7 @@ def _the_first_delta_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def without_first(deltas: list[tuple[StoredDelta, int]], header: Header) -> Any:
         (first, size), *rest = deltas
-        empty = StoredDelta(first.position, first.slots[:0], first.persisted[:0], first.epochs[:0])
+        empty = StoredDelta(first.position, first.slots[:0], first.persisted[:0], first.epochs[:0], first.stated[:0])
         return changes_of([(empty, size), *rest], header)
 
     monkeypatch.setattr(compaction, "_changes_of", without_first)

@@ -14,6 +14,8 @@ from seqdedupe.store.records import DELTA, NAMES, part_key, seal
 from seqdedupe.store.snapshots import Delta, Snapshots
 from tests.store.model import INCARNATION, State, delta, load, save, state_of
 
+NO, ONE, TWO = (np.zeros(rows, np.int64) for rows in range(3))
+
 
 def put(store: Store, part: bytes, number: int, body: bytes, incarnation: int = INCARNATION) -> int:
     key = part_key(incarnation, part, number)
@@ -34,7 +36,7 @@ def test_a_topic_without_snapshot_loads_as_none(store: Store) -> None:
 
 async def test_the_first_snapshot_may_say_start(folder: Path) -> None:
     store = Store.open(folder)
-    start = Delta(3, 0, None, 0, [], np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    start = Delta(3, 0, None, 0, [], np.zeros(0, np.int32), NO, NO, NO)
     await save(store, Snapshots(store, INCARNATION), start)
     loaded = Snapshots(store, INCARNATION).load()
     assert loaded is not None
@@ -100,11 +102,11 @@ async def test_names_are_said_again_without_a_flush_between(store: Store) -> Non
         pytest.param(delta(5, {1: (1, 1)}, first_name=1, term=2), id="unknown producer"),
         pytest.param(delta(5, {-1: (1, 1)}, first_name=1, term=2), id="negative producer"),
         pytest.param(
-            Delta(2, 5, None, 1, [], np.array([0]), np.zeros(2, np.int64), np.zeros(1, np.int64)),
+            Delta(2, 5, None, 1, [], np.array([0]), ONE, ONE, TWO),
             id="columns of different lengths",
         ),
         pytest.param(
-            Delta(2, 5, None, 1, [], np.array([0, 0], np.int32), np.zeros(2, np.int64), np.zeros(2, np.int64)),
+            Delta(2, 5, None, 1, [], np.array([0, 0], np.int32), TWO, TWO, TWO),
             id="a producer twice",
         ),
     ],
@@ -124,7 +126,7 @@ async def test_a_delta_that_cannot_follow_is_refused_and_changes_nothing(store: 
 def stored(next_index: int, producers: int, slots: list[int], *, term: int = 1) -> bytes:
     column = np.zeros(len(slots), np.int64)
     position = StoredPosition(term, next_index, producers, None)
-    return StoredDelta(position, np.array(slots, np.int32), column, column).encode()
+    return StoredDelta(position, np.array(slots, np.int32), column, column, column).encode()
 
 
 # Three deltas with two names each; then one thing is made wrong.

@@ -123,6 +123,10 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
+TURNS = (*range(40), *(2**k for k in range(6, 20)))
+"""Of the event loop: each of the first ones, then many, since a slow machine's disk takes any number of them."""
+
+
 async def cancelled_after(steps: int, work: Callable[[], object]) -> bool:
     """Gives something up after so many turns of the event loop; whether it had not ended by itself."""
     task = asyncio.ensure_future(work())  # type: ignore[call-overload]
@@ -135,7 +139,7 @@ async def cancelled_after(steps: int, work: Callable[[], object]) -> bool:
 
 async def test_a_deletion_that_is_given_up_at_any_await_is_done(process: Process) -> None:
     await process.start()
-    for steps in range(60):
+    for steps in TURNS:
         await process.topics.create(NAME)
         assert await process.publish(1)
         if not await cancelled_after(steps, lambda: process.topics.delete(NAME)):
@@ -161,7 +165,7 @@ async def test_a_deletion_that_is_given_up_at_any_await_is_done(process: Process
 
 async def test_a_creation_that_is_given_up_at_any_await_is_done(process: Process) -> None:
     await process.start()
-    for steps in range(60):
+    for steps in TURNS:
         under_way = await cancelled_after(steps, lambda: process.topics.create(NAME))
         await process.topics.create(NAME, exists_ok=True)
         assert await process.publish(1)
