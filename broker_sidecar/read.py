@@ -33,11 +33,11 @@ def _encode(topic: Topic, page: Page) -> bytes:
     return b"".join((page.records, tail))
 
 
-def _start(topic: Topic, start: read_pb2.ReadStart) -> int:
+async def _start(topic: Topic, start: read_pb2.ReadStart) -> int:
     """The index at which to begin reading."""
     match start.WhichOneof("start"):
         case "after":
-            index = index_after(topic, Position.from_proto(start.after))
+            index = await index_after(topic, Position.from_proto(start.after))
         case "index":
             index = start.index
         case "latest":
@@ -72,7 +72,7 @@ class ReadService:
             if not share.fits(page_bytes):
                 raise error("QUEUE_FULL", "readers hold all the memory that there is for pages")
             topic = self._topics.get(request.topic)
-            index = _start(topic, request.start)
+            index = await _start(topic, request.start)
             stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)
             if index < stop:
                 page = await read_page(topic, index, stop, page_bytes)
@@ -91,7 +91,7 @@ class ReadService:
     async def _stream(self, data: bytes, _context: Context, stream: Stream) -> None:
         request = parse_small(read_pb2.ReadStreamRequest, data)
         topic = self._topics.get(request.topic)
-        index = _start(topic, request.start)
+        index = await _start(topic, request.start)
         stop: int | None = None
         if request.HasField("stop_index"):
             stop = _checked_stop(request.stop_index)

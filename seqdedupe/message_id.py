@@ -11,7 +11,10 @@ from seqdedupe.v1 import batch_pb2
 _NUMBER = r"\d{1,19}"
 _ID = rf"{_NUMBER}:{_NUMBER}(:{_NUMBER})?"
 _MESSAGE_ID = re.compile(_ID, re.ASCII)
-_POSITION = re.compile(rf"(?P<incarnation>{_NUMBER})/(start|(?P<last>{_ID}))@(?P<index>-1|{_NUMBER})", re.ASCII)
+_POSITION = re.compile(
+    rf"(?P<incarnation>{_NUMBER})/(start|(?P<last>{_ID}))@(?P<index>-1|{_NUMBER})(#(?P<ownership>[0-9a-f]{{16}}))?",
+    re.ASCII,
+)
 _MAX_INT64 = 2**63 - 1
 
 
@@ -68,11 +71,17 @@ class Position(NamedTuple):
 
     Positions are compared for equality only; those of two incarnations are never ordered. The start of a topic is
     `Position.start(incarnation)`: no message yet, index -1.
+
+    `ownership` (64 bits, unsigned) says in which history of the topic: eight bytes of the token of the marker under
+    which the message was written. A log that was restored to an older copy and grew again has other messages at the
+    same indexes, and another ownership there. 0 is not known, and at the start there is none: then it is not checked.
+    `==` compares it like any other part, `is_same` leaves out what is not known.
     """
 
     incarnation: int
     message_id: MessageId | None
     index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
+    ownership: int = 0
 
     @staticmethod
     def start(incarnation: int) -> "Position":
@@ -102,16 +111,29 @@ class Position(NamedTuple):
                 f"{text[:80]!r} is neither a message ID, as 123:45, nor a position, as 123/123:45@45",
             )
         message_id = MessageId.parse(found["last"]) if found["last"] else None
-        parsed = Position(int(found["incarnation"]), message_id, int(found["index"]))
-        if (parsed.index < 0) != (message_id is None) or max(parsed.incarnation, parsed.index) > _MAX_INT64:
+        ownership = int(found["ownership"] or "0", 16)
+        parsed = Position(int(found["incarnation"]), message_id, int(found["index"]), ownership)
+        if not parsed.is_whole() or max(parsed.incarnation, parsed.index) > _MAX_INT64:
             raise error("INVALID_POSITION", f"{text[:80]!r} is not a position: its parts do not fit together")
         return parsed
 
+    def is_whole(self) -> bool:
+        """Whether the parts fit together: a message ID where there is a message, and an ownership only there."""
+        if self.index < 0:
+            return self.index == -1 and self.message_id is None and self.ownership == 0
+        return self.message_id is not None
+
+    def is_same(self, other: "Position") -> bool:
+        """Whether both are after the same message, as far as is known: an ownership that is 0 fits any."""
+        unknown = self.ownership == 0 or other.ownership == 0
+        return self[:3] == other[:3] and (unknown or self.ownership == other.ownership)
+
     def __str__(self) -> str:
-        return f"{self.incarnation}/{self.message_id if self.message_id else 'start'}@{self.index}"
+        history = f"#{self.ownership:016x}" if self.ownership else ""
+        return f"{self.incarnation}/{self.message_id if self.message_id else 'start'}@{self.index}{history}"
 
     def to_proto(self) -> batch_pb2.Position:
-        message = batch_pb2.Position(incarnation=self.incarnation, index=self.index)
+        message = batch_pb2.Position(incarnation=self.incarnation, index=self.index, ownership=self.ownership)
         if self.message_id is not None:
             message.message_id.CopyFrom(self.message_id.to_proto())
         return message
@@ -119,7 +141,7 @@ class Position(NamedTuple):
     @staticmethod
     def from_proto(message: batch_pb2.Position) -> "Position":
         message_id = MessageId.from_proto(message.message_id) if message.HasField("message_id") else None
-        return Position(message.incarnation, message_id, message.index)
+        return Position(message.incarnation, message_id, message.index, message.ownership)
 
     def to_bytes(self) -> bytes:
         return self.to_proto().SerializeToString(deterministic=True)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -68,6 +69,7 @@ def run(*command: str | Path, **environment: str) -> str:
     try:
         done = subprocess.run(
             command,
+            cwd=tempfile.gettempdir(),  # some leave files of their own where they run
             env=os.environ | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -15,9 +15,13 @@ _GIVEN = click.core.ParameterSource.COMMANDLINE
 
 
 def position_json(position: Position) -> dict[str, Any]:
-    """A position; `message_id` is null before a topic's first message."""
-    message_id = None if position.message_id is None else str(position.message_id)
-    return {"incarnation": position.incarnation, "index": position.index, "message_id": message_id}
+    """A position; `message_id` is null before a topic's first message, `ownership` (as in its text) if not known."""
+    return {
+        "incarnation": position.incarnation,
+        "index": position.index,
+        "message_id": None if position.message_id is None else str(position.message_id),
+        "ownership": f"{position.ownership:016x}" if position.ownership else None,
+    }
 
 
 def _state(topic: admin_pb2.Topic) -> str:

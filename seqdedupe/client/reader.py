@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -37,13 +37,16 @@ class StoredBatch:
     base_index: int
     publish_time_ms: int
     incarnation: int
+    ownership: int = 0
+    """See `Position`."""
 
     def __len__(self) -> int:
         return len(self.batch)
 
     def position(self, row: int) -> Position:
         """The position of a row's message, from which to read on after it."""
-        return Position.before(self.incarnation, self.base_index + row + 1)
+        index = self.base_index + row
+        return Position(self.incarnation, MessageId.of(self.incarnation, index), index, self.ownership)
 
 
 class Message:
@@ -221,7 +224,7 @@ class Reader:
         if not row:
             return stored
         rest = stored.batch.take(np.arange(row, len(stored)))
-        return StoredBatch(rest, stored.base_index + row, stored.publish_time_ms, stored.incarnation)
+        return replace(stored, batch=rest, base_index=stored.base_index + row)
 
     async def fetch(self) -> bool:
         """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
@@ -347,6 +350,8 @@ class Reader:
                 expected_index=self._next_index,
                 index=record.base_index,
             )
-        self._stored = StoredBatch(batch, record.base_index, record.publish_time_ms, record.incarnation)
+        self._stored = StoredBatch(
+            batch, record.base_index, record.publish_time_ms, record.incarnation, record.ownership
+        )
         self._row = 0
         self._read_on_after(self._stored.position(len(batch) - 1))

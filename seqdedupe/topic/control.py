@@ -8,10 +8,15 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from seqdedupe import wire
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.topic.policy import Policy
+
+STATED_A_RECORD = 8192
+"""So many producers are stated again at once before retention goes on."""
 
 _BYTES_A_PRODUCER = 4 + 8 + 8
 _ROOM_BYTES = 1024
@@ -39,6 +44,16 @@ def parts(sessions: Sessions) -> Iterator[Sessions]:
             yield _part(sessions, start, i)
             start, size = i, len(name) + _BYTES_A_PRODUCER
     yield _part(sessions, start, len(sessions.names))
+
+
+def stated_again(producers: Producers, below_index: int) -> Iterator[Sessions]:
+    """What is in force of the producers that the log states only below this index, as it is when each is asked for."""
+    numbers = producers.stated_below(below_index)
+    for start in range(0, len(numbers), STATED_A_RECORD):
+        some = numbers[start : start + STATED_A_RECORD]
+        rows = producers.numbers[some]
+        names = producers.names_of(some)
+        yield from parts(Sessions(names, rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy()))
 
 
 def _part(sessions: Sessions, start: int, end: int) -> Sessions:

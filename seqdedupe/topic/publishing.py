@@ -9,10 +9,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
+from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
-from seqdedupe.format.records import body_of
+from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import Failure, Log, Outcome
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
@@ -33,9 +33,6 @@ logger = logging.getLogger("seqdedupe.topic")
 
 MAX_LOOKED_UP = 64
 """Of so many names at most `Open` answers where their last message stands: that may take a read each."""
-
-STATED_A_RECORD = 8192
-"""So many producers are stated again at once before retention goes on."""
 
 
 class Topic(TopicBase):
@@ -77,6 +74,8 @@ class Topic(TopicBase):
         self._is_recovering = False
         self._failed_meanwhile = False
         self._seems_damaged = False
+        self._own_ownership = 0
+        """Of what is appended now."""
         self._known_term = 0
         """The highest that a control record names."""
         self._policy_stated = -1
@@ -88,10 +87,11 @@ class Topic(TopicBase):
         return self.position_before(self.confirmed_index)
 
     def position_before(self, index: int) -> Position:
-        """The position after which reading begins at this index."""
+        """The position after which reading begins at this index. Its ownership is known at the confirmed end only."""
         if index == 0:
             return Position.start(self.log.incarnation)
-        return Position(self.log.incarnation, self.log.message_id(index - 1), index - 1)
+        ownership = self.last_ownership if index == self.confirmed_index else 0
+        return Position(self.log.incarnation, self.log.message_id(index - 1), index - 1, ownership)
 
     @property
     def readable_index(self) -> int:
@@ -160,6 +160,7 @@ class Topic(TopicBase):
             self.log,
             term=self.term + 1,
             confirmed_index=self.confirmed_index,
+            last_ownership=self.last_ownership,
             merge=self._merge,
             settle=self._settle,
             random_bytes=self._random_bytes,
@@ -169,6 +170,7 @@ class Topic(TopicBase):
         # Whatever of the frames in flight the log does not hold by now it never will.
         self._fail_in_flight("LOG_REFUSED", "the append failed")
         self.term = owner.term
+        self._own_ownership = owner.ownership
         self.sessions.begin_term(owner.term)
         self.next_index = self.confirmed_index = owner.next_index
         self.confirmed.tell()
@@ -185,6 +187,8 @@ class Topic(TopicBase):
             self._apply(change, int(places[BASE_INDEX]))
         # What is merged again may stand before the last message that is known.
         self.confirmed_index = max(self.confirmed_index, int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS]))
+        for last in table[:count][table[:count, ROWS] > 0][-1:]:
+            self.last_ownership = ownership(last)
         found: list[Admitted | Changing] = []
         for k, places in enumerate(table[:count] if len(self._flight) else ()):
             oldest = self._flight.oldest
@@ -276,6 +280,7 @@ class Topic(TopicBase):
             else:
                 self._apply(item.change, self.confirmed_index)
         if rows:
+            self.last_ownership = self._own_ownership
             self.confirmed.tell()
         for item in confirmed:
             self._answer(item)
@@ -374,13 +379,8 @@ class Topic(TopicBase):
         """
         if self._policy_stated < first_index:
             await self._append_change(self.policy)
-        numbers = self.producers.stated_below(first_index)
-        for start in range(0, len(numbers), STATED_A_RECORD):
-            some = numbers[start : start + STATED_A_RECORD]
-            rows = self.producers.numbers[some]
-            names = self.producers.names_of(some)
-            for part in control.parts(Sessions(names, rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy())):
-                await self._append_change(part)
+        for part in control.stated_again(self.producers, first_index):
+            await self._append_change(part)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqdedupe import batch as batches
-from seqdedupe.errors import error
+from seqdedupe.errors import PositionError, error
 from seqdedupe.format.columns import (
     BASE_INDEX,
     COLUMNS_END,
@@ -45,11 +45,12 @@ def end_index(topic: TopicBase) -> int:
     return topic.confirmed_index
 
 
-def index_after(topic: Topic, position: Position) -> int:
+async def index_after(topic: Topic, position: Position) -> int:
     """The index at which to read on after a position.
 
-    Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, POSITION_DIVERGED if another message stands there,
-    RECOVERING if it is after what is certain.
+    Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, POSITION_DIVERGED if another message stands there or one
+    of another history, RECOVERING if it is after what is certain. The history cannot be told of a position that does
+    not say it, and of one whose message is trimmed.
     """
     incarnation = topic.incarnation
     if position.incarnation != incarnation:
@@ -59,8 +60,8 @@ def index_after(topic: Topic, position: Position) -> int:
             f"anew, and is {incarnation} now",
             incarnation=incarnation,
         )
-    if position.index < -1 or (position.index == -1) != (position.message_id is None):
-        raise error("INVALID_POSITION", f"{position} is not a position: index and message ID do not fit together")
+    if not position.is_whole():
+        raise error("INVALID_POSITION", f"{position} is not a position: its parts do not fit together")
     if position.index >= topic.readable_index and position.index >= (end := end_index(topic)):
         raise error(
             "POSITION_AFTER_END",
@@ -73,7 +74,25 @@ def index_after(topic: Topic, position: Position) -> int:
             f"the message at index {position.index} of topic {topic.name} is not {position.message_id}",
             index=position.index,
         )
+    await _check_history(topic, position)
     return position.index + 1
+
+
+async def _check_history(topic: Topic, position: Position) -> None:
+    if not position.ownership or position.index < topic.log.first_index:
+        return
+    try:
+        ownership = (await topic.log.locate(position.index)).ownership
+    except PositionError:
+        # Retention was faster.
+        return
+    if ownership != position.ownership:
+        raise error(
+            "POSITION_DIVERGED",
+            f"the message at index {position.index} of topic {topic.name} is not that of the position {position}: it "
+            f"was written under {ownership:016x}; the topic was restored to an older copy, and has grown again since",
+            index=position.index,
+        )
 
 
 def check_index(topic: Topic, index: int) -> None:

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
-from seqdedupe.format.headers import TOKEN_BYTES
-from seqdedupe.format.records import marker_token
+from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
+from seqdedupe.format.records import marker_token, ownership
 from seqdedupe.log.contract import Entries, Log, Outcome, Runs
 
 logger = logging.getLogger("seqdedupe.topic.recovery")
@@ -37,6 +37,8 @@ class Ownership:
     term: int
     next_index: int
     """The index that the next message gets."""
+    ownership: int
+    """What the records of this owner carry."""
 
 
 def damaged(why: str, index: int) -> SeqdedupeError:
@@ -46,11 +48,12 @@ def damaged(why: str, index: int) -> SeqdedupeError:
 class _Replay:
     """Reads a log forward and hands its entries on to be merged."""
 
-    def __init__(self, log: Log, next_index: int, merge: Merge, skip_below: int) -> None:
+    def __init__(self, log: Log, next_index: int, merge: Merge, skip_below: int, last_ownership: int) -> None:
         self._log = log
         self.next_index = next_index
         self._merge = merge
         self._skip_below = skip_below
+        self._last_ownership = last_ownership
         self.rows = 0
         self.tokens: dict[bytes, int] = {}
 
@@ -64,6 +67,7 @@ class _Replay:
         for k in np.flatnonzero(table[:, TERM] > 0):
             self.tokens[marker_token(chunk, table[k])] = int(table[k, TERM])
         self.next_index = entries.next_index
+        self._check_history(table)
         # A batch that is known already must not enter the ring twice. Of control records after the last message that
         # is known it is not known which ones are; they only repeat what they said.
         new = np.flatnonzero((table[:, ROWS] == 0) | (table[:, BASE_INDEX] + table[:, ROWS] > self._skip_below))
@@ -72,11 +76,21 @@ class _Replay:
             self._merge(chunk, some, len(new), lambda k: entries.runs[int(new[k])])
         self.rows += int(table[new, ROWS].sum())
 
+    def _check_history(self, table: Table) -> None:
+        """The last message that is known must be the one that stands in the log."""
+        last = self._skip_below - 1
+        for places in table[(table[:, BASE_INDEX] <= last) & (last < table[:, BASE_INDEX] + table[:, ROWS])]:
+            if self._last_ownership not in (0, ownership(places)):
+                why = f"the message there was written under {ownership(places):016x}, the one that is known under "
+                why += f"{self._last_ownership:016x}: this log has another history than the snapshot"
+                raise damaged(why, last)
 
-def _replay(log: Log, confirmed_index: int, merge: Merge) -> _Replay:
+
+def _replay(log: Log, confirmed_index: int, merge: Merge, last_ownership: int) -> _Replay:
     if confirmed_index < log.first_index:
         raise damaged(f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
-    return _Replay(log, max(confirmed_index - 1, log.first_index), merge, skip_below=confirmed_index)
+    next_index = max(confirmed_index - 1, log.first_index)
+    return _Replay(log, next_index, merge, skip_below=confirmed_index, last_ownership=last_ownership)
 
 
 def _check_end(replay: _Replay, confirmed_index: int, name: str) -> None:
@@ -95,6 +109,7 @@ async def take_over(
     *,
     term: int,
     confirmed_index: int,
+    last_ownership: int,
     merge: Merge,
     settle: Callable[[Outcome], None],
     random_bytes: Callable[[int], bytes],
@@ -105,10 +120,10 @@ async def take_over(
 
     `term` is one that is above all known. Where the log holds a marker of a term that is not lower, or what was merged
     names one (`known_term`), another marker is written with a higher term. If `confirmed_index` is above 0, the record
-    before it must be there: if it is not, the end of the log is gone, which is LOG_DAMAGED. Raises `UnavailableError`
-    (LOG_REFUSED) if the log cannot be written.
+    before it must be there: if it is not, the end of the log is gone, which is LOG_DAMAGED; so is a record that was not
+    written under `last_ownership` (0: not known). Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
     """
-    replay = _replay(log, confirmed_index, merge)
+    replay = _replay(log, confirmed_index, merge, last_ownership)
     while True:
         if term > MAX_TERM:
             raise error("INTERNAL", f"the topic {name} has had {MAX_TERM} owners: that is the last term")
@@ -128,5 +143,5 @@ async def take_over(
                 replay.rows,
                 replay.next_index,
             )
-            return Ownership(term, replay.next_index)
+            return Ownership(term, replay.next_index, ownership_of(token))
         term = highest + 1

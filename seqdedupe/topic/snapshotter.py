@@ -115,6 +115,7 @@ class Snapshotter:
                         term=term,
                         next_index=position.index + 1,
                         message_id=position.message_id,
+                        ownership=position.ownership,
                         first_name=self._names_stored,
                         names=self._producers.names_from(self._names_stored),
                         slots=changed,

@@ -90,10 +90,13 @@ class TopicBase(ABC):
         self.producers = Producers()
         self.confirmed_index = first_index
         """All messages below it are in the log for good, and in the producers' numbers."""
+        self.last_ownership = 0
+        """That of the last confirmed message; 0 if there is none or it is not known."""
         if loaded is not None:
             self.producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
+            self.last_ownership = loaded.ownership
             if loaded.policy:
                 self.policy = decode_policy(loaded.policy)
         self.sessions = Sessions(self.producers)

@@ -448,7 +448,7 @@ class Position(_message.Message):
     index: _builtins.int
     """The index of that message, 0 or higher; -1 at the start."""
     ownership: _builtins.int
-    """`Record.ownership` of that message: another one at that index is another history (POSITION_DIVERGED). 0 at the
+    """`Record.ownership` of that message: another one at that index is another history (`POSITION_DIVERGED`). 0 at the
     start, and where it is not known: then it is not checked.
     """
     @_builtins.property

@@ -275,6 +275,9 @@ def find_loss(topic: str, position: Position, found: TopicEnds | None) -> Loss |
     if last.index < position.index:
         message = f"{topic} ends with index {last.index}: it lacks indexes {last.index + 1} to {position.index}"
         return Loss(topic, None, "POSITION_AFTER_END", message)
+    if last.index == position.index and not last.is_same(position):
+        message = f"{topic} ends with {last} now, which is not the message of the position {position}"
+        return Loss(topic, None, "POSITION_DIVERGED", message)
     if position.index + 1 < first:
         gone = first - position.index - 1
         message = f"{topic} has lost {gone} messages to retention: indexes {position.index + 1} to {first - 1}"

@@ -110,7 +110,7 @@ class _Reading:
         ranges = []
         for topic, end in ends.items():
             start = starts[topic]
-            if start == end:
+            if start.is_same(end):
                 continue
             first, last = self._left(listing, topic, start), self._left(listing, topic, end)
             if first is None or last is None:

@@ -70,6 +70,32 @@ async def test_it_starts_where_it_is_told(shared_sidecar: Sidecar, topic: str) -
                 assert await anything_more(reader) is False
 
 
+async def test_its_position_says_the_history(sidecar: Sidecar) -> None:
+    """Each message's own, also in what is left of a batch and where it waits for the next one."""
+    await publish(sidecar, "t", 25)
+    await asyncio.to_thread(sidecar.restart)
+    await publish(sidecar, "t", 25)
+    known = await positions(sidecar, "t")
+    ownerships = [position.ownership for position in known]
+    assert 0 not in ownerships
+    assert [ownerships.index(one) for one in ownerships] == [0] * 25 + [25] * 25
+    async with Client(sidecar.address) as client:
+        for row in (0, 3, 9, 24, 25, 49):
+            async with client.reader("t") as reader:
+                await take(reader, row + 1)
+                assert reader.position == known[row]
+                if reader.has_in_hand() and (rest := reader.rest_in_hand()):
+                    assert [rest.position(i) for i in range(len(rest))] == known[row + 1 : row + 1 + len(rest)]
+                    assert reader.position == known[row + len(rest)]
+        async with client.reader("t", "latest", follow=True) as reader:
+            assert await anything_more(reader) is False
+            assert reader.position == known[-1]
+        wrong = known[30]._replace(ownership=ownerships[0])
+        async with client.reader("t", wrong) as reader:
+            with pytest.raises(PositionError, match="POSITION_DIVERGED"):
+                await anext(reader)
+
+
 async def anything_more(reader: Reader) -> bool:
     """Whether something comes within a moment; the reader goes on afterwards."""
     try:
@@ -141,7 +167,9 @@ async def test_ends_and_places_of_a_topic(shared_sidecar: Sidecar, topic: str) -
         assert await client.ends(topic) == (0, Position.start(incarnation))
         assert await client.locate_time(topic, 0) == (incarnation, 0)
         await publish(shared_sidecar, topic, 25, size_bytes=1000)
-        last = Position(incarnation, MessageId(incarnation, 24), 24)
+        last = (await positions(shared_sidecar, topic))[-1]
+        assert last.ownership
+        assert last == Position(incarnation, MessageId(incarnation, 24), 24, last.ownership)
         assert await client.ends(topic) == (0, last)
         assert await client.locate_time(topic, 0) == (incarnation, 0)
         assert await client.locate_time(topic, 2**60) == (incarnation, 25)

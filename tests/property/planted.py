@@ -14,7 +14,7 @@ from seqdedupe.core import producers, replay, rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, TERM, start
-from seqdedupe.format.headers import TOKEN_BYTES
+from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
 from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.topic import admission, control, recovery
@@ -120,19 +120,20 @@ def append_accepted_after_a_refused_one(patch: pytest.MonkeyPatch) -> None:
 def replay_from_one_too_late(patch: pytest.MonkeyPatch) -> None:
     original = recovery._Replay.__init__
 
-    def init(self: Any, log: Any, next_index: int, merge: Any, skip_below: int) -> None:
-        original(self, log, next_index, merge, skip_below=skip_below + 1)
+    def init(self: Any, log: Any, next_index: int, merge: Any, skip_below: int, last_ownership: int) -> None:
+        original(self, log, next_index, merge, skip_below + 1, last_ownership=0)
 
     patch.setattr(recovery._Replay, "__init__", init)
 
 
 def no_marker_before_reading(patch: pytest.MonkeyPatch) -> None:
     async def take_over(log: Any, *, term: int, confirmed_index: int, merge: Any, **others: Any) -> recovery.Ownership:
-        replay = recovery._Replay(log, max(confirmed_index - 1, 0), merge, skip_below=confirmed_index)
+        replay = recovery._Replay(log, max(confirmed_index - 1, 0), merge, confirmed_index, others["last_ownership"])
         await replay.run()
         term = max([term, *(earlier + 1 for earlier in replay.tokens.values())])
-        await log.open_for_writing(term, others["random_bytes"](TOKEN_BYTES), others["settle"])
-        return recovery.Ownership(term, replay.next_index)
+        token = others["random_bytes"](TOKEN_BYTES)
+        await log.open_for_writing(term, token, others["settle"])
+        return recovery.Ownership(term, replay.next_index, ownership_of(token))
 
     patch.setattr(recovery, "take_over", take_over)
 

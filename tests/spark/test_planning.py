@@ -155,6 +155,15 @@ def test_small_ranges_share_a_task() -> None:
 
 
 class TestLosses:
+    def test_an_end_of_another_history_is_a_loss(self) -> None:
+        """Without an ownership, or further from the end, only the sidecar can tell."""
+        end = Position.before(1, 10)._replace(ownership=7)
+        for same in (end, end._replace(ownership=0), Position.before(1, 9)._replace(ownership=8)):
+            assert find_loss(T, same, TopicEnds(0, end)) is None
+        loss = find_loss(T, end._replace(ownership=8), TopicEnds(0, end))
+        assert loss is not None
+        assert (loss.reason, loss.next, loss.may_be_accepted) == ("POSITION_DIVERGED", None, False)
+
     def test_what_is_none(self) -> None:
         for index in (4, 5, 9):
             assert find_loss(T, Position.before(1, index + 1), TopicEnds(5, Position.before(1, 10))) is None

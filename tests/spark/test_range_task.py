@@ -12,11 +12,11 @@ import pyarrow.compute as pc
 import pytest
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.errors import DataLossError, FencedError, SeqdedupeError, UnavailableError
+from seqdedupe.errors import DataLossError, FencedError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
-from seqdedupe_spark.job.range_task import Report, Transform, output_schema, transformed
+from seqdedupe_spark.job.range_task import Report, Step, Transform, output_schema, transformed
 from seqdedupe_spark.stores.contract import Advance, Stored
 from tests.spark import run_task
 from tests.spark.jobs import (
@@ -72,6 +72,26 @@ def test_writes_a_range_and_moves_the_position(address: str, database: Database)
     assert succeeds(task(address, database.store).run([step])) == Report(read=200, written=200)
     each_once(database.indexes(step.range.topic), 200, 100)
     assert database.position(step.range.topic) == step.range.end
+
+
+def test_a_position_of_another_history_is_not_read_on_from(address: str, sqlite: Database) -> None:
+    """The position says the history that the task's last message is of, and the next range begins with it."""
+    topic = "restored"
+    publish(address, topic, 20)
+    first = whole(address, topic)
+    begin(sqlite.store, [first])
+    succeeds(task(address, sqlite.store).run([first]))
+    stored = sqlite.position(first.range.topic)
+    assert stored.ownership
+    publish(address, topic, 1, first=20)
+    restored = stored._replace(ownership=stored.ownership ^ 1)
+    with sqlite.store() as store:
+        assert store.replace(JOB, first.range.topic, Stored(stored, 0), Stored(restored, 1))
+    rest = Step(replace(whole(address, topic).range, start=restored), 1)
+    failure = task(address, sqlite.store).run([rest]).failure
+    assert (type(failure), failure and failure.reason) == (PositionError, "POSITION_DIVERGED")
+    assert sqlite.position(first.range.topic) == restored
+    assert len(sqlite.indexes(first.range.topic)) == len(first.range)
 
 
 def test_a_second_run_of_the_same_range_writes_nothing(address: str, database: Database) -> None:

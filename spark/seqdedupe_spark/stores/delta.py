@@ -54,9 +54,10 @@ class DeltaStore(OutputStore):
     """One Delta table with the positions of the jobs that write to it. The output table's name is its folder's.
 
     A property of the table, `seqdedupe.<job>/<topic>`, holds epoch and incarnation; application transactions hold the
-    rest: `<job>/<topic>/<incarnation>` the index, and those with `/ledger`, `/entry` and `/batch` after it the message
-    ID. They are in the commit that adds the rows, and it is made on the very version of the table in which they were
-    checked: Delta refuses it if a later version has changed the same ones, and merges those of other topics.
+    rest: `<job>/<topic>/<incarnation>` the index, those with `/ledger`, `/entry` and `/batch` after it the message ID,
+    and the one with `/ownership` the ownership, as a signed number. They are in the commit that adds the rows, and it
+    is made on the very version of the table in which they were checked: Delta refuses it if a later version has changed
+    the same ones, and merges those of other topics.
 
     `write` holds all rows of a transaction in memory. Columns that the rows do not have are null.
     """
@@ -164,15 +165,13 @@ class DeltaStore(OutputStore):
             return None
         check_format(int(found.metadata().configuration.get(_FORMAT, "1")), f"the Delta table {self._uri}")
         epoch, incarnation = map(int, value.split())
-        numbers = [
-            number
-            for name in _applications(job, topic, incarnation)
-            if (number := found.transaction_version(name)) is not None
-        ]
-        if len(numbers) != 1 + len(_NO_MESSAGE):
+        *numbers, ownership = map(found.transaction_version, _applications(job, topic, incarnation))
+        whole = [number for number in numbers if number is not None]
+        if len(whole) != 1 + len(_NO_MESSAGE):
             raise error("INVALID_OUTPUT", f"the Delta table {self._uri} has lost the position of {topic}")
-        message_id = MessageId(*numbers[1:])
-        return Stored(Position(incarnation, None if message_id == _NO_MESSAGE else message_id, numbers[0]), epoch)
+        message_id = None if MessageId(*whole[1:]) == _NO_MESSAGE else MessageId(*whole[1:])
+        # Positions that were stored when they had no ownership have none here either.
+        return Stored(Position(incarnation, message_id, whole[0], (ownership or 0) % 2**64), epoch)
 
     def _cast(self, table: str, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         """The batch with the table's columns."""
@@ -224,13 +223,15 @@ def _prefix(job: str, topic: str) -> str:
 
 
 def _applications(job: str, topic: str, incarnation: int) -> list[str]:
-    """The application IDs whose versions are a position: index, ledger, entry, batch index."""
+    """The application IDs whose versions are a position: index, ledger, entry, batch index, ownership."""
     name = f"{_prefix(job, topic)}/{incarnation}"
-    return [name, f"{name}/ledger", f"{name}/entry", f"{name}/batch"]
+    return [name, f"{name}/ledger", f"{name}/entry", f"{name}/batch", f"{name}/ownership"]
 
 
 def _transactions(job: str, topic: str, position: Position) -> list[Transaction]:
-    numbers = (position.index, *(position.message_id or _NO_MESSAGE))
+    # Versions are signed numbers.
+    ownership = position.ownership - 2**64 if position.ownership >= 2**63 else position.ownership
+    numbers = (position.index, *(position.message_id or _NO_MESSAGE), ownership)
     names = _applications(job, topic, position.incarnation)
     return [Transaction(name, number) for name, number in zip(names, numbers, strict=True)]
 

@@ -227,8 +227,19 @@ class StoreConformance:
             Advance(Range(TOPIC, at(1, INCARNATION + 1), at(2, INCARNATION + 1)), 0),
             Advance(Range(TOPIC, Position(INCARNATION, MessageId(INCARNATION, 8), 1), at(2)), 0),
             Advance(Range(TOPIC, Position(INCARNATION, None, 1), at(2)), 0),
+            Advance(Range(TOPIC, at(1)._replace(ownership=1), at(2)), 0),
         ],
-        ids=["before", "inside", "ahead", "epoch", "unknown topic", "incarnation", "message ID", "no message ID"],
+        ids=[
+            "before",
+            "inside",
+            "ahead",
+            "epoch",
+            "unknown topic",
+            "incarnation",
+            "message ID",
+            "no message ID",
+            "ownership",
+        ],
     )
     def test_another_start_is_refused(self, harness: StoreHarness, store: OutputStore, wrong: Advance) -> None:
         store.write(JOB, harness.table, iter([numbers(0)]), [over(-1, 1)])
@@ -250,16 +261,22 @@ class StoreConformance:
             Position(INCARNATION, None, -1),
             Position(2**63 - 1, MessageId(2**63 - 1, 2**62, 2**31 - 1), 2**62),
             Position(1, MessageId(0, 0, 0), 0),
+            Position(1, MessageId(1, 7), 7, 2**64 - 1),
+            Position(1, MessageId(1, 7), 7, 2**63),
+            Position(1, MessageId(1, 7), 7, 1),
         ],
         ids=str,
     )
     def test_positions_come_back_whole(self, harness: StoreHarness, store: OutputStore, position: Position) -> None:
         assert store.replace(JOB, OTHER, None, Stored(position, 2**40))
         assert store.positions(JOB)[OTHER] == Stored(position, 2**40)
-        end = Position(position.incarnation, MessageId(2**61, 5, 17), 2**62 + 5)
+        end = Position(position.incarnation, MessageId(2**61, 5, 17), 2**62 + 5, 2**63 + 5)
         store.write(JOB, harness.table, iter([]), [Advance(Range(OTHER, position, end), 2**40)])
         with harness.factory() as again:
             assert again.positions(JOB)[OTHER] == Stored(end, 2**40)
+            unknown = end._replace(index=end.index + 1, ownership=0)
+            again.write(JOB, harness.table, iter([]), [Advance(Range(OTHER, end, unknown), 2**40)])
+            assert again.positions(JOB)[OTHER] == Stored(unknown, 2**40)
 
     # Others.
 
