@@ -31,7 +31,14 @@ def test_reading_from_places(run: Run, tmp_path: Path) -> None:
     assert run("read", "places", "--from", position, "--limit", "1").stdout == b"record 3\n"
     assert run("read", "places", "--from", "latest").stdout == b""
     assert run("read", "places", "--from", "5").stdout == b""
-    assert b"[POSITION_AFTER_END]" in run("read", "places", "--from", "6", status=1).stderr
+    for follow in ((), ("--follow",)):
+        error = run("read", "places", "--from", "6", *follow, status=1).stderr
+        assert b"index 6 is after the end of" in error
+        assert b"whose next message gets index 5 [POSITION_AFTER_END] Start at an index up to 5, or at the " in error
+    later = message_id.partition(":")[0] + ":9"
+    error = run("read", "places", "--from", later, status=1).stderr
+    assert f"/{later}@9 is after the end of".encode() in error
+    assert b"[POSITION_AFTER_END] The topic has lost its end since" in error
     assert b"[POSITION_OF_ANOTHER_INCARNATION]" in run("read", "elsewhere", "--from", message_id, status=1).stderr
 
 
