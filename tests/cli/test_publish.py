@@ -165,17 +165,40 @@ def test_a_stream_is_refused_at_the_row_and_what_is_sorted_afterwards_is_another
     assert last["properties"] == {"seqdedupe.record": "2"}
 
 
-def test_without_the_last_message_the_source_has_to_be_trusted(
+def test_the_last_message_is_known_after_any_number_of_others(
     run: Run, tmp_path: Path, shared_sidecar: Sidecar
 ) -> None:
     (tmp_path / "a.csv").write_bytes(csv_of(5, 7))
+    publish = ("publish", "a.csv", "--topic", "busy", *BY_ID)
+    run(*publish)
+    with Client(shared_sidecar.address) as client, client.producer("busy", "other") as other:
+        other.send_batch([b""] * REMEMBERED)
+    (tmp_path / "a.csv").write_bytes(csv_of(5, 6, 7, 9))
+    assert b"[SOURCE_CHANGED]" in run(*publish, status=1).stderr
+    (tmp_path / "a.csv").write_bytes(csv_of(5, 7, 9))
+    assert json.loads(run(*publish, "--json").stdout)["not_dup"] == 1
+
+
+def test_without_the_last_message_the_source_has_to_be_trusted(
+    run: Run, tmp_path: Path, start_sidecar: StartSidecar
+) -> None:
+    sidecar = start_sidecar(default_retention_size_in_mb=1)
+    (tmp_path / "a.csv").write_bytes(csv_of(5, 7))
     (tmp_path / "b").write_bytes(lines(2))
-    by_id = ("publish", "a.csv", "--topic", "forgotten", *BY_ID)
-    by_number = ("publish", "b", "--topic", "forgotten", "--producer", "q")
+    at = ("--address", sidecar.address)
+    by_id = ("publish", "a.csv", "--topic", "forgotten", *BY_ID, *at)
+    by_number = ("publish", "b", "--topic", "forgotten", "--producer", "q", *at)
     run(*by_id)
     run(*by_number)
-    with Client(shared_sidecar.address) as client, client.producer("forgotten", "other") as other:
-        other.send_batch([b""] * REMEMBERED)
+    with Client(sidecar.address) as client:
+        with client.producer("forgotten", "other") as other:
+            # A segment and a little more; the last one alone, because a segment is left between two writes.
+            for _ in range(34):
+                other.send_batch([bytes(2_000_000)] * 2)
+            other.flush()
+            other.send_batch([bytes(2_000_000)])
+        while not client.admin.topic("forgotten").first_index:
+            client.admin.snapshot("forgotten")
     (tmp_path / "a.csv").write_bytes(csv_of(5, 7, 9))
     (tmp_path / "b").write_bytes(lines(3))
     for publish in (by_id, by_number):

@@ -310,7 +310,7 @@ async def test_the_delivery_timeout_ends_the_waiting(shared_sidecar: Sidecar, to
         async with client.producer(topic, "p", config) as successor:
             assert successor.last_sequence_id == 0
             await successor.send(b"again")
-        assert proxy.connections == connections + 1
+        assert proxy.connections > connections, "the one that was given up is not used again"
     assert await ids_in_log(shared_sidecar, topic) == [0, 1]
 
 
