@@ -1,6 +1,7 @@
 """`python -m broker_sidecar`: the sidecar. Every key of the configuration is a flag too."""
 
 import argparse
+import difflib
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -30,7 +31,14 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     """Serves; returns the exit status."""
     about = "Runs the sidecar. Every key of the configuration is a flag too."
-    given = vars(arguments(argparse.ArgumentParser(prog=prog, description=about)).parse_args(argv))
+    # An abbreviation means something else, or nothing, as soon as there is another key.
+    parser = arguments(argparse.ArgumentParser(prog=prog, description=about, allow_abbrev=False))
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = ["--" + item.name.replace("_", "-") for item in fields(Config)]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1)
+        parser.error(f"there is no {unknown[0]}" + (f": do you mean {near[0]}?" if near else ""))
+    given = vars(found)
     file, rebuild_store = given.pop("config"), given.pop("rebuild_store")
     try:
         config = from_process(file, given)

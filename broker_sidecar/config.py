@@ -3,6 +3,7 @@
 `docs/configuration.md` has the table of keys; a test holds it and this file together.
 """
 
+import difflib
 import os
 import re
 import tomllib
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 
 ENVIRONMENT_PREFIX = "SEQDEDUPE_"
 NO_KEYS = frozenset({"SEQDEDUPE_ADDRESS"})
 """Of the `seqdedupe` command: where its clients find the sidecar."""
+
+
+_NEEDED = {bool: "true or false", int: "a whole number", str: "text in quotes"}
 
 
 def _key(default: Any, about: str) -> Any:
@@ -95,28 +99,46 @@ def _convert(key: str, value: Any, kind: type) -> Any:
         try:
             return int(value)
         except ValueError as e:
-            raise _invalid(key, f"is {value!r}: a whole number is needed") from e
+            raise _invalid(key, f"is {value!r}: {_NEEDED[kind]} is needed") from e
     if type(value) is not kind:
-        raise _invalid(key, f"is {value!r}: {kind.__name__} is needed")
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        raise _invalid(key, f"is {shown}: {_NEEDED[kind]} is needed")
     return value
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Config:
     """The configuration from a TOML file, the environment and flags (None: not given). Raises INVALID_CONFIGURATION."""
-    kinds = {item.name: type(item.default) for item in fields(Config)}
     values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     if file is not None:
         try:
             values |= tomllib.loads(file.read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-            raise error("INVALID_CONFIGURATION", f"the configuration file {file} cannot be read: {e}") from e
+            why = e.strerror if isinstance(e, OSError) else e
+            raise error("INVALID_CONFIGURATION", f"the configuration file {file} cannot be read: {why}") from e
+        sources |= dict.fromkeys(values, f"the file {file}")
     for name, value in environment.items():
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NO_KEYS:
-            values[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = value
-    values |= {name: value for name, value in flags.items() if value is not None}
+            key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+            values[key], sources[key] = value, f"{name} in the environment"
+    for name, value in flags.items():
+        if value is not None:
+            values[name], sources[name] = value, "a flag"
+    try:
+        return _checked(values)
+    except ConfigurationError as e:
+        key = e.numbers.get("key", "")
+        if key not in sources:
+            raise
+        raise _invalid(key, f"{e.message.removeprefix(key).lstrip()} (given by {sources[key]})") from e
+
+
+def _checked(values: Mapping[str, Any]) -> Config:
+    kinds = {item.name: type(item.default) for item in fields(Config)}
     for name in values:
         if name not in kinds:
-            raise _invalid(name, "is no key of the configuration")
+            near = difflib.get_close_matches(name, kinds, 1)
+            raise _invalid(name, "is no key of the configuration" + (f": do you mean {near[0]}?" if near else ""))
     return Config(**{name: _convert(name, value, kinds[name]) for name, value in values.items()}).check()
 
 

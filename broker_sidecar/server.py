@@ -123,15 +123,21 @@ class Sidecar:
 
 def _cannot_listen(address: SidecarAddress, e: Exception) -> SeqdedupeError:
     """What keeps gRPC from listening, which it does not tell: so it is tried again by plain means."""
-    why = str(e)
+    why, hint = str(e), None
+    path = Path(address.path)
     try:
         with socket.socket(socket.AF_UNIX if address.path else _family(address.host)) as probe:
             probe.bind(address.path or (address.host.strip("[]"), address.port))
+    except socket.gaierror:
+        why, hint = f"the host name {address.host!r} does not resolve", "Write a name or address of this machine."
     except OSError as found:
         why = found.strerror or str(found)
-    hint = None
-    if why == os.strerror(errno.EADDRINUSE):
-        hint = "Stop the process that listens there, or choose another port."
+        if address.path and path.exists() and not path.is_socket():
+            why, hint = "what is there is no socket", "Move it away, or choose another path."
+        elif address.path and not path.parent.is_dir():
+            why, hint = f"there is no folder {str(path.parent)!r}", "Make the folder, or choose another path."
+        elif found.errno == errno.EADDRINUSE:
+            hint = "Stop the process that listens there, or choose another port."
     return error("INVALID_CONFIGURATION", f"listen = {str(address)!r}: cannot listen there: {why}", hint=hint)
 
 

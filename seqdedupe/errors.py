@@ -121,7 +121,8 @@ REASONS: dict[str, Reason] = {
     "TOPIC_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
-        "Create the topic, or let the sidecar do it: allow_auto_topic_creation = true.",
+        "Is the name mistyped? `seqdedupe topics` lists the topics. To publish to a new one, create it, "
+        "or let the sidecar do it: allow_auto_topic_creation = true.",
     ),
     "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the topic that is there, or another name."),
     "PRODUCER_NOT_FOUND": Reason(NotFoundError, "NOT_FOUND", "List the topic's producers to see their names."),

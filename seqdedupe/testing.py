@@ -79,12 +79,14 @@ class Sidecar:
         self.close()
 
     def start(self) -> None:
-        """`spawn` and `wait_until_serving`."""
+        """`spawn` and `wait_until_serving`. Raises RuntimeError if it runs already."""
         self.spawn()
         self.wait_until_serving()
 
     def spawn(self) -> "subprocess.Popen[str]":
-        """Starts the process without waiting for it to serve."""
+        """Starts the process without waiting for it to serve. Raises RuntimeError if it runs already."""
+        if self.is_running:
+            raise RuntimeError(f"the sidecar runs already, as process {self.pid}: kill or stop it first")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._serving.clear()
         self._process = process = subprocess.Popen(

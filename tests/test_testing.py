@@ -47,3 +47,14 @@ def test_a_sidecar_that_ends_by_itself_says_why(tmp_path: Path) -> None:
         assert sidecar.wait() == -signal.SIGKILL
         with pytest.raises(RuntimeError, match="ended with -9"):
             sidecar.check_running()
+
+
+def test_what_runs_is_not_started_again_and_a_key_that_is_none_is_refused(tmp_path: Path) -> None:
+    with Sidecar(tmp_path / "first") as sidecar:
+        pid = sidecar.pid
+        for again in (sidecar.start, sidecar.spawn):
+            with pytest.raises(RuntimeError, match="runs already"):
+                again()
+        assert (sidecar.pid, sidecar.is_running) == (pid, True)
+    with pytest.raises(RuntimeError, match="--log-form"):
+        Sidecar(tmp_path / "abbreviated", log_form="json").start()

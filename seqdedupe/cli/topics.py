@@ -1,7 +1,7 @@
 """The operators' commands: topics, producers, snapshots, versions."""
 
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -29,11 +29,17 @@ def _state(topic: admin_pb2.Topic) -> str:
     return admin_pb2.TopicState.Name(topic.state).removeprefix("TOPIC_STATE_") if known else str(topic.state)
 
 
+T = TypeVar("T")
+
+
+def _known(topic: admin_pb2.Topic, value: T) -> T | None:
+    """The value; None where it cannot be known, because the topic is damaged."""
+    return None if topic.state == admin_pb2.TOPIC_STATE_DAMAGED else value
+
+
 def _messages(topic: admin_pb2.Topic) -> int | None:
-    """How many can be read; None where that cannot be known."""
-    if topic.state == admin_pb2.TOPIC_STATE_DAMAGED:
-        return None
-    return topic.last.index + 1 - topic.first_index
+    """How many can be read."""
+    return _known(topic, topic.last.index + 1 - topic.first_index)
 
 
 def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
@@ -41,14 +47,14 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
         "name": topic.name,
         "state": _state(topic),
         "why": topic.why or None,
-        "deduplication_enabled": topic.policy.deduplication_enabled,
+        "deduplication_enabled": topic.policy.deduplication_enabled if topic.HasField("policy") else None,
         "messages": _messages(topic),
-        "first_index": topic.first_index,
-        "last": position_json(Position.from_proto(topic.last)),
-        "snapshot_index": topic.snapshot_index,
-        "term": topic.term,
-        "producers": topic.producers,
-        "log_bytes": topic.log_bytes,
+        "first_index": _known(topic, topic.first_index),
+        "last": _known(topic, position_json(Position.from_proto(topic.last))),
+        "snapshot_index": _known(topic, topic.snapshot_index),
+        "term": _known(topic, topic.term),
+        "producers": _known(topic, topic.producers),
+        "log_bytes": _known(topic, topic.log_bytes),
         "not_dup": topic.not_dup,
         "dup": topic.dup,
         "unknown": topic.unknown,
@@ -64,22 +70,30 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         ("topic", topic.name),
         ("state", _state(topic) + (f": {topic.why}" if topic.why else "")),
         ("deduplication", _on_off(topic)),
-        ("messages", _shown(_messages(topic)) + f", indexes {topic.first_index} to {topic.last.index}"),
-        ("last", Position.from_proto(topic.last)),
-        ("snapshot", f"up to index {topic.snapshot_index}, not included"),
-        ("producers", f"{topic.producers:,}"),
-        ("log", f"{topic.log_bytes:,} bytes"),
+        (
+            "messages",
+            _known(
+                topic,
+                f"{topic.last.index + 1 - topic.first_index:,}, indexes {topic.first_index} to {topic.last.index}",
+            ),
+        ),
+        ("last", _known(topic, Position.from_proto(topic.last))),
+        ("snapshot", _known(topic, f"up to index {topic.snapshot_index}, not included")),
+        ("producers", _known(topic, f"{topic.producers:,}")),
+        ("log", _known(topic, f"{topic.log_bytes:,} bytes")),
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since the start"),
         ("refused", f"{topic.refused:,} frames since the start"),
     ):
-        echo(f"{name:<14}{printable(str(value))}")
+        echo(f"{name:<14}{printable(str(_shown(value)))}")
 
 
-def _shown(number: int | None) -> str:
-    return "?" if number is None else f"{number:,}"
+def _shown(value: object) -> object:
+    return "?" if value is None else value
 
 
-def _on_off(topic: admin_pb2.Topic) -> str:
+def _on_off(topic: admin_pb2.Topic) -> str | None:
+    if not topic.HasField("policy"):
+        return None
     return "on" if topic.policy.deduplication_enabled else "off"
 
 
@@ -99,7 +113,14 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
         return
     print_table(
         ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
-        [(t.name, _state(t), _on_off(t), _shown(_messages(t)), t.producers, t.log_bytes) for t in found],
+        [
+            (
+                t.name,
+                _state(t),
+                *map(_shown, (_on_off(t), _messages(t), _known(t, t.producers), _known(t, t.log_bytes))),
+            )
+            for t in found
+        ],
     )
 
 

@@ -141,7 +141,8 @@ class Topics:
             self._close(Closed(record, why, State.DAMAGED if is_damaged else State.RECOVERING))
             return is_damaged
         self._closed.pop(record.name, None)
-        self._add(topic)
+        self._live[topic.name] = topic
+        self._topic_changed(topic)
         return True
 
     def _close(self, closed: Closed) -> None:
@@ -174,10 +175,6 @@ class Topics:
             random_bytes=secrets.token_bytes,
             on_state=self._topic_changed,
         )
-
-    def _add(self, topic: Topic) -> None:
-        self._live[topic.name] = topic
-        self._topic_changed(topic)
 
     def _topic_changed(self, topic: Topic) -> None:
         logger.info("topic %s is %s%s", topic.name, topic.state.name, f": {topic.why}" if topic.why else "")
@@ -287,7 +284,8 @@ class Topics:
             await self._undo(record)
             raise
         self._records[full] = record
-        self._add(topic)
+        self._live[full] = topic
+        self._on_state(full, topic.state)
         return topic
 
     async def delete(self, name: str) -> None:

@@ -166,12 +166,17 @@ def main(
     """Write each producer's highest sequence ID to the file OUTPUT."""
     if bool(topic) == bool(parquet):
         raise click.UsageError("Say --topic, or --parquet.")
-    if topic:
-        with Client(address) as client:
-            count = bootstrap_from_topic(client, topic, output)
-    else:
-        spark = start_session("seqdedupe bootstrap")
-        count = bootstrap_from_parquet(spark, parquet, output, producer_column, sequence_id_column)
+    if not output.absolute().parent.is_dir():
+        raise error("INVALID_OPTION", f"OUTPUT: there is no folder {output.parent} for {output.name}")
+    try:
+        if topic:
+            with Client(address) as client:
+                count = bootstrap_from_topic(client, topic, output)
+        else:
+            spark = start_session("seqdedupe bootstrap")
+            count = bootstrap_from_parquet(spark, parquet, output, producer_column, sequence_id_column)
+    except OSError as e:
+        raise error("INVALID_OPTION", f"OUTPUT: {output} cannot be written: {e.strerror or e}") from e
     click.echo(f"{output}: watermarks of {count:,} producers")
 
 

@@ -22,8 +22,11 @@ from seqdedupe_spark.sharing import cut, shares
 PATIENCE_SECONDS = 30.0
 """A sidecar that cannot be reached is asked again for so long; one that recovers, for as long as it takes."""
 
-SAY_SECONDS = 10.0
-"""So often a line says what is waited for."""
+SAY_SECONDS = 60.0
+"""So often a line says what is waited for; the first time after a twelfth of it."""
+
+_said: dict[str, float] = {}
+"""When that was said last in this process, by reason: waits follow each other while a sidecar is away."""
 
 _DEFAULT_NAMESPACE = topic_name("_").removesuffix("_")
 
@@ -59,14 +62,15 @@ class Waiting:
     """Says in the log, now and then, what is waited for."""
 
     def __init__(self) -> None:
-        self._said: float | None = None
+        self._began: float | None = None
 
-    def say(self, what: object) -> None:
+    def say(self, what: SeqdedupeError) -> None:
         now = time.monotonic()
-        if self._said is None:
-            self._said = now - SAY_SECONDS / 2  # what is over at once is not worth a line
-        if now - self._said >= SAY_SECONDS:
-            self._said = now
+        if self._began is None:
+            self._began = now
+        # What is over at once is not worth a line.
+        if now - self._began >= SAY_SECONDS / 12 and now - _said.get(what.reason, -math.inf) >= SAY_SECONDS:
+            _said[what.reason] = now
             _log.warning("waiting: %s", what)
 
 
@@ -110,7 +114,7 @@ class Listing:
         """The full names of the topics there are; those of the partitions for a name that has no topic of its own.
 
         A pattern matches whole names, full or short, with or without `-partition-3`; it may match none. Topics that are
-        `known` count as there. Raises NotFoundError, naming the option, where a named topic is missing.
+        `known` count as there. Raises NotFoundError where a named topic is missing.
         """
         there = self._topics.keys() | set(known)
         if selection.pattern is not None:
@@ -119,7 +123,7 @@ class Listing:
         found: list[str] = []
         for name in selection.names:
             if name not in there and name not in partitions:
-                raise error("TOPIC_NOT_FOUND", f"{selection.option}: the sidecar has no topic {name}", topic=name)
+                raise error("TOPIC_NOT_FOUND", f"the sidecar has no topic {name}", topic=name)
             found += [name] if name in there else partitions[name]
         return _in_order(found)
 

@@ -15,8 +15,9 @@ import click
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from seqdedupe.command import address_option, say
+from seqdedupe.command import FAILED, address_option, say
 from seqdedupe.errors import UnavailableError, error
+from seqdedupe.names import topic_name
 from seqdedupe_spark import options
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.failures import typed_failures
@@ -85,7 +86,11 @@ def _source_options(command: Command) -> Command:
     return command
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Jobs of their own, with their own --help: `seqdedupe job audit` tells what is doubled, out of order or "
+    "missing in topics, `seqdedupe job bootstrap` writes producers' highest sequence IDs to a file.",
+)
 def cli() -> None:
     """Read topics into a table, each message once, however often the job is killed, started again or run twice."""
 
@@ -130,7 +135,7 @@ def run(
     master: str | None,
     as_json: bool,
     **source: Any,
-) -> None:
+) -> int:
     """Read all there is now, or with --follow also what comes later, and write it.
 
     SIGTERM ends it after the round; Ctrl-C or kill -9 at once, without harm. Started again it goes on where the
@@ -159,6 +164,7 @@ def run(
         progress.close()
     seconds = time.monotonic() - began
     click.echo(json.dumps(summary(reader.total, seconds)) if as_json else text(reader.total, seconds))
+    return 0 if reader.total.has_looked else FAILED
 
 
 def _stream(
@@ -234,8 +240,6 @@ def positions(job: str, store_url: str, as_json: bool) -> None:
     else:
         for topic, stored in found.items():
             click.echo(f"{topic}  {stored.position}  epoch {stored.epoch}")
-        if not found:
-            click.echo(f"no positions of job {job} are stored there")
 
 
 @cli.command(short_help="Set where the job goes on.")
@@ -250,6 +254,7 @@ def positions(job: str, store_url: str, as_json: bool) -> None:
 def reset(job: str, store_url: str, topic: str, place: str, address: str, as_json: bool) -> None:
     """Set a topic's position, in a new epoch: runs under way end with POSITION_RESET. Rows stay as they are."""
     before, after = reset_position(from_url(store_url, create=False), job, topic, place, address)
+    topic = topic_name(topic)
     was = f"{before.position}, epoch {before.epoch}" if before else "none"
     if as_json:
         old = {"position": str(before.position), "epoch": before.epoch} if before else None

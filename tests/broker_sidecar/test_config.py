@@ -85,6 +85,40 @@ def test_a_bad_file_is_named(tmp_path: Path, content: str | None) -> None:
     assert e.value.reason == "INVALID_CONFIGURATION"
 
 
+@pytest.mark.parametrize(
+    ("content", "environment", "flags", "said"),
+    [
+        ("max_topics = 'x'", {}, {}, "max_topics is 'x': a whole number is needed (given by the file {file})"),
+        ("max_topics = true", {}, {}, "max_topics is true: a whole number is needed (given by the file {file})"),
+        ("listen = 1", {}, {}, "listen is 1: text in quotes is needed (given by the file {file})"),
+        (
+            "",
+            {"SEQDEDUPE_ALLOW_INSECURE_LISTEN": "yes"},
+            {},
+            "allow_insecure_listen is 'yes': true or false is needed "
+            "(given by SEQDEDUPE_ALLOW_INSECURE_LISTEN in the environment)",
+        ),
+        ("max_topics = 5", {}, {"max_topics": "0"}, "max_topics is 0: at least 1 is needed (given by a flag)"),
+        (
+            "max_topic = 5",
+            {},
+            {},
+            "max_topic is no key of the configuration: do you mean max_topics? (given by the file {file})",
+        ),
+        (None, {}, {}, "the configuration file {file} cannot be read: No such file or directory"),
+    ],
+)
+def test_an_error_says_what_is_needed_and_where_it_was_given(
+    tmp_path: Path, content: str | None, environment: dict[str, str], flags: dict[str, Any], said: str
+) -> None:
+    file = tmp_path / "sidecar.toml"
+    if content is not None:
+        file.write_text(f'data_directory = "a"\n{content}\n')
+    with pytest.raises(ConfigurationError) as e:
+        load(file, environment, flags)
+    assert e.value.message == said.format(file=file)
+
+
 LOOPBACK = ["127.0.0.1:0", "127.9.9.9:1", "localhost:6660", "[::1]:6660", "unix:/run/x.sock", "unix:x.sock"]
 REACHABLE = ["0.0.0.0:6660", "[::]:6660", "10.0.0.1:1", "example.org:6660", "*:6660", "[2001:db8::1]:5"]
 
@@ -135,10 +169,14 @@ def test_the_process_ends_with_status_2_and_a_clear_line(
     assert line.endswith(".")
 
 
-def test_an_unknown_flag_ends_with_status_2() -> None:
-    ended = run("--colour", "red")
+@pytest.mark.parametrize(
+    ("flag", "said"), [("--colour", "--colour"), ("--log-f", "do you mean --log-format?"), ("--conf", "--conf")]
+)
+def test_an_unknown_flag_ends_with_status_2(flag: str, said: str) -> None:
+    """So does an abbreviated one."""
+    ended = run("--data-directory", "/nowhere/a", flag, "text")
     assert ended.returncode == 2
-    assert "--colour" in ended.stderr
+    assert said in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

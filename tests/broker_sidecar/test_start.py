@@ -266,6 +266,15 @@ def test_an_address_in_use_and_a_directory_that_cannot_be(copied: Sidecar, tmp_p
     assert "Cannot assign requested address" in elsewhere.errors[-1]
     file = tmp_path / "file"
     file.write_text("")
+    for listen, said in (
+        (f"unix:{file}", "what is there is no socket"),
+        (f"unix:{tmp_path}/missing/sock", f"there is no folder '{tmp_path}/missing'"),
+        ("no-such-host.invalid:1", "the host name 'no-such-host.invalid' does not resolve"),
+    ):
+        wrong = Sidecar(tmp_path / "wrong", listen=listen, allow_insecure_listen=True)
+        wrong.spawn()
+        assert wrong.wait() == 1
+        assert f"cannot listen there: {said} [INVALID_CONFIGURATION]" in wrong.errors[-1]
     third = Sidecar(tmp_path / "third", data_directory=file / "data")
     third.spawn()
     assert third.wait() == 1
@@ -289,3 +298,13 @@ def test_a_data_directory_of_another_user(tmp_path: Path) -> None:
     assert "Permission denied" in hidden.value.message
     assert "chown" in owned.value.hint
     assert "chown" in hidden.value.hint
+
+
+def test_a_new_topic_is_said_to_serve_once(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        client = Client(sidecar.address)
+        client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic="t"))
+        client.close()
+        sidecar.stop()
+    said = [entry["event"] for entry in sidecar.log]
+    assert said.count("topic persistent://public/default/t is SERVING") == 1

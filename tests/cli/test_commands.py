@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.cli.main import main
+from seqdedupe.cli.topics import _print_topic
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import json_text, printable
+from seqdedupe.v1 import admin_pb2
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
 from tests.sidecar import Sidecar
 
@@ -101,6 +103,18 @@ def test_topics_are_made_shown_set_and_deleted(run: Run) -> None:
     assert json.loads(run("topics", "delete", "t:1", "--json").stdout) == {"deleted": name}
     for gone in (("topics", "delete", "t:1"), ("read", "t:1")):
         assert run(*gone, status=1).stderr.count(b"[TOPIC_NOT_FOUND]") == 1
+
+
+def test_of_a_damaged_topic_nothing_is_shown_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = admin_pb2.Topic(name="t", state=admin_pb2.TOPIC_STATE_DAMAGED, why="its log is damaged")
+    _print_topic(damaged, as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    unknown = {"deduplication_enabled", "messages", "first_index", "last", "snapshot_index", "term", "producers"}
+    assert {name for name, value in shown.items() if value is None} == unknown | {"log_bytes"}
+    _print_topic(damaged, as_json=False)
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    names = ("deduplication", "messages", "last", "snapshot", "producers", "log")
+    assert [lines[name] for name in names] == ["?"] * len(names)
 
 
 def test_versions(run: Run) -> None:

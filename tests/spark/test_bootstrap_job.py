@@ -147,4 +147,11 @@ def test_the_command(
         out, err = capsys.readouterr()
         assert said in (err if status else out)
         assert bool(err) == bool(status)
+    for wrong, said in (
+        (tmp_path / "none" / "marks", f"there is no folder {tmp_path}/none for marks"),
+        (folder, "is a directory"),
+    ):
+        monkeypatch.setattr("sys.argv", ["bootstrap", str(wrong), "--topic", topic, "--address", client.address])
+        assert run_command(bootstrap_job.main, "bootstrap") in (1, 2)
+        assert said in capsys.readouterr().err
     assert list(read(output)) == [(b"a", 5)]

@@ -137,6 +137,11 @@ def test_positions_and_reset(sidecar: Sidecar, stored: str) -> None:
     assert "@9#" in json.loads(out)["after"]["position"]
     status, out, _ = run(*reset, "--to", "earliest")
     assert (status, "@-1, epoch 2 (before: " in out) == (0, True)
+    assert out.startswith("persistent://public/default/events: ")
+    other = ["reset", "--job", "other", "--store", stored, "--topic", "events", "--address", sidecar.address]
+    status, out, err = run(*other, "--to", "latest")
+    assert (status, out, "job other has no positions in this store" in err) == (1, "", True)
+    assert run("positions", "--job", "other", "--store", stored)[0] == 1, "nothing was stored"
     status, out, _ = run("positions", *at)
     assert (status, "epoch 2" in out) == (0, True)
 
@@ -181,22 +186,38 @@ def test_without_java_it_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_positions_where_there_are_none(stored: str, tmp_path: Path) -> None:
-    assert run("positions", "--job", "other", "--store", stored) == (
-        0,
-        "no positions of job other are stored there\n",
-        "",
-    )
-    assert run("positions", "--job", "other", "--store", stored, "--json") == (0, "", "")
+    for flags in ([], ["--json"]):
+        status, out, err = run("positions", "--job", "other", "--store", stored, *flags)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert "job other has no positions in this store" in err
     another = tmp_path / "another.db"
     at = ["positions", "--job", JOB, "--store", f"sqlite:///{another}"]
     status, out, err = run(*at)
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert "unable to open" in err
+    assert f"there is no SQLite file {another} [INVALID_OPTION]" in err
     assert not another.exists(), "to look for something makes nothing"
     another.touch()
     status, out, err = run(*at)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert "no job has its positions there" in err
+
+
+def test_the_help_names_the_jobs_of_their_own() -> None:
+    status, out, _ = run("--help")
+    assert (status, "seqdedupe job audit" in out, "seqdedupe job bootstrap" in out) == (0, True, True)
+
+
+def test_sigterm_before_the_sidecar_was_reached(tmp_path: Path) -> None:
+    flags = ["--address", "127.0.0.1:9", "--topic", "events", "--store", "sqlite:///out.db", "--table", TABLE]
+    process = start(tmp_path, "run", "--job", JOB, *flags, "--json", "--master", "local[2]")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "waiting: no connection to the sidecar" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert (json.loads(out)["lag"], json.loads(out)["read"]) == (None, 0)
 
 
 def test_the_short_form_takes_the_same_arguments(database: Database, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class TestTopics:
 
     def test_a_missing_name_is_an_error_unless_it_is_known(self, client: blocking.Client, topic: str) -> None:
         client.admin.create_topic(topic)
-        with pytest.raises(NotFoundError, match=rf"topics: .*/{topic}-no"):
+        with pytest.raises(NotFoundError, match=rf"no topic .*/{topic}-no"):
             Listing(client).select(selected(topic, f"{topic}-no"))
         known = full(f"{topic}-no-partition-0", "other")
         assert Listing(client).select(selected(topic, f"{topic}-no"), known) == full(topic, f"{topic}-no-partition-0")

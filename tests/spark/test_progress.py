@@ -64,3 +64,9 @@ def test_the_summary() -> None:
         text(a_round(10), 2)
         == "11 messages read, 1 duplicates dropped, 10 rows written in 2.0 s; 60 left to read in 1 topics"
     )
+
+
+def test_of_a_run_that_has_not_looked_nothing_is_said_to_be_known() -> None:
+    unknown = Round(has_looked=False)
+    assert summary(unknown, 1)["lag"] is None
+    assert text(unknown, 1).startswith("nothing was read in 1.0 s")

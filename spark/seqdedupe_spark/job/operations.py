@@ -10,16 +10,22 @@ from seqdedupe_spark.stores.contract import OutputStore, Stored, StoreFactory
 
 
 def positions_of(store: StoreFactory, job: str) -> dict[str, Stored]:
-    """The stored positions of a job, by topic. Raises INVALID_OPTION if no job has ever stored one there."""
+    """The stored positions of a job, by topic. Raises INVALID_OPTION if the store does not know the job."""
     with store() as opened:
         return {topic: stored for topic, stored in sorted(_stored(opened, job).items()) if topic != FIRST_START}
 
 
 def _stored(store: OutputStore, job: str) -> dict[str, Stored]:
     try:
-        return store.positions(job)
+        stored = store.positions(job)
     except ConfigurationError as e:
+        if e.reason != "INVALID_OUTPUT":
+            raise
         raise error("INVALID_OPTION", f"store: no job has its positions there: {e.message}") from e
+    if not stored:
+        what = f"job {job} has no positions in this store; nothing was changed"
+        raise error("INVALID_OPTION", what, hint="Is the job's name written as it was run, and is this its store?")
+    return stored
 
 
 def reset_position(
@@ -28,8 +34,8 @@ def reset_position(
     """Stores a topic's position anew, in the next epoch, and drops its watermarks; what was stored, and what is now.
 
     `place` is earliest, latest, or a message ID or position: the last message that is not to be read. A run that was
-    planned before it commits nothing any more. Raises INVALID_OPTION, NotFoundError, or PositionError if the topic
-    cannot be read on from there.
+    planned before it commits nothing any more. Raises INVALID_OPTION, also for a job that the store does not know,
+    NotFoundError, or PositionError if the topic cannot be read on from there.
     """
     topic = topic_name(topic)
     with Client(service_url) as client, store() as opened:

@@ -55,7 +55,7 @@ def summary(total: Round, seconds: float) -> dict[str, object]:
         "read": total.read,
         "written": total.written,
         "duplicates": total.duplicates,
-        "lag": total.lag,
+        "lag": total.lag if total.has_looked else None,
         "seconds": round(seconds, 3),
         "topics": {
             topic: {"position": str(standing.stored.position), "epoch": standing.stored.epoch, "lag": standing.lag}
@@ -66,6 +66,8 @@ def summary(total: Round, seconds: float) -> dict[str, object]:
 
 def text(total: Round, seconds: float) -> str:
     """The same, for a person."""
+    if not total.has_looked:
+        return f"nothing was read in {seconds:.1f} s: where the topics stand could not be found out"
     dropped = f", {total.duplicates:,} duplicates dropped" if total.duplicates else ""
     return (
         f"{total.read:,} messages read{dropped}, {total.written:,} rows written in {seconds:.1f} s; "

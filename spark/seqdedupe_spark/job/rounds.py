@@ -66,6 +66,8 @@ class Round:
     written: int = 0
     duplicates: int = 0
     standings: dict[str, Standing] = field(default_factory=dict)
+    has_looked: bool = True
+    """Whether sidecar and database have said where the topics stand; else nothing is known of them."""
 
     def count(self, report: Report) -> None:
         """Adds what a task has done."""
@@ -75,7 +77,8 @@ class Round:
 
     @property
     def lag(self) -> int:
-        """How many messages are left to read, of those that were there when the round was planned."""
+        """How many messages are left to read, of those that were there when the round was planned. Of a
+        run only once it `has_looked`."""
         return sum(standing.lag for standing in self.standings.values())
 
 
@@ -103,7 +106,7 @@ class ReaderJob:
             why = "transform" if transform is not None else "deduplicate"
             raise error("INVALID_OPTION", f"{why} cannot be used together with a DataFrame or SQL")
         self.config = config
-        self.total = Round()
+        self.total = Round(has_looked=False)
         """What it has done so far. In a round that failed too, some topics may have been read."""
         self.spark = spark
         """The session; where there is none yet, to be set before the first round."""
@@ -176,7 +179,7 @@ class ReaderJob:
             listing, standings = self._positions.look(self._client, store, self._stopping.is_set)
         steps = self._positions.plan(listing, standings)
         done = Round(standings=standings)
-        self.total.standings = standings
+        self.total.standings, self.total.has_looked = standings, True
         if steps:
             failures = self._take(spark, output, steps, done)
             if failures:

@@ -81,7 +81,8 @@ class SqliteStore(OutputStore):
 
     Booleans are stored as 0 and 1, times in ISO 8601 (UTC with a Z where the type has a zone), decimals as text, maps,
     lists and structs as JSON; NaN, which SQLite does not know, as null. `write` holds all rows of a transaction in
-    memory. Raises OUTPUT_UNAVAILABLE if the file cannot be opened.
+    memory. Raises INVALID_OPTION if the folder, or the file that is not to be made, is not there, OUTPUT_UNAVAILABLE
+    if the file cannot be opened.
     """
 
     is_local = True
@@ -90,6 +91,10 @@ class SqliteStore(OutputStore):
         self, path: str | Path, *, create: bool = True, busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS
     ) -> None:
         self._path = path
+        if not Path(path).parent.is_dir():
+            raise error("INVALID_OPTION", f"store: there is no folder {Path(path).parent} for the SQLite file")
+        if not create and not Path(path).exists():
+            raise error("INVALID_OPTION", f"store: there is no SQLite file {path}")
         uri = f"{Path(path).absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
         with self._errors():
             self._connection = sqlite3.connect(uri, busy_timeout_seconds, isolation_level=None, uri=True)

@@ -59,8 +59,10 @@ def test_a_file_that_is_busy_for_too_long(harness: SqliteHarness) -> None:
 
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    with refused("OUTPUT_UNAVAILABLE", "nowhere"):
+    with refused("INVALID_OPTION", "there is no folder .*nowhere"):
         SqliteStore(tmp_path / "nowhere" / "output.db")
+    with refused("INVALID_OPTION", "there is no SQLite file .*none.db"):
+        SqliteStore(tmp_path / "none.db", create=False)
     (tmp_path / "text").write_text("this is not a database, but long enough for one " * 100)
     with pytest.raises(UnavailableError, match="OUTPUT_UNAVAILABLE"):
         SqliteStore(tmp_path / "text")
