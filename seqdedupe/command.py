@@ -1,20 +1,23 @@
 """What all command lines share: where the sidecar is, and what becomes of output and errors."""
 
 import json
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
 import click
 
 from seqdedupe.client.connection import DEFAULT_ADDRESS
-from seqdedupe.errors import NEVER, SeqdedupeError
+from seqdedupe.errors import NEVER, SeqdedupeError, error
 
 FAILED = 1
 WRONG_USAGE = 2
 INTERRUPTED = 130
+BROKEN_PIPE = 141
 """Exit statuses."""
 
 ADDRESS_VARIABLE = "SEQDEDUPE_ADDRESS"
@@ -91,6 +94,28 @@ def say_failure(name: str, failure: SeqdedupeError, *, as_json: bool) -> None:
 def _say_json(**values: Any) -> None:
     """The form is documented: keep it stable."""
     click.echo(json_text({"error": values}), err=True)
+
+
+@contextmanager
+def standard_output() -> Iterator[None]:
+    """What the block cannot write to standard output is STANDARD_OUTPUT_FAILED. If nobody reads on (`| head`), the
+    command ends without a word, with the status of one that SIGPIPE has ended."""
+    try:
+        yield
+    except OSError as e:
+        # What is left in the buffer would fail once more at the end of the process.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        if isinstance(e, BrokenPipeError):
+            sys.exit(BROKEN_PIPE)
+        raise error("STANDARD_OUTPUT_FAILED", f"standard output cannot be written: {e.strerror or e}") from e
+
+
+def echo(text: str) -> None:
+    """One line on standard output. Raises STANDARD_OUTPUT_FAILED."""
+    with standard_output():
+        click.echo(text)
 
 
 def say(name: str, message: str) -> None:

@@ -227,13 +227,18 @@ REASONS: dict[str, Reason] = {
     "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
     "INVALID_SOURCE": _configuration("Correct the file, or name the column and format that it has."),
     "SOURCE_CHANGED": _configuration(
-        "The file is not the one published before under this producer name. Use another name for another file."
+        "If it is another file, publish it under another producer name. If it is the same one, corrected, do not: "
+        "another name publishes the whole file, and what is there already twice. Then publish only what is new, from a "
+        "file of its own."
     ),
     "SOURCE_UNVERIFIED": _configuration(
         "If the file is the one published before, unchanged up to the record with that ID, say so: --trust-source."
     ),
     "SOURCE_INCOMPLETE": _configuration(
         "If the file is complete, say --final. If it still grows, say --follow, or start the command again when it has."
+    ),
+    "STANDARD_OUTPUT_FAILED": _configuration(
+        "Is the disk full? What the command has done stands; only what it prints is missing."
     ),
     "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it goes on."),
     # Spark jobs.

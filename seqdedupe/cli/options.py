@@ -8,13 +8,16 @@ from typing import Any
 import click
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import address_option, json_text, printable
+from seqdedupe.command import address_option, echo, json_text, printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.names import topic_name
 
 Command = Callable[..., Any]
 
 _SHORT_NAMES = "persistent://public/default/"
+
+_SHORTEST_NEAR_NAME = 4
+"""A shorter name is near to too many."""
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/cli.md describes it.")
 
@@ -38,18 +41,26 @@ def connect_to(address: str, topic: str) -> Iterator[Client]:
         try:
             yield client
         except NotFoundError as e:
-            near: list[str] = []
-            with suppress(SeqdedupeError):
-                names = [known.name.removeprefix(_SHORT_NAMES) for known in client.admin.topics()]
-                near = difflib.get_close_matches(topic_name(topic).removeprefix(_SHORT_NAMES), names, 1)
-            if e.reason != "TOPIC_NOT_FOUND" or not near:
+            near = None
+            if e.reason == "TOPIC_NOT_FOUND" and "was deleted" not in e.message:
+                with suppress(SeqdedupeError):
+                    near = _near_name(topic, client)
+            if near is None:
                 raise
-            raise error(e.reason, e.message, hint=f"Do you mean {near[0]}?") from e
+            raise error(e.reason, e.message, hint=f"Do you mean {near}?") from e
+
+
+def _near_name(topic: str, client: Client) -> str | None:
+    """The topic whose name is one edit or so from this one."""
+    wanted = topic_name(topic).removeprefix(_SHORT_NAMES)
+    names = [known.name.removeprefix(_SHORT_NAMES) for known in client.admin.topics()]
+    long_names = [name for name in names if min(len(name), len(wanted)) >= _SHORTEST_NEAR_NAME]
+    return next(iter(difflib.get_close_matches(wanted, long_names, 1, max(0.0, 1 - 1.5 / len(wanted)))), None)
 
 
 def print_json(value: Any) -> None:
     """One line of JSON."""
-    click.echo(json_text(value))
+    echo(json_text(value))
 
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -65,4 +76,4 @@ def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
             cell.rjust(width) if right else cell.ljust(width)
             for cell, width, right in zip(row, widths, numeric, strict=True)
         )
-        click.echo("  ".join(cells).rstrip())
+        echo("  ".join(cells).rstrip())

@@ -13,7 +13,8 @@ from seqdedupe.cli.resume import RECORD_PROPERTY, Resume
 from seqdedupe.cli.source import STANDARD_INPUT, Source
 from seqdedupe.client import Verdict
 from seqdedupe.client.blocking import Producer, Receipt
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.command import echo
+from seqdedupe.errors import DataLossError, NotFoundError, SeqdedupeError, error
 
 _PROGRESS_RECORDS = 500
 _FOLLOW_POLL_SECONDS = 0.2
@@ -69,7 +70,7 @@ def publish(
         if as_json:
             print_json(run.summary())
         else:
-            click.echo(run.text())
+            echo(run.text())
         if source.unfinished_line:
             raise source.incomplete()
 
@@ -121,12 +122,12 @@ class _Publishing:
         self._count(only_done=True)
         time.sleep(_FOLLOW_POLL_SECONDS)
 
-    def _durable(self) -> str:
+    def _durable(self, are_durable: str = "are durable") -> str:
         with suppress(SeqdedupeError):
             self._count(only_done=True)
         durable = sum(self._verdicts.values())
         up_to = f", up to sequence ID {self._producer.durable_sequence_id}" if durable else ""
-        return f"{durable:,} of the {durable + len(self._receipts):,} records sent are durable{up_to}"
+        return f"{durable:,} of the {durable + len(self._receipts):,} records sent {are_durable}{up_to}"
 
     def _with_durable(self, failure: SeqdedupeError) -> SeqdedupeError:
         """The failure with what is durable, unless nothing was sent; the command can be started again."""
@@ -135,6 +136,9 @@ class _Publishing:
         with suppress(SeqdedupeError):
             self._producer.flush()  # if it was the source that failed
         message, hint = failure.message, failure.hint
+        if isinstance(failure, DataLossError | NotFoundError):  # what was durable may be gone
+            message = f"{message}; {self._durable('had receipts')}"
+            return type(failure)(failure.reason, message, hint, failure.retry_delay_ms, failure.numbers)
         if failure.reason == "OUTCOME_UNKNOWN":  # which says by itself what is durable
             hint = f"{failure.hint} {_GO_ON}" if "last_refusal" in failure.numbers else _GO_ON
         else:
@@ -155,7 +159,8 @@ class _Publishing:
 
     def text(self) -> str:
         resumed = f", resumed after sequence ID {self._resume.after}" if self._resume.after >= 0 else ""
+        records = "record" if self._resume.records_read == 1 else "records"
         return (
-            f"{self._resume.records_read:,} records read{resumed}: {self._verdicts[Verdict.NOT_DUP]:,} NotDup, "
+            f"{self._resume.records_read:,} {records} read{resumed}: {self._verdicts[Verdict.NOT_DUP]:,} NotDup, "
             f"{self._verdicts[Verdict.DUP]:,} Dup"
         )

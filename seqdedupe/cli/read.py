@@ -3,6 +3,7 @@
 import base64
 import re
 import sys
+from contextlib import suppress
 from itertools import islice
 
 import click
@@ -10,8 +11,9 @@ import click
 from seqdedupe.cli.options import common, connect_to
 from seqdedupe.client import Message
 from seqdedupe.client.reader import Start
-from seqdedupe.command import json_text, printable
-from seqdedupe.message_id import MessageId
+from seqdedupe.command import json_text, printable, standard_output
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.message_id import MessageId, Position
 
 MAX_INDEX = 2**63 - 1
 
@@ -26,7 +28,10 @@ class _StartType(click.ParamType[Start]):
         numbers = re.fullmatch(r"(\d{1,19})(?::(\d{1,19}))?(?::(\d{1,9}))?", text, re.ASCII)
         if numbers and all(int(number) <= MAX_INDEX for number in numbers.groups(default="0")):
             return MessageId.parse(text) if ":" in text else int(text)
-        raise click.BadParameter(f"{text!r} is not earliest, latest, an index or a message ID.", ctx, param)
+        if "/" in text:
+            with suppress(SeqdedupeError, ValueError):  # of numbers that are too large for a position
+                return Position.from_proto(Position.parse(text).to_proto())
+        raise click.BadParameter(f"{text!r} is not earliest, latest, an index, a message ID or a position.", ctx, param)
 
 
 @click.command(short_help="Print a topic's messages.")
@@ -37,8 +42,8 @@ class _StartType(click.ParamType[Start]):
     type=_StartType(),
     default="earliest",
     show_default=True,
-    metavar="earliest|latest|INDEX|MESSAGE_ID",
-    help="The first message left, the next one published, the one at an index, or the one after a message ID.",
+    metavar="earliest|latest|INDEX|MESSAGE_ID|POSITION",
+    help="The first message left, the next one published, the one at an index, or the one after an ID or position.",
 )
 @click.option("--follow", is_flag=True, help="At the end wait for new messages instead of ending.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N messages.")
@@ -57,8 +62,9 @@ def read(topic: str, start: Start, follow: bool, limit: int | None, address: str
         left = limit
         with client.reader(topic, start, follow=follow) as reader:
             for stored in reader.batches():
-                out.writelines(form(Message(stored, row)) for row in islice(range(len(stored)), left))
-                out.flush()
+                with standard_output():
+                    out.writelines(form(Message(stored, row)) for row in islice(range(len(stored)), left))
+                    out.flush()
                 if left is not None:
                     left -= min(left, len(stored))
                     if not left:

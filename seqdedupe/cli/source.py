@@ -5,6 +5,7 @@ import difflib
 import gzip
 import io
 import os
+import re
 import stat
 import time
 import zipfile
@@ -22,6 +23,14 @@ STANDARD_INPUT = Path("-")
 
 _GZIP = b"\x1f\x8b"
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+_NOT_READ = {
+    "xz": re.compile(rb"\xfd7zXZ\x00"),
+    "bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
+    "zstd": re.compile(rb"\x28\xb5\x2f\xfd"),
+}
+"""How files begin that are compressed in a way that is not read."""
+
+_MAGIC_BYTES = 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MOST_NAMES_SHOWN = 5
 _MOST_DIGITS = len(str(MAX_SEQUENCE_ID))
@@ -32,6 +41,13 @@ _HINT_TOO_LATE = (
     "Under this producer name no record can follow one with a higher ID. Publish those that come too late, in order, "
     "under a producer name of their own."
 )
+_HINT_ZIP = "Unpack it, and publish each file under a producer name of its own."
+_HINT_DAMAGED = "Get the file anew: this copy is damaged, or not complete."
+_HINTS_UNREADABLE = {
+    FileNotFoundError: "Is that its name, and is it in this folder?",
+    IsADirectoryError: "Name a file. A folder's files are published one by one, each under a producer name of its own.",
+    gzip.BadGzipFile: _HINT_DAMAGED,
+}
 
 
 class Record(NamedTuple):
@@ -91,6 +107,7 @@ class Source:
     def _begin(self) -> None:
         """At the first record."""
         self.unfinished_line = None
+        self._quotes_are_open = False
         self._line = 0
         self._ended = False
         self._file, name = self._unpacked()
@@ -151,7 +168,12 @@ class Source:
 
     def _unpacked(self) -> tuple[IO[bytes], str]:
         """The file within, and its name."""
-        start = self._raw.peek(4)[:4]
+        start = self._raw.peek(_MAGIC_BYTES)[:_MAGIC_BYTES]
+        for form, magic in _NOT_READ.items():
+            if magic.match(start):
+                raise self._bad(
+                    f"is compressed with {form}, which is not read: unpack it first", hint="Only gzip and zip are read."
+                )
         if start.startswith(_GZIP):
             return io.BufferedReader(gzip.GzipFile(fileobj=self._raw)), self._path.name.removesuffix(".gz")
         if start.startswith(_ZIP):
@@ -159,7 +181,7 @@ class Source:
             names = [item.filename for item in archive.infolist() if not item.is_dir()]
             if len(names) != 1:
                 shown = ", ".join(names[:_MOST_NAMES_SHOWN]) or "none"
-                raise self._bad(f"is a zip of {len(names)} files, where one is wanted: {shown}")
+                raise self._bad(f"is a zip of {len(names)} files, where one is wanted: {shown}", hint=_HINT_ZIP)
             return archive.open(names[0]), names[0]
         return self._raw, self._path.name
 
@@ -189,14 +211,19 @@ class Source:
         """The file that is read is still the one of that name, and not shorter than what was read."""
         own, now = os.fstat(self._raw.fileno()), os.stat(self._path)
         if not os.path.samestat(own, now) or (self._is_regular() and own.st_size < self._raw.tell()):
-            raise self._bad(
-                "was cut or replaced while it was followed",
-                reason="SOURCE_CHANGED",
-                hint="Publish the new file under another producer name.",
-            )
+            raise self._bad("was cut or replaced while it was followed", reason="SOURCE_CHANGED")
 
     def incomplete(self) -> SeqdedupeError:
         """The error of an `unfinished_line`."""
+        if self._quotes_are_open:
+            return error(
+                "SOURCE_INCOMPLETE",
+                f"{self._path}, line {self.unfinished_line}, where the last record begins: its quotes are still open "
+                "at the end of the file; it was not published",
+                hint="If the file is complete, close the quotes. If it still grows, say --follow, or start the command "
+                "again when it has.",
+                line=self.unfinished_line,
+            )
         return error(
             "SOURCE_INCOMPLETE",
             f"{self._path}, line {self.unfinished_line}, the last one, does not end with a newline; "
@@ -220,7 +247,8 @@ class Source:
 
         csv.field_size_limit(MAX_PAYLOAD_BYTES)
         rows = csv.reader(texts(), strict=True)
-        header = next((row for row in rows if row), None)
+        while (header := self._next_row(rows, taken)) is not None and not header:
+            taken.clear()
         if header is None and self.unfinished_line:
             raise self.incomplete()
         if header is None:
@@ -249,10 +277,17 @@ class Source:
         try:
             return next(rows, None)
         except csv.Error:
-            if self._final or not self._ended:
+            if not self._ended:
                 raise
         # The file has ended within quotes.
-        self.unfinished_line = self._line - len(taken) + 1
+        first = self._line - len(taken) + 1
+        if self._final:
+            raise error(
+                "INVALID_SOURCE",
+                f"{self._path}, line {first}, is not CSV: its quotes are still open at the end of the file",
+                hint="Close the quotes, or say --format lines.",
+            )
+        self.unfinished_line, self._quotes_are_open = first, True
         return None
 
     def _place(self, header: list[str], name: str) -> int:
@@ -263,6 +298,8 @@ class Source:
             guess = next((known for known in header if near and known.lower() == near[0].lower()), None)
             known = f"did you mean {guess!r}?" if guess else "it has " + ", ".join(header)
             raise self._bad(f"has no column {name!r}: {known}")
+        if header.count(name) > 1:
+            raise self._bad(f"has the column {name!r} more than once", hint="Give each column a name of its own.")
         return header.index(name)
 
     def _sequence_id(self, text: str) -> int:
@@ -280,11 +317,11 @@ class Source:
         try:
             yield
         except OSError as e:
-            raise self._bad(f"cannot be read: {e.strerror or e}") from e
+            raise self._bad(f"cannot be read: {e.strerror or e}", hint=_HINTS_UNREADABLE.get(type(e))) from e
         except (EOFError, zlib.error, zipfile.BadZipFile) as e:
-            raise self._bad(f"is damaged: {e}") from e
+            raise self._bad(f"is damaged: {e}", hint=_HINT_DAMAGED) from e
         except (NotImplementedError, RuntimeError) as e:  # a zip that is encrypted, or compressed in another way
-            raise self._bad(f"cannot be unpacked: {e}") from e
+            raise self._bad(f"cannot be unpacked: {e}", hint="Unpack it first.") from e
         except csv.Error as e:
             raise self._bad(f"is not CSV: {e}") from e
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import click
 
 from seqdedupe.cli.options import common, connect, connect_to, print_json, print_table
-from seqdedupe.command import printable
+from seqdedupe.command import echo, printable
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -84,7 +84,7 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since the start"),
         ("refused", f"{topic.refused:,} frames since the start"),
     ):
-        click.echo(f"{name:<14}{printable(str(_shown(value)))}")
+        echo(f"{name:<14}{printable(str(_shown(value)))}")
 
 
 def _shown(value: object) -> object:
@@ -144,7 +144,7 @@ def delete(name: str, address: str, as_json: bool) -> None:
     if as_json:
         print_json({"deleted": topic_name(name)})
     else:
-        click.echo(f"{topic_name(name)} is deleted")
+        echo(f"{topic_name(name)} is deleted")
 
 
 @topics.command()
@@ -189,7 +189,7 @@ def snapshot(topic: str, address: str, as_json: bool) -> None:
     if as_json:
         print_json({"topic": topic_name(topic), "position": position_json(position)})
     else:
-        click.echo(f"the snapshot is durable: recovery would start after {position}")
+        echo(f"the snapshot is durable: recovery would start after {position}")
 
 
 @click.command(short_help="Show the versions of this command and of the sidecar.")
@@ -203,6 +203,6 @@ def version(address: str, as_json: bool) -> None:
         numbers = ("record_format_version", "uptime_seconds", "max_batch_bytes", "max_batch_rows")
         print_json({"command": own, "sidecar": answer.version} | {name: getattr(answer, name) for name in numbers})
         return
-    click.echo(f"command       {own}")
-    click.echo(f"sidecar       {answer.version}, serving at {address} for {answer.uptime_seconds:,} s")
-    click.echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")
+    echo(f"command       {own}")
+    echo(f"sidecar       {answer.version}, serving at {address} for {answer.uptime_seconds:,} s")
+    echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")

@@ -123,11 +123,14 @@ class Outbox:
     def _check_resumed(self, incarnation: int, term: int, persisted: int) -> None:
         floor = max(self._opened, self._highest_receipt)
         if incarnation != self._incarnation or term < self._term or persisted < floor:
+            now_and_before = {"term": (term, self._term), "incarnation": (incarnation, self._incarnation)}
+            others = (
+                f", {name} {now} ({before} before)" for name, (now, before) in now_and_before.items() if now != before
+            )
             raise error(
                 "DATA_LOSS",
-                f"the sidecar answers with an older state than before, or with that of another topic: "
-                f"persisted sequence ID {persisted} (at least {floor} before), term {term} ({self._term}), "
-                f"incarnation {incarnation} ({self._incarnation})",
+                "the sidecar answers with an older state than before, or with that of another topic: "
+                f"persisted sequence ID {persisted} (at least {floor} before){''.join(others)}",
                 persisted=persisted,
                 persisted_before=floor,
                 term=term,

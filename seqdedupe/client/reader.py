@@ -299,9 +299,13 @@ class Reader:
         if not self._follow and self._stop_index is None:
             self._stop_index = last.index + 1
             if self._next_index is not None and self._next_index > self._stop_index:
+                asked = f"index {self._next_index}" if self._after is None else f"the position {self._after}"
                 raise error(
                     "POSITION_AFTER_END",
-                    f"index {self._next_index} is after the end of {self.topic}, whose next one is {self._stop_index}",
+                    f"{asked} is after the end of {self.topic}, whose next message gets index {self._stop_index}",
+                    hint=f"Start at an index up to {self._stop_index}, or at the latest."
+                    if self._after is None
+                    else None,
                     index=self._next_index,
                     end_index=self._stop_index,
                 )

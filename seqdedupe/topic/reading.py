@@ -108,7 +108,8 @@ def check_index(topic: Topic, index: int) -> None:
     if index > topic.readable_index and index > (end := end_index(topic)):
         raise error(
             "POSITION_AFTER_END",
-            f"index {index} is after the end of topic {topic.name}, whose next message gets {end}",
+            f"index {index} is after the end of topic {topic.name}, whose next message gets index {end}",
+            hint=f"Start at an index up to {end}, or at the latest.",
             end_index=end,
         )
 

@@ -29,9 +29,18 @@ def test_reading_from_places(run: Run, tmp_path: Path) -> None:
     run("publish", "a", "--topic", "elsewhere", "--producer", "p")
     message_id = json.loads(run("read", "places", "--from", "2", "--limit", "1", "--json").stdout)["message_id"]
     assert run("read", "places", "--from", message_id, "--limit", "1").stdout == b"record 3\n"
+    position = f"{message_id.partition(':')[0]}/{message_id}@2"
+    assert run("read", "places", "--from", position, "--limit", "1").stdout == b"record 3\n"
     assert run("read", "places", "--from", "latest").stdout == b""
     assert run("read", "places", "--from", "5").stdout == b""
-    assert b"[POSITION_AFTER_END]" in run("read", "places", "--from", "6", status=1).stderr
+    for follow in ((), ("--follow",)):
+        error = run("read", "places", "--from", "6", *follow, status=1).stderr
+        assert b"index 6 is after the end of" in error
+        assert b"whose next message gets index 5 [POSITION_AFTER_END] Start at an index up to 5, or at the " in error
+    later = message_id.partition(":")[0] + ":9"
+    error = run("read", "places", "--from", later, status=1).stderr
+    assert f"/{later}@9 is after the end of".encode() in error
+    assert b"[POSITION_AFTER_END] The topic has lost its end since" in error
     assert b"[POSITION_OF_ANOTHER_INCARNATION]" in run("read", "elsewhere", "--from", message_id, status=1).stderr
 
 
@@ -61,7 +70,23 @@ def test_a_broken_pipe_is_quiet(run: Run, tmp_path: Path, environment: dict[str,
         assert process.stdout.readline() == b"record 0\n"
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(TIMEOUT_SECONDS) == 1
+        assert process.wait(TIMEOUT_SECONDS) == 141
+
+
+def test_a_standard_output_that_cannot_be_written_is_said_to_be_that(
+    run: Run, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "a").write_bytes(b"1\n")
+    run("publish", "a", "--topic", "full", "--producer", "p")
+    for arguments in (("read", "full"), ("topics",), ("topics", "show", "full", "--json")):
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(
+                [COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, env=environment, timeout=TIMEOUT_SECONDS
+            )
+        assert done.returncode == 1
+        assert done.stderr.count(b"\n") == 1
+        assert b"standard output cannot be written: No space left on device" in done.stderr
+        assert b"STANDARD_OUTPUT_FAILED" in done.stderr
 
 
 def test_topics_are_made_shown_set_and_deleted(run: Run) -> None:
@@ -118,7 +143,10 @@ def test_without_a_sidecar_it_says_so_at_once(run: Run, tmp_path: Path, command:
         ("publish", "-", "--topic", "t", "--producer", "p", "--follow"),
         ("publish", "a", "--topic", "t", "--producer", "p", "--follow", "--final"),
         ("read", "t", "--limit", "0"),
-        *(("read", "t", f"--from={place}") for place in ("x", "-1", "1:", "1:x", str(2**63), f"1:{2**63}", "9" * 5000)),
+        *(
+            ("read", "t", f"--from={place}")
+            for place in ("x", "-1", "1:", "1:x", "1/2", f"1/1:2:{2**40}@2", str(2**63), f"1:{2**63}", "9" * 5000)
+        ),
     ],
 )
 def test_wrong_usage_is_one_line(
@@ -211,6 +239,9 @@ def test_a_mistyped_topic_is_told_what_may_be_meant(run: Run) -> None:
     for command in (("read", "depatures"), ("topics", "show", "persistent://public/default/depatures")):
         assert run(*command, status=1).stderr.endswith(b"[TOPIC_NOT_FOUND] Do you mean departures?\n")
     assert b"Do you mean" not in run("read", "zzzzzzzz", status=1).stderr
+    for short, other in (("k", "k2"), ("arrivals", "arrangers")):
+        run("topics", "create", short)
+        assert b"Do you mean" not in run("read", other, status=1).stderr
 
 
 def test_errors_are_json_where_json_is_asked_for(run: Run) -> None:

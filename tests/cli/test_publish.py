@@ -87,7 +87,9 @@ def test_another_file_is_refused_and_the_same_one_grown_is_not(run: Run, tmp_pat
     run(*publish)
     for other in (b"a\nb\nC\nd\n", b"a\nb\n", b""):
         (tmp_path / "a").write_bytes(other)
-        assert b"[SOURCE_CHANGED]" in run(*publish, status=1).stderr
+        error = run(*publish, status=1).stderr
+        assert b"[SOURCE_CHANGED]" in error
+        assert b"another name publishes the whole file, and what is there already twice" in error
     assert run("read", "changed").stdout == b"a\nb\nc\n"
     (tmp_path / "a").write_bytes(b"a\nb\nc\nd\n")
     run(*publish)
@@ -232,7 +234,7 @@ def test_a_last_line_without_its_end_waits_for_it(run: Run, tmp_path: Path, name
             env=os.environ | {"SEQDEDUPE_ADDRESS": _address(run)},
         )  # fmt: skip
         assert done.returncode == 1
-        assert b"1 records read" in done.stdout
+        assert b"1 record read" in done.stdout
         assert b"the last one, does not end with a newline; it was not published [SOURCE_INCOMPLETE]" in done.stderr
     write(b"one\nfourteen\nfifteen")
     run(*publish, "--final")
@@ -253,7 +255,9 @@ def test_a_record_within_whose_quotes_a_file_ends_is_not_published(run: Run, tmp
         [COMMAND, "publish", "a.csv", "--topic", "quotes", "--producer", "p", "--address", _address(run)],
         cwd=tmp_path, capture_output=True, timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
-    assert b"a.csv, line 3, the last one, does not end" in done.stderr
+    assert (
+        b"a.csv, line 3, where the last record begins: its quotes are still open at the end of the file" in done.stderr
+    )
     assert run("read", "quotes").stdout == b"1\n"
 
 
@@ -312,7 +316,11 @@ def append_a_lower_id(file: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (cut, b"cut or replaced while it was followed; 2 of the 2 records sent are durable"),
+        (
+            cut,
+            b"cut or replaced while it was followed; 2 of the 2 records sent are durable, up to sequence ID 7 "
+            b"[SOURCE_CHANGED] If it is another file, publish it under another producer name. If it is the same",
+        ),
         (replace, b"cut or replaced while it was followed; 2 of the 2 records sent are durable"),
         (append_a_lower_id, b"sequence ID 6 after 7: they should rise; 2 of the 2 records sent are durable"),
     ],
@@ -330,6 +338,25 @@ def test_what_is_wrong_with_a_followed_file_ends_it(
         assert process.stderr is not None
         assert said in process.stderr.read()
         assert process.wait(TIMEOUT_SECONDS) == 1
+
+
+def test_where_the_topic_was_deleted_nothing_is_called_durable(
+    run: Run, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    run("topics", "create", "deleted")
+    run("topics", "create", "deleted2")
+    file = tmp_path / "a"
+    file.write_bytes(b"1\n2\n")
+    with following(environment, tmp_path, "a", "--topic", "deleted", "--producer", "p") as process:
+        read_following(environment, "deleted", 2)
+        run("topics", "delete", "deleted")
+        with file.open("ab") as end:
+            end.write(b"3\n")
+        assert process.stderr is not None
+        error = process.stderr.read()
+    assert b"; 2 of the 3 records sent had receipts, up to sequence ID 1 [TOPIC_NOT_FOUND]" in error
+    assert b"durable" not in error
+    assert b"Do you mean" not in error
 
 
 def test_an_error_says_what_is_durable_and_json_errors_are_json(

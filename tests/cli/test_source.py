@@ -1,5 +1,6 @@
 """Files, good and bad."""
 
+import bz2
 import gzip
 import zipfile
 from collections.abc import Callable
@@ -114,6 +115,31 @@ def test_an_unknown_column_names_the_nearest(tmp_path: Path, column: str, guess:
         _records(_write(tmp_path / "a.csv", b"id,Name\n"), key_column=column)
 
 
+def test_a_named_column_must_be_there_once(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.csv", b"id,n,id\n1,a,2\n")
+    with pytest.raises(SeqdedupeError, match="has the column 'id' more than once") as caught:
+        _records(path, sequence_id_column="id")
+    assert caught.value.reason == "INVALID_SOURCE"
+    assert len(_records(path, key_column="n")) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda path: path, "Is that its name"),
+        (lambda path: _folder(path), "Name a file"),
+        (lambda path: _cut_gzip(path), "Get the file anew"),
+        (lambda path: _flipped_gzip(path), "Get the file anew"),
+        (lambda path: _zip(path, "a", "b"), "Unpack it, and publish each file"),
+        (lambda path: _encrypted_zip(path), "Unpack it first"),
+    ],
+)
+def test_the_hint_fits_what_is_wrong(tmp_path: Path, make: Callable[[Path], Path], hint: str) -> None:
+    with pytest.raises(SeqdedupeError) as caught:
+        _records(make(tmp_path / "a"))
+    assert caught.value.hint.startswith(hint)
+
+
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
@@ -155,7 +181,11 @@ def _encrypted_zip(path: Path) -> Path:
         (_folder, "Is a directory"),
         (lambda path: _write(path, b""), "is empty"),
         (lambda path: _write(path, b"\n\n"), "is empty"),
-        (lambda path: _write(path, b'id,n\n1,"a\n'), "is not CSV: unexpected end of data"),
+        (lambda path: _write(path, b'id,n\n1,"a\n'), "line 2, is not CSV: its quotes are still open at the end"),
+        (lambda path: _write(path, b'\n"id,n\n1,a\n'), "line 2, is not CSV: its quotes are still open at the end"),
+        (lambda path: _write(path, b"\xfd7zXZ\x00\x00"), "is compressed with xz, which is not read: unpack it first"),
+        (lambda path: _write(path, bz2.compress(CSV)), "is compressed with bz2"),
+        (lambda path: _write(path, b"\x28\xb5\x2f\xfd"), "is compressed with zstd"),
         (lambda path: _write(path, b'id,n\n1,"a"b\n'), "is not CSV"),
         (lambda path: _write(path, b"id,n\n1\n"), "line 2, has 1 fields, the header 2"),
         (lambda path: _write(path, b"id,n\n1,2,3\n"), "line 2, has 3 fields, the header 2"),

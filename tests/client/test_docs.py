@@ -23,7 +23,7 @@ def test_the_programs_run(sidecar: Sidecar) -> None:
         printed.append(done.stdout.splitlines())
     publish, read, threads = printed
     assert [line.split(" ")[:2] for line in publish] == [["0", "NOT_DUP"], ["1", "NOT_DUP"], ["2", "NOT_DUP"]]
-    assert read[0] == "0 order-service 0 b'one'"
+    assert read[0] == "0 payment-service 0 b'one'"
     assert read[3].startswith("read up to ")
     assert threads == ["NOT_DUP", "4 messages"]
 

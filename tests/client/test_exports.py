@@ -20,7 +20,9 @@ PUBLIC = [
 def test_the_public_names_are_these() -> None:
     assert sorted(seqdedupe.client.__all__) == PUBLIC
     assert all(hasattr(seqdedupe.client, name) for name in PUBLIC)
-    assert sorted(blocking.__all__) == ["Admin", "BatchReceipt", "Client", "Producer", "Reader", "Receipt"]
+    assert sorted(blocking.__all__) == PUBLIC
+    own = ["Admin", "BatchReceipt", "Client", "Producer", "Reader", "Receipt"]
+    assert [name for name in PUBLIC if getattr(blocking, name) is not getattr(seqdedupe.client, name)] == own
 
 
 def test_the_defaults_are_these_and_cannot_be_changed() -> None:

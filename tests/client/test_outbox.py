@@ -440,7 +440,7 @@ def test_a_resume_that_cannot_be_right_is_an_error(answer: tuple[int, int, int],
 
 def test_a_resume_below_what_open_answered_is_data_loss_without_any_receipt() -> None:
     outbox = opened(persisted=4)
-    with pytest.raises(DataLossError):
+    with pytest.raises(DataLossError, match=r"persisted sequence ID 3 \(at least 4 before\) \["):
         outbox.open(INCARNATION, 1, EPOCH, 3)
 
 

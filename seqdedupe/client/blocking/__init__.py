@@ -4,8 +4,61 @@ All network work of a process runs on one event loop in one daemon thread, which
 a process). Messages are gathered and sealed in the caller's thread; only sealed batches cross.
 """
 
+from seqdedupe.client import (
+    Batch,
+    BatchResult,
+    Binary,
+    Counters,
+    DamagedError,
+    DataLossError,
+    FencedError,
+    InvalidRequestError,
+    Located,
+    Message,
+    MessageId,
+    NotFoundError,
+    OutcomeUnknownError,
+    Position,
+    PositionError,
+    ProducerConfig,
+    Published,
+    SeqdedupeError,
+    StoredBatch,
+    TopicEnds,
+    UnavailableError,
+    Verdict,
+)
 from seqdedupe.client.blocking.client import Admin, Client
 from seqdedupe.client.blocking.producer import BatchReceipt, Producer, Receipt
 from seqdedupe.client.blocking.reader import Reader
 
-__all__ = ["Admin", "BatchReceipt", "Client", "Producer", "Reader", "Receipt"]
+__all__ = [
+    "Admin",
+    "Batch",
+    "BatchReceipt",
+    "BatchResult",
+    "Binary",
+    "Client",
+    "Counters",
+    "DamagedError",
+    "DataLossError",
+    "FencedError",
+    "InvalidRequestError",
+    "Located",
+    "Message",
+    "MessageId",
+    "NotFoundError",
+    "OutcomeUnknownError",
+    "Position",
+    "PositionError",
+    "Producer",
+    "ProducerConfig",
+    "Published",
+    "Reader",
+    "Receipt",
+    "SeqdedupeError",
+    "StoredBatch",
+    "TopicEnds",
+    "UnavailableError",
+    "Verdict",
+]
