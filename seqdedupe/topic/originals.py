@@ -14,19 +14,16 @@ from seqdedupe.log.contract import Log
 NOT_KNOWN = -1
 
 
-async def index_of_last(producers: Producers, number: int, log: Log) -> int:
+async def index_in_log(producers: Producers, number: int, log: Log) -> int:
     """The index of the message that holds a producer's persisted ID; NOT_KNOWN if it is gone, or cannot be read now.
 
-    It takes a read of the log where the message is not among the topic's last 65,536: STATED is the base index of the
-    batch that holds it, unless retention has dropped that, or deduplication was off meanwhile.
+    It takes a read of the log: STATED is the base index of the batch that holds the message, unless retention has
+    dropped that, or deduplication was off meanwhile.
     """
     last = int(producers.numbers[number, PERSISTED])
-    if last < 0:
-        return NOT_KNOWN
-    index = producers.index_of(number, last)
     stated = int(producers.numbers[number, STATED])
-    if index >= 0 or stated < log.first_index:
-        return index
+    if last < 0 or stated < log.first_index:
+        return NOT_KNOWN
     [name] = producers.names_from(number, 1)
     try:
         raw = await log.read(stated, stated + 1, 1)

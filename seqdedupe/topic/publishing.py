@@ -22,7 +22,7 @@ from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.control import Change, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
-from seqdedupe.topic.originals import index_of_last
+from seqdedupe.topic.originals import index_in_log
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.sessions import Opened
@@ -347,7 +347,8 @@ class Topic(TopicBase):
             await self.in_flight_now()
         answer = self.sessions.opened(opening, len(names))
         for place, number in list(zip(opening.places.tolist(), opening.numbers.tolist(), strict=True))[:MAX_LOOKED_UP]:
-            answer.indexes[place] = await index_of_last(self.producers, number, self.log)
+            if answer.indexes[place] < 0:
+                answer.indexes[place] = await index_in_log(self.producers, number, self.log)
         return answer
 
     async def set_policy(self, policy: Policy) -> None:

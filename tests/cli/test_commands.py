@@ -14,9 +14,9 @@ from seqdedupe.cli.main import main
 from seqdedupe.cli.topics import _print_topic
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import json_text, printable
+from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
-from tests.sidecar import Sidecar
 
 RECORDS = 20_000
 NOBODY = "127.0.0.1:1"

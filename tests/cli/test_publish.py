@@ -17,9 +17,9 @@ import pytest
 from seqdedupe.cli.main import main
 from seqdedupe.client import ProducerConfig
 from seqdedupe.client.blocking import Client, Producer
+from seqdedupe.testing import Sidecar
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
 from tests.conftest import StartSidecar
-from tests.sidecar import Sidecar
 
 RECORDS = 20_000
 REMEMBERED = 65_536

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from seqdedupe.client import ProducerConfig
-from tests.sidecar import Sidecar
+from seqdedupe.testing import Sidecar
 
 PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
