@@ -80,6 +80,10 @@ class _Publishing:
         self.stream.share.give_back(sum(map(len, self.unsent)))
         self.unsent.clear()
 
+    def has_room(self, size: int) -> bool:
+        """Whether a frame of so many bytes may be admitted now."""
+        return self.stream.share.fits((1 + ANSWER_FACTOR) * size) and self.topic.has_room()
+
     async def wait_for_room(self, size: int) -> None:
         """Returns when a frame of so many bytes may be admitted."""
         await self.stream.share.wait_for((1 + ANSWER_FACTOR) * size)
@@ -197,9 +201,11 @@ class PublishService:
         topic = publishing.topic
         while True:
             for number, batch in frames:
-                await publishing.wait_for_room(len(batch))
+                if not publishing.has_room(len(batch)):
+                    await publishing.wait_for_room(len(batch))
                 publishing.admit(number, batch)
-            await publishing.wait_for_room(0)
+            if not publishing.has_room(0):
+                await publishing.wait_for_room(0)
             data = await publishing.stream.read()
             if data is grpc.aio.EOF:
                 return

@@ -86,6 +86,9 @@ class Streams:
         async def handle(request: Any, context: Context) -> None:
             try:
                 with self._serving(context) as stream:
+                    # grpcio counts it as sent once the first message has been written: when that write is cancelled,
+                    # it would go out again with the status, and the client would never see the call's end.
+                    await context.send_initial_metadata(())
                     await serve(request, context, stream)
             except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
                 await abort(context, e)

@@ -15,6 +15,8 @@ class Broadcast:
 
     def tell(self) -> None:
         """There is news."""
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, {}
         for future in waiting:
             if not future.done():

@@ -9,7 +9,8 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from enum import Enum
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from seqdedupe.log.embedded.writer import FatalError, Opening, Writer, Written
@@ -35,7 +36,14 @@ class Closing(NamedTuple):
     closed: "asyncio.Future[None]"
 
 
-Work = Opening | Closing | None
+class Signal(Enum):
+    """What the event loop tells the thread beside work."""
+
+    TICK = "look for idle files"
+    END = "end when all is done that came before"
+
+
+Work = Opening | Closing | Signal
 
 
 class Committer:
@@ -56,10 +64,12 @@ class Committer:
         """The writers that hold a file, and when it was last used; the one not used for longest comes first."""
         self._thread = threading.Thread(target=self._run, name="seqdedupe-commit", daemon=True)
         self._thread.start()
+        self._timer = self._loop.call_later(IDLE_SECONDS, self._tick)
 
     async def close(self) -> None:
         """Ends the thread when it has done what was handed over."""
-        self.queue.put(None)
+        self._timer.cancel()
+        self.queue.put(Signal.END)
         await self._loop.run_in_executor(None, self._thread.join)
 
     def _run(self) -> None:
@@ -67,9 +77,9 @@ class Committer:
         try:
             while not ended:
                 work = self._wait()
-                ended = None in work
+                ended = Signal.END in work
                 for at in range(0, len(work), MAX_OPEN_FILES):
-                    self._round([item for item in work[at : at + MAX_OPEN_FILES] if item is not None])
+                    self._round([item for item in work[at : at + MAX_OPEN_FILES] if not isinstance(item, Signal)])
                     self._let_go()
             for writer in self._open:
                 writer.let_go()
@@ -77,13 +87,14 @@ class Committer:
             self._fatal(f"the commit thread has failed: {e!r}")
             raise
 
+    def _tick(self) -> None:
+        # The thread itself waits without a time-out: a timer that is set for every batch costs more than its header.
+        self._timer = self._loop.call_later(IDLE_SECONDS, self._tick)
+        self.queue.put(Signal.TICK)
+
     def _wait(self) -> list[Work]:
-        """What has arrived, at least one; nothing if that takes so long that files may be let go of."""
-        try:
-            work = [self.queue.get(timeout=IDLE_SECONDS if self._open else None)]
-        except Empty:
-            self._let_go()
-            return []
+        """What has arrived, at least one."""
+        work = [self.queue.get()]
         if self._gathers:
             time.sleep(GATHER_SECONDS)
         return work + [self.queue.get() for _ in range(self.queue.qsize())]

@@ -235,6 +235,8 @@ class Writer:
         points: list[Point] = []
         end, next_index, last_point = self._end, self._next_index, self._last_point
         ownership = headers.ownership_of(opening.token)
+        # One tag is made with its header, several with one call.
+        key = self._key if len(appends) == 1 else NO_KEY
         for body, rows, column_bytes in appends:
             if end >= last_point + POINT_INTERVAL_BYTES:
                 points.append(Point(next_index, end, self._publish_time_ms))
@@ -250,15 +252,16 @@ class Writer:
                 publish_time_ms=self._publish_time_ms,
                 synced_offset=self._synced,
                 ownership=ownership,
-                key=NO_KEY,
+                key=key,
             )
             made.append(header)
             runs.append((Run(rows, self._incarnation, next_index),) if rows else ())
             end += len(header) + len(body)
             next_index += rows
+        tagged: Sequence[bytes | memoryview] = made if len(key) else headers.with_tags(made, self._key)
         buffers: list[bytes | memoryview] = []
-        for tagged, (body, _, _) in zip(headers.with_tags(made, self._key), appends, strict=True):
-            buffers += (tagged, body)
+        for one, (body, _, _) in zip(tagged, appends, strict=True):
+            buffers += (one, body)
         return buffers, Written(opening, runs, self._base_index, end, next_index, points)
 
     def _pack_marker(self, opening: Opening) -> tuple[list[bytes], Written]:
