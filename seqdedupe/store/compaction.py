@@ -58,7 +58,7 @@ class Compacted:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """The rows of all deltas after the header's, sorted by producer number; a producer may have several.
+    """What the last delta that names a producer says, of all after the header's, sorted by producer number.
 
     `pages` are the first producer numbers of the pages that they change.
     """
@@ -126,9 +126,11 @@ def _next_deltas(store: Store, incarnation: int, after: int) -> list[tuple[Store
 
 
 def _changes_of(deltas: list[tuple[StoredDelta, int]], header: Header) -> _Changes:
-    slots = np.concatenate([delta.slots for delta, _ in deltas])
-    order = np.argsort(slots)
-    slots = slots[order]
+    every = np.concatenate([delta.slots for delta, _ in deltas])
+    order = np.argsort(every, kind="stable")
+    last_of_each = np.flatnonzero(np.diff(every[order], append=-1))
+    order = order[last_of_each]
+    slots = every[order]
     position = deltas[-1][0].position
     return _Changes(
         position=position,
@@ -165,7 +167,7 @@ def _merged_page(store: Store, incarnation: int, changes: _Changes, first: int) 
     start, stop = np.searchsorted(changes.slots, [first, first + rows])
     places = changes.slots[start:stop] - first
     for column, values in zip(columns, changes.columns, strict=True):
-        np.maximum.at(column, places, values[start:stop])
+        column[places] = values[start:stop]
     batch = WriteBatch(raw_mode=True)
     batch.put(key, seal(key, encode_page(columns)))
     return batch

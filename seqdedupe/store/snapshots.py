@@ -1,8 +1,9 @@
 """Snapshots of a topic: deltas written while it serves, loaded again after a restart.
 
 A delta is what changed since the last one, packed, with the position up to which the log is in it, in one
-atomic write. Now and then they are merged into pages (`compaction`). Loading merges pages and deltas by
-maximum, so a page that already holds what a delta says again changes nothing.
+atomic write. Now and then they are merged into pages (`compaction`). Of a producer the last delta that names
+it counts, else its page: numbers may fall, by a reset. A page may be ahead of the header, of deltas that are all
+still there, and whose last one says the same.
 """
 
 from collections.abc import Iterator
@@ -124,7 +125,8 @@ class Snapshots:
         persisted = np.full(len(names), NO_SEQUENCE_ID, np.int64)
         epochs = np.full(len(names), NO_EPOCH, np.int64)
         stated = np.full(len(names), NOT_STATED, np.int64)
-        self._merge_pages(header, (persisted, epochs, stated))
+        columns = (persisted, epochs, stated)
+        self._merge_pages(header, columns)
         position = header.position
         last_delta = header.through
         delta_bytes = 0
@@ -135,9 +137,8 @@ class Snapshots:
                 raise damaged(key, f"it is not number {last_delta}, which should be there")
             if delta.position.falls_short_of(position) or delta.position.producers > len(names):
                 raise damaged(key, "it goes less far than the snapshot before it, or its names are missing")
-            merge(persisted, delta.slots, delta.persisted)
-            merge(epochs, delta.slots, delta.epochs)
-            merge(stated, delta.slots, delta.stated)
+            for column, values in zip(columns, (delta.persisted, delta.epochs, delta.stated), strict=True):
+                overwrite(column, delta.slots, values)
             position = delta.position
             delta_bytes += len(value)
         if position.producers != len(names):
@@ -236,7 +237,7 @@ class Snapshots:
             if stop > len(columns[0]) or (covered < producers and first != covered):
                 raise damaged(key, "a page is missing before it, or it has too many producers")
             for column, stored in zip(columns, page, strict=True):
-                merge(column, slice(first, stop), stored)
+                overwrite(column, slice(first, stop), stored)
             covered = stop
         if covered < producers:
             raise damaged(self._key(PAGE, covered), "producers from this number on are missing")
@@ -259,6 +260,6 @@ class Snapshots:
         return len(value)
 
 
-def merge(numbers: Numbers, where: Slots | slice, others: Numbers) -> None:
-    """Raises the numbers there to the others. `where` names each place once."""
-    numbers[where] = np.maximum(numbers[where], others)
+def overwrite(numbers: Numbers, where: Slots | slice, others: Numbers) -> None:
+    """The others count from now on. `where` names each place once."""
+    numbers[where] = others

@@ -82,6 +82,46 @@ OVERLAP_POLICY_PULSAR: OverlapPolicy.ValueType  # 1
 """Pulsar's own answer: `DUP`. The IDs that are new are lost."""
 Global___OverlapPolicy: _TypeAlias = OverlapPolicy  # noqa: Y015
 
+class _MessageState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MessageStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MessageState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MESSAGE_STATE_UNSPECIFIED: _MessageState.ValueType  # 0
+    """Never sent."""
+    MESSAGE_STATE_NOT_SEEN: _MessageState.ValueType  # 1
+    """Its sequence ID is above all that its producer has sent. Sent now, it is `NOT_DUP`."""
+    MESSAGE_STATE_IN_FLIGHT: _MessageState.ValueType  # 2
+    """It was handed to the log, and its outcome is not known yet. Sent now, it is `UNKNOWN`."""
+    MESSAGE_STATE_PASSED_OVER: _MessageState.ValueType  # 3
+    """It is not in flight, but a higher ID of its producer is. Sent now, it is `UNKNOWN`."""
+    MESSAGE_STATE_STORED: _MessageState.ValueType  # 4
+    """It is in the log, or was until retention dropped it. Sent now, it is `DUP`."""
+    MESSAGE_STATE_BELOW_WATERMARK: _MessageState.ValueType  # 5
+    """Its ID is not above the producer's highest persisted one, and it was not found where it was looked for, among the
+    last messages of the topic: it may have been stored, or never sent. Sent now, it is `DUP`.
+    """
+
+class MessageState(_MessageState, metaclass=_MessageStateEnumTypeWrapper):
+    """What is known of a message."""
+
+MESSAGE_STATE_UNSPECIFIED: MessageState.ValueType  # 0
+"""Never sent."""
+MESSAGE_STATE_NOT_SEEN: MessageState.ValueType  # 1
+"""Its sequence ID is above all that its producer has sent. Sent now, it is `NOT_DUP`."""
+MESSAGE_STATE_IN_FLIGHT: MessageState.ValueType  # 2
+"""It was handed to the log, and its outcome is not known yet. Sent now, it is `UNKNOWN`."""
+MESSAGE_STATE_PASSED_OVER: MessageState.ValueType  # 3
+"""It is not in flight, but a higher ID of its producer is. Sent now, it is `UNKNOWN`."""
+MESSAGE_STATE_STORED: MessageState.ValueType  # 4
+"""It is in the log, or was until retention dropped it. Sent now, it is `DUP`."""
+MESSAGE_STATE_BELOW_WATERMARK: MessageState.ValueType  # 5
+"""Its ID is not above the producer's highest persisted one, and it was not found where it was looked for, among the
+last messages of the topic: it may have been stored, or never sent. Sent now, it is `DUP`.
+"""
+Global___MessageState: _TypeAlias = MessageState  # noqa: Y015
+
 @_typing.final
 class TopicPolicy(_message.Message):
     """What an operator may set per topic."""
@@ -129,6 +169,7 @@ class Topic(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    RESETS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The full name."""
     incarnation: _builtins.int
@@ -155,6 +196,8 @@ class Topic(_message.Message):
     """Frames refused since this process started the topic."""
     why: _builtins.str
     """Why it does not serve; empty when it does."""
+    resets: _builtins.int
+    """Producers reset since this process started the topic."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """Its policy."""
@@ -183,10 +226,11 @@ class Topic(_message.Message):
         unknown: _builtins.int = ...,
         refused: _builtins.int = ...,
         why: _builtins.str = ...,
+        resets: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "resets", b"resets", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -568,6 +612,226 @@ class GetProducerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetProducerResponse: _TypeAlias = GetProducerResponse  # noqa: Y015
+
+@_typing.final
+class GetMessageStateRequest(_message.Message):
+    """A message to look for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAME_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    producer_name: _builtins.str
+    """The producer's name; one that is not known has seen nothing."""
+    sequence_id: _builtins.int
+    """The sequence ID, 0 or higher."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        producer_name: _builtins.str = ...,
+        sequence_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer_name", b"producer_name", "sequence_id", b"sequence_id", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMessageStateRequest: _TypeAlias = GetMessageStateRequest  # noqa: Y015
+
+@_typing.final
+class GetMessageStateResponse(_message.Message):
+    """What is known of it. What would be answered if it were sent now holds where the topic deduplicates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_MS_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    PUBLISH_TIME_MS_FIELD_NUMBER: _builtins.int
+    PUSHED_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    state: Global___MessageState.ValueType
+    """Its state."""
+    in_flight_ms: _builtins.int
+    """How long it has been in flight, in milliseconds, if it is."""
+    publish_time_ms: _builtins.int
+    """When the log took it, in milliseconds since 1970, if it is `STORED` and still there; 0 if that is not known."""
+    pushed: _builtins.int
+    """The producer's highest sequence ID handed to the log, -1 if there is none."""
+    persisted: _builtins.int
+    """The producer's highest sequence ID confirmed by the log, -1 if there is none."""
+    @_builtins.property
+    def position(self) -> _batch_pb2.Position:
+        """Where it stands, if it is `STORED`. Of several with this ID it is the newest."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___MessageState.ValueType = ...,
+        in_flight_ms: _builtins.int = ...,
+        position: _batch_pb2.Position | None = ...,
+        publish_time_ms: _builtins.int = ...,
+        pushed: _builtins.int = ...,
+        persisted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight_ms", b"in_flight_ms", "persisted", b"persisted", "position", b"position", "publish_time_ms", b"publish_time_ms", "pushed", b"pushed", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMessageStateResponse: _TypeAlias = GetMessageStateResponse  # noqa: Y015
+
+@_typing.final
+class ListInFlightRequest(_message.Message):
+    """A topic to look for what is in flight in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    LONGER_THAN_MS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    longer_than_ms: _builtins.int
+    """Only what has been in flight for at least so long, 0 or higher."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        longer_than_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["longer_than_ms", b"longer_than_ms", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListInFlightRequest: _TypeAlias = ListInFlightRequest  # noqa: Y015
+
+@_typing.final
+class InFlight(_message.Message):
+    """What a producer has in flight."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_NAME_FIELD_NUMBER: _builtins.int
+    FIRST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    LAST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_MS_FIELD_NUMBER: _builtins.int
+    producer_name: _builtins.str
+    """Its name."""
+    first_sequence_id: _builtins.int
+    """The lowest sequence ID in flight for so long."""
+    last_sequence_id: _builtins.int
+    """The highest sequence ID in flight for so long."""
+    in_flight_ms: _builtins.int
+    """How long the oldest of them has been, in milliseconds."""
+    def __init__(
+        self,
+        *,
+        producer_name: _builtins.str = ...,
+        first_sequence_id: _builtins.int = ...,
+        last_sequence_id: _builtins.int = ...,
+        in_flight_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_sequence_id", b"first_sequence_id", "in_flight_ms", b"in_flight_ms", "last_sequence_id", b"last_sequence_id", "producer_name", b"producer_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InFlight: _TypeAlias = InFlight  # noqa: Y015
+
+@_typing.final
+class ListInFlightResponse(_message.Message):
+    """What is in flight."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    PRODUCERS_FIELD_NUMBER: _builtins.int
+    producers: _builtins.int
+    """The number of producers that have something in flight for so long; those that are not listed too."""
+    @_builtins.property
+    def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___InFlight]:
+        """The longest first."""
+
+    def __init__(
+        self,
+        *,
+        in_flight: _abc.Iterable[Global___InFlight] | None = ...,
+        producers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "producers", b"producers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListInFlightResponse: _TypeAlias = ListInFlightResponse  # noqa: Y015
+
+@_typing.final
+class ResetProducerRequest(_message.Message):
+    """A producer to reset."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAME_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    producer_name: _builtins.str
+    """The producer's name."""
+    persisted: _builtins.int
+    """Its highest persisted sequence ID from now on, -1 for none. Not above what it has sent."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        producer_name: _builtins.str = ...,
+        persisted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["persisted", b"persisted", "producer_name", b"producer_name", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetProducerRequest: _TypeAlias = ResetProducerRequest  # noqa: Y015
+
+@_typing.final
+class ResetProducerResponse(_message.Message):
+    """The producer is reset."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_FIELD_NUMBER: _builtins.int
+    PERSISTED_BEFORE_FIELD_NUMBER: _builtins.int
+    persisted_before: _builtins.int
+    """Its highest persisted sequence ID before."""
+    @_builtins.property
+    def producer(self) -> Global___Producer:
+        """As it is now."""
+
+    def __init__(
+        self,
+        *,
+        producer: Global___Producer | None = ...,
+        persisted_before: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["producer", b"producer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["persisted_before", b"persisted_before", "producer", b"producer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetProducerResponse: _TypeAlias = ResetProducerResponse  # noqa: Y015
 
 @_typing.final
 class SnapshotRequest(_message.Message):

@@ -70,6 +70,21 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetProducerRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetProducerResponse.FromString,
                 _registered_method=True)
+        self.GetMessageState = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/GetMessageState',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetMessageStateRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetMessageStateResponse.FromString,
+                _registered_method=True)
+        self.ListInFlight = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/ListInFlight',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ListInFlightRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ListInFlightResponse.FromString,
+                _registered_method=True)
+        self.ResetProducer = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/ResetProducer',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerResponse.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/Snapshot',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
@@ -138,6 +153,33 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMessageState(self, request, context):
+        """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
+        `RECOVERING` while that is not certain.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListInFlight(self, request, context):
+        """The producers that have messages in flight for long, the longest first: at most 1,000 of them. Only for topics on
+        the sidecar's own log.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetProducer(self, request, context):
+        """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
+        holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
+        answered. Whoever goes on under the name opens a new session, which learns the new number. Only for topics on the
+        sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
+        nothing has changed, and nobody is fenced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Snapshot(self, request, context):
         """Takes a snapshot of a topic now and answers when it is durable.
         """
@@ -189,6 +231,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetProducer,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetProducerRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetProducerResponse.SerializeToString,
+            ),
+            'GetMessageState': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMessageState,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetMessageStateRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetMessageStateResponse.SerializeToString,
+            ),
+            'ListInFlight': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInFlight,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ListInFlightRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ListInFlightResponse.SerializeToString,
+            ),
+            'ResetProducer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetProducer,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerResponse.SerializeToString,
             ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
@@ -391,6 +448,87 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/GetProducer',
             seqdedupe_dot_v1_dot_admin__pb2.GetProducerRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.GetProducerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMessageState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/GetMessageState',
+            seqdedupe_dot_v1_dot_admin__pb2.GetMessageStateRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.GetMessageStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListInFlight(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/ListInFlight',
+            seqdedupe_dot_v1_dot_admin__pb2.ListInFlightRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ListInFlightResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetProducer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/ResetProducer',
+            seqdedupe_dot_v1_dot_admin__pb2.ResetProducerRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ResetProducerResponse.FromString,
             options,
             channel_credentials,
             insecure,

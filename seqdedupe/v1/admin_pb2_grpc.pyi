@@ -52,6 +52,21 @@ class AdminServiceStub:
     """The producers of a topic in the order in which they first came, 1,000 a page."""
     GetProducer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetProducerRequest, _admin_pb2.GetProducerResponse]
     """One producer. Error: `PRODUCER_NOT_FOUND`."""
+    GetMessageState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetMessageStateRequest, _admin_pb2.GetMessageStateResponse]
+    """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
+    `RECOVERING` while that is not certain.
+    """
+    ListInFlight: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListInFlightRequest, _admin_pb2.ListInFlightResponse]
+    """The producers that have messages in flight for long, the longest first: at most 1,000 of them. Only for topics on
+    the sidecar's own log.
+    """
+    ResetProducer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetProducerRequest, _admin_pb2.ResetProducerResponse]
+    """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
+    holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
+    answered. Whoever goes on under the name opens a new session, which learns the new number. Only for topics on the
+    sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
+    nothing has changed, and nobody is fenced.
+    """
     Snapshot: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]
     """Takes a snapshot of a topic now and answers when it is durable."""
     GetVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]
@@ -81,6 +96,21 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """The producers of a topic in the order in which they first came, 1,000 a page."""
     GetProducer: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetProducerRequest, _admin_pb2.GetProducerResponse]  # type: ignore[assignment]
     """One producer. Error: `PRODUCER_NOT_FOUND`."""
+    GetMessageState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetMessageStateRequest, _admin_pb2.GetMessageStateResponse]  # type: ignore[assignment]
+    """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
+    `RECOVERING` while that is not certain.
+    """
+    ListInFlight: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListInFlightRequest, _admin_pb2.ListInFlightResponse]  # type: ignore[assignment]
+    """The producers that have messages in flight for long, the longest first: at most 1,000 of them. Only for topics on
+    the sidecar's own log.
+    """
+    ResetProducer: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetProducerRequest, _admin_pb2.ResetProducerResponse]  # type: ignore[assignment]
+    """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
+    holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
+    answered. Whoever goes on under the name opens a new session, which learns the new number. Only for topics on the
+    sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
+    nothing has changed, and nobody is fenced.
+    """
     Snapshot: _aio.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]  # type: ignore[assignment]
     """Takes a snapshot of a topic now and answers when it is durable."""
     GetVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]  # type: ignore[assignment]
@@ -149,6 +179,39 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetProducerResponse, _abc.Awaitable[_admin_pb2.GetProducerResponse]]:
         """One producer. Error: `PRODUCER_NOT_FOUND`."""
+
+    @_abc_1.abstractmethod
+    def GetMessageState(
+        self,
+        request: _admin_pb2.GetMessageStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetMessageStateResponse, _abc.Awaitable[_admin_pb2.GetMessageStateResponse]]:
+        """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
+        `RECOVERING` while that is not certain.
+        """
+
+    @_abc_1.abstractmethod
+    def ListInFlight(
+        self,
+        request: _admin_pb2.ListInFlightRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListInFlightResponse, _abc.Awaitable[_admin_pb2.ListInFlightResponse]]:
+        """The producers that have messages in flight for long, the longest first: at most 1,000 of them. Only for topics on
+        the sidecar's own log.
+        """
+
+    @_abc_1.abstractmethod
+    def ResetProducer(
+        self,
+        request: _admin_pb2.ResetProducerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResetProducerResponse, _abc.Awaitable[_admin_pb2.ResetProducerResponse]]:
+        """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
+        holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
+        answered. Whoever goes on under the name opens a new session, which learns the new number. Only for topics on the
+        sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
+        nothing has changed, and nobody is fenced.
+        """
 
     @_abc_1.abstractmethod
     def Snapshot(

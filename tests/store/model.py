@@ -32,16 +32,14 @@ class State:
     policy: bytes = b""
 
     def after(self, delta: Delta) -> "State":
-        """The state with a delta merged into it by maximum."""
+        """The state with a delta merged into it: what the delta says counts."""
         names = self.names[: delta.first_name] + delta.names
         persisted = {name: self.persisted.get(name, -1) for name in names}
         epochs = {name: self.epochs.get(name, 0) for name in names}
         stated = {name: self.stated.get(name, -1) for name in names}
         for slot, number, epoch, index in zip(delta.slots, delta.persisted, delta.epochs, delta.stated, strict=True):
             name = names[slot]
-            persisted[name] = max(persisted[name], int(number))
-            epochs[name] = max(epochs[name], int(epoch))
-            stated[name] = max(stated[name], int(index))
+            persisted[name], epochs[name], stated[name] = int(number), int(epoch), int(index)
         return State(
             delta.term,
             delta.next_index,

@@ -163,18 +163,18 @@ def test_loading_gives_what_was_written() -> None:
     run(CASES, (Phase.generate, Phase.shrink))
 
 
-def _overwrite(numbers: Any, where: Any, others: Any) -> None:
-    numbers[where] = others
+def _maximum(numbers: Any, where: Any, others: Any) -> None:
+    numbers[where] = np.maximum(numbers[where], others)
 
 
-class _OverwritingMaximum:
-    at = staticmethod(_overwrite)
+class _FirstOfEachNumpy:
+    """numpy, but of a producer's rows the first one counts."""
 
-
-class _OverwritingNumpy:
-    """numpy, but what should be a maximum is the last number."""
-
-    maximum = _OverwritingMaximum
+    @staticmethod
+    def diff(slots: Any, *, append: int | None = None, prepend: int | None = None) -> Any:
+        if append is not None:
+            return np.diff(slots, prepend=-1)
+        return np.diff(slots, prepend=prepend)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -234,8 +234,8 @@ def _no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "loading merges by overwriting": lambda m: m.setattr(snapshots, "merge", _overwrite),
-    "compaction merges by overwriting": lambda m: m.setattr(compaction, "np", _OverwritingNumpy()),
+    "loading merges by maximum": lambda m: m.setattr(snapshots, "overwrite", _maximum),
+    "compaction takes the first delta of a producer": lambda m: m.setattr(compaction, "np", _FirstOfEachNumpy()),
     "compaction leaves a delta out": _the_first_delta_is_left_out,
     "the position is ahead of the state": _position_is_ahead,
     "deltas go before their pages are there": _header_first,

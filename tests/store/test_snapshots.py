@@ -1,5 +1,6 @@
 """Deltas of a topic, written and loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,13 +67,17 @@ async def test_deltas_add_up(folder: Path) -> None:
     assert model.epochs == {b"a": 2**62, b"b": 3, longest: 9}
 
 
-async def test_a_delta_with_lower_numbers_takes_nothing_back(store: Store) -> None:
+async def test_numbers_that_fall_stay_down(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset sets a producer to a lower number: in deltas, in pages, and in a delta after the pages."""
+    monkeypatch.setattr("seqdedupe.store.snapshots.MAX_DELTAS", 1)
     snapshots = Snapshots(store, INCARNATION)
-    await save(store, snapshots, delta(1, {0: (7, 5)}, names=[b"a"]))
-    await save(store, snapshots, delta(2, {0: (3, 9)}, first_name=1))
-    await save(store, snapshots, delta(3, {0: (-1, 0)}, first_name=1))
-    state = state_of(snapshots.load())
-    assert (state.persisted, state.epochs, state.next_index) == ({b"a": 7}, {b"a": 9}, 3)
+    for next_index, persisted in enumerate((7, 2**63 - 1, 3, -1, 5, 4), 1):
+        change = delta(next_index, {0: (persisted, next_index)}, names=[b"a"] if next_index == 1 else [])
+        await save(store, snapshots, replace(change, first_name=min(next_index - 1, 1)))
+        for reader in (snapshots, Snapshots(store, INCARNATION)):
+            state = state_of(reader.load())
+            assert (state.persisted, state.epochs) == ({b"a": persisted}, {b"a": next_index})
+        assert await snapshots.compact_if_due() == (next_index % 2 == 0)
 
 
 async def test_more_names_than_a_record_holds(store: Store, small_pages: None) -> None:
