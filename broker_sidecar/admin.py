@@ -8,14 +8,15 @@ from typing import Any
 
 import grpc
 
+from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.rpc import unary
-from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.topic.directory import Closed, Topics
 from seqdedupe.topic.policy import OverlapPolicy, Policy
+from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import TopicBase
 from seqdedupe.v1 import admin_pb2
 
@@ -28,8 +29,10 @@ PAGE_ITEMS = 1_000
 class AdminService:
     """The handlers of AdminService."""
 
-    def __init__(self, topics: Topics[Any]) -> None:
+    def __init__(self, topics: Topics[Any], own: Topics[Topic] | None) -> None:
+        """`own` are the topics if they are on the sidecar's own log."""
         self._topics = topics
+        self._operate = Operate(own)
         self._began = time.monotonic()
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -45,7 +48,7 @@ class AdminService:
             ("GetVersion", admin_pb2.GetVersionRequest, self._version),
         )
         methods: dict[str, Any] = {name: unary(kind, call) for name, kind, call in calls}  # type: ignore[arg-type]
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        return grpc.method_handlers_generic_handler(SERVICE, methods | self._operate.methods())
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
         policy = _policy(request.policy) if request.HasField("policy") else Policy()
@@ -83,7 +86,7 @@ class AdminService:
         names = topic.producers.names_from(offset, PAGE_ITEMS)
         following = offset + len(names)
         return admin_pb2.ListProducersResponse(
-            producers=[_producer(topic, name, offset + i) for i, name in enumerate(names)],
+            producers=[producer_proto(topic, name, offset + i) for i, name in enumerate(names)],
             next_offset=following if following < len(topic.producers) else 0,
         )
 
@@ -96,7 +99,7 @@ class AdminService:
                 "PRODUCER_NOT_FOUND", f"topic {topic.name} knows no producer {request.producer_name!r}",
                 topic=topic.name,
             )  # fmt: skip
-        return admin_pb2.GetProducerResponse(producer=_producer(topic, name, number))
+        return admin_pb2.GetProducerResponse(producer=producer_proto(topic, name, number))
 
     async def _snapshot(self, request: admin_pb2.SnapshotRequest) -> admin_pb2.SnapshotResponse:
         topic = self._topics.get(request.topic)
@@ -154,14 +157,5 @@ def _topic(topic: TopicBase | Closed) -> admin_pb2.Topic:
         unknown=counters.unknown,
         refused=counters.refused,
         why=topic.why,
-    )
-
-
-def _producer(topic: TopicBase, name: bytes, number: int) -> admin_pb2.Producer:
-    numbers = topic.producers.numbers[number]
-    return admin_pb2.Producer(
-        name=name.decode(),
-        pushed=int(numbers[PUSHED]),
-        persisted=int(numbers[PERSISTED]),
-        epoch=int(numbers[EPOCH]),
+        resets=counters.resets,
     )

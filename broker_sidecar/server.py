@@ -84,7 +84,10 @@ class Sidecar:
         )
         self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *limits, *_PINGS])
         streams = self._streams
-        services: dict[str, Any] = {admin.SERVICE: admin.AdminService(self._topics), health.SERVICE: self._health}
+        services: dict[str, Any] = {
+            admin.SERVICE: admin.AdminService(self._topics, self._data.topics),
+            health.SERVICE: self._health,
+        }
         if (topics := self._data.topics) is not None:
             services[publish.SERVICE] = publish.PublishService(topics, streams)
             services[read.SERVICE] = read.ReadService(topics, streams)

@@ -71,6 +71,30 @@ class Admin:
         request = admin_pb2.GetProducerRequest(topic=topic_name(topic), producer_name=name)
         return (await call(self._address, self._stub.GetProducer, request)).producer
 
+    async def message_state(
+        self, topic: str, producer_name: str, sequence_id: int
+    ) -> admin_pb2.GetMessageStateResponse:
+        """What is known of one message. Raises NotFoundError."""
+        request = admin_pb2.GetMessageStateRequest(
+            topic=topic_name(topic), producer_name=producer_name, sequence_id=sequence_id
+        )
+        return await call(self._address, self._stub.GetMessageState, request)
+
+    async def in_flight(self, topic: str, *, longer_than_ms: int = 0) -> admin_pb2.ListInFlightResponse:
+        """The producers with messages in flight for at least so long, the longest first. Raises NotFoundError."""
+        request = admin_pb2.ListInFlightRequest(topic=topic_name(topic), longer_than_ms=longer_than_ms)
+        return await call(self._address, self._stub.ListInFlight, request)
+
+    async def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
+        """Sets a producer's highest persisted sequence ID to a lower one (-1: none); durable when it returns.
+
+        Its sessions are fenced, and what it sends above that ID is new again. Raises NotFoundError,
+        InvalidRequestError. After OutcomeUnknownError look at the producer before doing it again: whoever has opened
+        the name since would be reset a second time.
+        """
+        request = admin_pb2.ResetProducerRequest(topic=topic_name(topic), producer_name=name, persisted=persisted)
+        return await call(self._address, self._stub.ResetProducer, request)
+
     async def snapshot(self, topic: str) -> Position:
         """Takes a snapshot now; returns when it is durable, with the position after which recovery would start."""
         request = admin_pb2.SnapshotRequest(topic=topic_name(topic))

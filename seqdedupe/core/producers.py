@@ -5,12 +5,13 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.core.recent import RECENT_MESSAGES, find, find_duplicates
+from seqdedupe.core.recent import NO_MESSAGE, RECENT_MESSAGES, find, find_duplicates
 from seqdedupe.core.replay import list_names, persist, persist_all
 from seqdedupe.core.rule import (
     CHANGED,
     DURABLE_EPOCH,
     EPOCH,
+    NEWEST,
     NUMBERS,
     PERSISTED,
     PUSHED,
@@ -174,6 +175,24 @@ class Producers:
         if len(numbers):
             each = np.arange(len(numbers), dtype=np.int32)
             confirm(numbers, epochs, each, persisted, stated, self.numbers, self.dirty)
+
+    def reset(self, numbers: Int64s, epochs: Int64s, persisted: Int64s, index: int) -> None:
+        """A control record that sets these producers is in the log, before the message with this index.
+
+        What was known of their IDs counts no more, and no message from before answers for one. What a producer has
+        handed over since stays pushed. Live and in replay the same.
+        """
+        rows = self.numbers[numbers]
+        is_idle = rows[:, PUSHED] == rows[:, PERSISTED]
+        rows[is_idle, PUSHED] = persisted[is_idle]
+        rows[:, PERSISTED] = persisted
+        rows[:, EPOCH] = np.maximum(rows[:, EPOCH], epochs)
+        rows[:, DURABLE_EPOCH] = np.maximum(rows[:, DURABLE_EPOCH], epochs)
+        # See `confirm_sessions`.
+        rows[:, STATED] = index - 1
+        rows[:, NEWEST] = NO_MESSAGE
+        self.numbers[numbers] = rows
+        self.dirty[numbers] |= CHANGED
 
     def stated_below(self, index: int) -> Int64s:
         """The producers of which the log from this index on may not state epoch and persisted ID any more.

@@ -13,6 +13,9 @@ RECENT_MESSAGES = 2**16
 _PLACES = RECENT_MESSAGES - 1
 """The bits of a count that are its place in the ring: quicker than a remainder."""
 
+NO_MESSAGE = -1
+"""For `NEWEST`: none is known."""
+
 SEQUENCE_ID = 0
 INDEX = 1
 BEFORE = 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,14 @@ from seqdedupe import wire
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import error
+from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
+from seqdedupe.format.records import body_of
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.topic.policy import OverlapPolicy, Policy
 
 STATED_A_RECORD = 8192
-"""So many producers are stated again at once before retention goes on."""
+"""So many producers are stated again at once before retention goes on. They always fit into a record."""
 
 _BYTES_A_PRODUCER = 4 + 8 + 8
 _ROOM_BYTES = 1024
@@ -32,7 +35,25 @@ class Sessions:
     persisted: Int64s | None = None
 
 
-Change = Sessions | Policy
+@dataclass(frozen=True, slots=True, eq=False)
+class Reset:
+    """Producers whose persisted IDs an operator has set: what earlier records say of them counts no more."""
+
+    names: list[bytes]
+    epochs: Int64s
+    """From here on their sessions, which nobody has."""
+    persisted: Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Watermarks:
+    """Persisted IDs that an operator has brought from elsewhere, merged by maximum."""
+
+    names: list[bytes]
+    persisted: Int64s
+
+
+Change = Sessions | Reset | Watermarks | Policy
 
 
 def parts(sessions: Sessions) -> Iterator[Sessions]:
@@ -52,8 +73,7 @@ def stated_again(producers: Producers, below_index: int) -> Iterator[Sessions]:
     for start in range(0, len(numbers), STATED_A_RECORD):
         some = numbers[start : start + STATED_A_RECORD]
         rows = producers.numbers[some]
-        names = producers.names_of(some)
-        yield from parts(Sessions(names, rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy()))
+        yield Sessions(producers.names_of(some), rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy())
 
 
 def _part(sessions: Sessions, start: int, end: int) -> Sessions:
@@ -69,15 +89,20 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
         control.policy.overlap = change.overlap.value
         control.policy.SetInParent()
     else:
+        columns = getattr(control, _COLUMNS_OF[type(change)])
         offsets = np.zeros(len(change.names) + 1, np.int32)
         np.cumsum([len(name) for name in change.names], out=offsets[1:])
-        control.sessions.producer_name_offsets = offsets.tobytes()
-        control.sessions.producer_names = b"".join(change.names)
-        control.sessions.epochs = change.epochs.astype(np.int64).tobytes()
+        columns.producer_name_offsets = offsets.tobytes()
+        columns.producer_names = b"".join(change.names)
+        if not isinstance(change, Watermarks):
+            columns.epochs = change.epochs.astype(np.int64).tobytes()
         if change.persisted is not None:
-            control.sessions.persisted = change.persisted.astype(np.int64).tobytes()
+            columns.persisted = change.persisted.astype(np.int64).tobytes()
     body: bytes = control.SerializeToString()
     return body
+
+
+_COLUMNS_OF = {Sessions: "sessions", Reset: "reset", Watermarks: "watermarks"}
 
 
 def decode(body: bytes) -> tuple[Change, int]:
@@ -90,9 +115,45 @@ def decode(body: bytes) -> tuple[Change, int]:
                 return Policy(policy.deduplication_enabled, OverlapPolicy(policy.overlap)), control.term
             case "sessions":
                 return _sessions(control.sessions), control.term
+            case "reset":
+                names, persisted = _watermarks(control.reset)
+                return Reset(names, _int64s(control.reset.epochs, names), persisted), control.term
+            case "watermarks":
+                return Watermarks(*_watermarks(control.watermarks)), control.term
     except (DecodeError, ValueError) as e:
         raise error("LOG_DAMAGED", f"a control record is damaged: {e}") from e
     raise error("NEWER_FORMAT", "the log has a control record of a kind that this version does not know")
+
+
+def runs(chunk: bytes, table: Int64s) -> Iterator[tuple[Int64s, list[tuple[Change, int, int]]]]:
+    """Scanned records as runs: first the batches of each are to be merged, then its changes (change, term, index).
+
+    All that merges by maximum may come in any order, so that there is one run of it. A reset is a run of its own.
+    Raises as `decode`.
+    """
+    first = 0
+    changes: list[tuple[Change, int, int]] = []
+    for k in np.flatnonzero((table[:, ROWS] == 0) & (table[:, TERM] == 0)).tolist():
+        change, term = decode(body_of(chunk, table[k]))
+        if isinstance(change, Reset):
+            yield table[first:k], changes
+            first, changes = k, []
+            yield table[:0], [(change, term, int(table[k, BASE_INDEX]))]
+        else:
+            changes.append((change, term, int(table[k, BASE_INDEX])))
+    yield table[first:], changes
+
+
+def apply(change: Sessions | Reset | Watermarks, producers: Producers, index: int) -> None:
+    """The change is in the log, before the message with this index."""
+    numbers = producers.add_all(change.names)
+    match change:
+        case Reset():
+            producers.reset(numbers, change.epochs, change.persisted, index)
+        case Watermarks():
+            producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), change.persisted, index)
+        case Sessions():
+            producers.confirm_sessions(numbers, change.epochs, change.persisted, index)
 
 
 def decode_policy(body: bytes) -> Policy:
@@ -104,11 +165,26 @@ def decode_policy(body: bytes) -> Policy:
 
 
 def _sessions(columns: Any) -> Sessions:
-    epochs = np.frombuffer(columns.epochs, "<i8")
+    names = _names(columns)
+    persisted = _int64s(columns.persisted, names) if columns.persisted else None
+    return Sessions(names, _int64s(columns.epochs, names), persisted)
+
+
+def _watermarks(columns: Any) -> tuple[list[bytes], Int64s]:
+    names = _names(columns)
+    return names, _int64s(columns.persisted, names)
+
+
+def _names(columns: Any) -> list[bytes]:
     offsets = np.frombuffer(columns.producer_name_offsets, "<i4").tolist()
     blob = columns.producer_names
-    if len(offsets) != len(epochs) + 1 or offsets[-1] != len(blob):
-        raise ValueError("the columns of sessions do not fit together")
-    names = [blob[offsets[i] : offsets[i + 1]] for i in range(len(epochs))]
-    persisted = np.frombuffer(columns.persisted, "<i8") if columns.persisted else None
-    return Sessions(names, epochs, persisted)
+    if not offsets or offsets[-1] != len(blob):
+        raise ValueError("the columns of names do not fit together")
+    return [blob[start:end] for start, end in pairwise(offsets)]
+
+
+def _int64s(column: bytes, names: list[bytes]) -> Int64s:
+    values = np.frombuffer(column, "<i8")
+    if len(values) != len(names):
+        raise ValueError(f"a column has {len(values)} values for {len(names)} names")
+    return values

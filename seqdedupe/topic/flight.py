@@ -1,14 +1,18 @@
 """What a topic has handed to its log, and whose outcome is not known yet."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, int32_column, int64_column
 from seqdedupe.topic.admission import Frame
-from seqdedupe.topic.answers import Receipt, Reply
+from seqdedupe.topic.answers import Int64s, Receipt, Reply
 from seqdedupe.topic.broadcast import Broadcast
-from seqdedupe.topic.control import Change
+from seqdedupe.topic.control import Change, Reset
+from seqdedupe.topic.policy import Policy
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 """Admitted and not settled, in one topic."""
@@ -23,6 +27,8 @@ class Admitted:
     frame: Frame
     receipt: Receipt
     reply: Reply
+    since_seconds: float
+    """When it was admitted, by the event loop's clock."""
 
     @property
     def body(self) -> bytes:
@@ -37,6 +43,15 @@ class Changing:
     body: bytes
     change: Change
     settled: Callable[[SeqdedupeError | None], None]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """What a producer has in flight: lowest and highest ID, and since when."""
+
+    first_id: int
+    last_id: int
+    since_seconds: float
 
 
 class Flight:
@@ -62,6 +77,33 @@ class Flight:
         """The one that settles next."""
         return self._admitted[0] if self._admitted else None
 
+    def since(self, number: int, sequence_id: int) -> float | None:
+        """Since when a producer's message has been in flight; that of its oldest copy, or None."""
+        for frame, since in self._frames():
+            producer_rows, ids = _columns(frame)
+            if (ids[producer_rows == number] == sequence_id).any():
+                return since
+        return None
+
+    def by_producer(self, until_seconds: float) -> dict[int, InFlight]:
+        """What has been in flight since that time or longer, by producer number."""
+        found: dict[int, InFlight] = {}
+        for frame, since in self._frames():
+            if since > until_seconds:
+                break
+            producer_rows, ids = _columns(frame)
+            for number, first, last in _spans(producer_rows, ids):
+                known = found.setdefault(number, InFlight(first, last, since))
+                known.first_id, known.last_id = min(known.first_id, first), max(known.last_id, last)
+        return found
+
+    def _frames(self) -> Iterator[tuple[Frame, float]]:
+        return ((item.frame, item.since_seconds) for item in self._admitted if isinstance(item, Admitted))
+
+    def replaces_something(self) -> bool:
+        """Whether a change is in flight that does not merge with what was before it, but takes its place."""
+        return any(isinstance(item, Changing) and isinstance(item.change, Reset | Policy) for item in self._admitted)
+
     def take(self) -> Admitted | Changing:
         """The oldest, which has settled. `tell` has to follow."""
         admitted = self._admitted.popleft()
@@ -86,3 +128,19 @@ class Flight:
         last = self._ever
         while self._ever - len(self._admitted) < last:
             await self._settled.wait()
+
+
+def _columns(frame: Frame) -> tuple[Int64s, Int64s]:
+    """Of each row of a frame its producer's number and its sequence ID."""
+    ids = int64_column(frame.view, frame.places, SEQUENCE_IDS)
+    indexes = int32_column(frame.view, frame.places, PRODUCER_INDEXES)
+    return frame.slots[indexes] if len(indexes) else np.repeat(frame.slots, len(ids)), ids
+
+
+def _spans(producer_rows: Int64s, ids: Int64s) -> Iterator[tuple[int, int, int]]:
+    """Each producer's number with its first and its last ID: they rise within a frame."""
+    order = np.argsort(producer_rows, kind="stable")
+    sorted_rows, sorted_ids = producer_rows[order], ids[order]
+    first = np.flatnonzero(np.diff(sorted_rows, prepend=-1))
+    last = np.append(first[1:] - 1, len(order) - 1)
+    return zip(sorted_rows[first].tolist(), sorted_ids[first].tolist(), sorted_ids[last].tolist(), strict=True)

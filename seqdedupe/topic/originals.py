@@ -1,17 +1,34 @@
-"""Where a producer's last message stands when the ring of recent messages has forgotten it."""
+"""Where a producer's message stands when the ring of recent messages has forgotten it."""
+
+from collections.abc import AsyncIterator
 
 import numpy as np
 
 from seqdedupe import batch as batches
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, STATED
-from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.columns import BASE_INDEX, PLACES
+from seqdedupe.errors import PositionError, SeqdedupeError, error
+from seqdedupe.format.columns import (
+    BASE_INDEX,
+    COLUMNS_END,
+    PLACES,
+    PUBLISH_TIME_MS,
+    RECORD_END,
+    RECORD_START,
+    ROWS,
+)
+from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import END, body_of, scan_record
 from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Log
 
 NOT_KNOWN = -1
+
+LOOKED_THROUGH_MESSAGES = 2**16
+"""How far back from the log's end a message is looked for: so many messages, and so many bytes read."""
+LOOKED_THROUGH_BYTES = 64 * 1024 * 1024
+_PART_MESSAGES = 4096
+_PAGE_BYTES = 1024 * 1024
 
 
 async def index_in_log(producers: Producers, number: int, log: Log) -> int:
@@ -32,11 +49,64 @@ async def index_in_log(producers: Producers, number: int, log: Log) -> int:
     places = np.empty(PLACES, np.int64)
     if scan_record(np.frombuffer(raw, np.uint8), 0, log.incarnation, -1, NO_KEY, places) != END:
         return NOT_KNOWN
+    return _index_in_record(raw, places, name, last)
+
+
+async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int) -> int:
+    """The index of the newest message with this ID of this producer among the last ones before `end_index`.
+
+    NOT_KNOWN if it is not found in as much as is looked through. Raises what a log raises that cannot be read.
+    """
+    mark = sequence_id.to_bytes(8, "little")
+    first = max(log.first_index, end_index - LOOKED_THROUGH_MESSAGES)
+    left_bytes = LOOKED_THROUGH_BYTES
+    for start in reversed(range(first, end_index, _PART_MESSAGES)):
+        found = NOT_KNOWN
+        async for raw, places in _records(log, start, min(start + _PART_MESSAGES, end_index)):
+            columns = bytes(raw[places[RECORD_START] : places[COLUMNS_END]])
+            # Most records have neither, which is told without taking them apart.
+            if mark in columns and name in columns:
+                found = max(found, _index_in_record(raw, places, name, sequence_id))
+            left_bytes -= int(places[RECORD_END] - places[RECORD_START])
+            if left_bytes < 0:
+                return found
+        if found != NOT_KNOWN:
+            return found
+    return NOT_KNOWN
+
+
+async def publish_time_ms(log: Log, index: int) -> int:
+    """When the log took the message with this index; 0 if retention has dropped it."""
+    try:
+        async for _, places in _records(log, index, index + 1):
+            return int(places[PUBLISH_TIME_MS])
+    except PositionError:
+        pass
+    return 0
+
+
+async def _records(log: Log, start: int, stop: int) -> AsyncIterator[tuple[bytes | memoryview, Int64s]]:
+    """The records with these messages; what retention has dropped meanwhile is left out."""
+    here = max(start, log.first_index)
+    while here < stop:
+        raw = await log.read(here, stop, _PAGE_BYTES)
+        at = 0
+        while at < len(raw):
+            places = np.empty(PLACES, np.int64)
+            if scan_record(np.frombuffer(raw, np.uint8), at, log.incarnation, -1, NO_KEY, places) != END:
+                raise error("LOG_DAMAGED", f"a record with index {here} or after it cannot be read")
+            yield raw, places
+            at = int(places[RECORD_END])
+            here = int(places[BASE_INDEX] + places[ROWS])
+
+
+def _index_in_record(raw: bytes | memoryview, places: Int64s, name: bytes, sequence_id: int) -> int:
+    """The index of the message with this ID of this producer in a scanned record, or NOT_KNOWN."""
     batch = batches.decode(body_of(raw, places))
     producers_in_batch = [batch.producer_names[p] for p in range(len(batch.epochs))]
     if name not in producers_in_batch:
         return NOT_KNOWN
-    mine = batch.sequence_ids == last
+    mine = batch.sequence_ids == sequence_id
     if len(producers_in_batch) > 1:
         mine &= batch.producer_indexes == producers_in_batch.index(name)
     rows = np.flatnonzero(mine)

@@ -20,10 +20,11 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import admission, control, recovery
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal, Reply
-from seqdedupe.topic.control import Change, Sessions
+from seqdedupe.topic.control import Change, Reset, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.originals import index_in_log
 from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.retention import Retention
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.sessions import Opened
 from seqdedupe.topic.snapshotter import Intervals
@@ -66,11 +67,12 @@ class Topic(TopicBase):
             on_state=on_state,
         )
         self.next_index = self.confirmed_index
+        self.now_seconds = asyncio.get_running_loop().time
         self._random_bytes = random_bytes
-        self._flight = Flight()
-        self.has_room = self._flight.has_room
-        self.wait_for_room = self._flight.wait_for_room
-        self.in_flight_now = self._flight.all_of_now
+        self.flight = Flight()
+        self.has_room = self.flight.has_room
+        self.wait_for_room = self.flight.wait_for_room
+        self.in_flight_now = self.flight.all_of_now
         self._is_recovering = False
         self._failed_meanwhile = False
         self._seems_damaged = False
@@ -80,7 +82,10 @@ class Topic(TopicBase):
         """The highest that a control record names."""
         self._policy_stated = -1
         """From this index on the log states the policy; -1: not known."""
-        self._retention: asyncio.Task[None] | None = None
+        self._retention = Retention(
+            log, self.producers, self.flight, lambda: (self.policy, self._policy_stated), self.append_change
+        )
+        self._trimming: asyncio.Task[None] | None = None
 
     @property
     def first_index(self) -> int:
@@ -146,7 +151,7 @@ class Topic(TopicBase):
         why = e.message if isinstance(e, SeqdedupeError) else f"{type(e).__name__}: {e}"
         if not isinstance(e, UnavailableError) or e.reason != "LOG_REFUSED":
             self._set_state(State.RECOVERING, f"the log cannot be read now: {why}")
-        elif self.state is not State.RECOVERING or not len(self._flight):
+        elif self.state is not State.RECOVERING or not len(self.flight):
             self._set_state(State.READ_ONLY, why)
 
     def _give_up(self, e: DamagedError) -> None:
@@ -183,22 +188,22 @@ class Topic(TopicBase):
 
     def _merge(self, chunk: bytes, table: recovery.Table, count: int, runs_of: recovery.RunsOf) -> None:
         """Records found in the log; what is in flight and among them is confirmed and answered."""
-        self.producers.replay(chunk, table, count)
-        # All merges by maximum, so control records may come after the batches that stand between them.
-        for places in table[:count][(table[:count, ROWS] == 0) & (table[:count, TERM] == 0)]:
-            change, term = control.decode(body_of(chunk, places))
-            self._known_term = max(self._known_term, term)
-            self._apply(change, int(places[BASE_INDEX]))
+        for batches, changes in control.runs(chunk, table[:count]):
+            if len(batches):
+                self.producers.replay(chunk, batches, len(batches))
+            for change, term, index in changes:
+                self._known_term = max(self._known_term, term)
+                self._apply(change, index)
         # What is merged again may stand before the last message that is known.
         self.confirmed_index = max(self.confirmed_index, int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS]))
         for last in table[:count][table[:count, ROWS] > 0][-1:]:
             self.last_ownership = ownership(last)
         found: list[Admitted | Changing] = []
-        for k, places in enumerate(table[:count] if len(self._flight) else ()):
-            oldest = self._flight.oldest
+        for k, places in enumerate(table[:count] if len(self.flight) else ()):
+            oldest = self.flight.oldest
             if oldest is None or places[TERM] or oldest.body != body_of(chunk, places):
                 continue
-            self._flight.take()
+            self.flight.take()
             if isinstance(oldest, Admitted):
                 # Where it stands, which need not be where it was to stand.
                 oldest.receipt.first_index, oldest.receipt.runs = int(places[BASE_INDEX]), runs_of(k)
@@ -214,8 +219,7 @@ class Topic(TopicBase):
             # It may stand at the end of a segment that is dropped with the message before it.
             self._policy_stated = index - 1
         else:
-            numbers = self.producers.add_all(change.names)
-            self.producers.confirm_sessions(numbers, change.epochs, change.persisted, index)
+            control.apply(change, self.producers, index)
 
     # -- publishing --------------------------------------------------------------------------------------------
 
@@ -243,9 +247,9 @@ class Topic(TopicBase):
         else:
             self.log.append(new.encoded, new.rows, new.column_bytes)
             self.next_index += new.rows
-            self._flight.add(Admitted(new, answer, reply))
+            self.flight.add(Admitted(new, answer, reply, self.now_seconds()))
 
-    def _append_change(self, change: Change) -> "asyncio.Future[None]":
+    def append_change(self, change: Change) -> "asyncio.Future[None]":
         """Hands a control record to the log. Done when it is durable and in force; raises why it is not.
 
         Raises at once, and does nothing, unless the topic takes messages.
@@ -265,14 +269,14 @@ class Topic(TopicBase):
 
         body = control.encode(change, term=self.term, record_id=int.from_bytes(self._random_bytes(8), "little"))
         self.log.append_control(body)
-        self._flight.add(Changing(body, change, settled))
+        self.flight.add(Changing(body, change, settled))
         return done
 
     # -- outcomes ----------------------------------------------------------------------------------------------
 
     def _settle(self, outcome: Outcome) -> None:
         """The log tells what became of the oldest appends in flight."""
-        confirmed = [self._flight.take() for _ in range(outcome.stored)]
+        confirmed = [self.flight.take() for _ in range(outcome.stored)]
         rows = 0
         for item, runs in zip(confirmed, outcome.runs, strict=True):
             if isinstance(item, Admitted):
@@ -290,11 +294,13 @@ class Topic(TopicBase):
             self._answer(item)
         if outcome.failure is not None:
             self._log_failed(outcome.failure, outcome.why)
-        self._flight.tell()
+        self.flight.tell()
         self.snapshotter.stored(len(confirmed))
 
     def _answer(self, item: Admitted | Changing) -> None:
         if isinstance(item, Changing):
+            if isinstance(item.change, Reset):
+                self.counters.resets += len(item.change.names)
             item.settled(None)
         else:
             self.counters.count(item.receipt, item.frame.rows)
@@ -316,7 +322,7 @@ class Topic(TopicBase):
 
     def _fail_in_flight(self, reason: str, why: str) -> None:
         """What is in flight is given up: nothing of it counts as pushed any more."""
-        failed = [self._flight.take() for _ in range(len(self._flight))]
+        failed = [self.flight.take() for _ in range(len(self.flight))]
         self.producers.fail_in_flight()
         self.next_index = self.confirmed_index
         for item in failed:
@@ -326,7 +332,7 @@ class Topic(TopicBase):
             self.counters.refused += 1
             e = error(reason, f"topic {self.name} could not append the batch: {why}")
             item.reply(Refusal(item.receipt.frame, e))
-        self._flight.tell()
+        self.flight.tell()
 
     # -- sessions and snapshots --------------------------------------------------------------------------------
 
@@ -346,12 +352,12 @@ class Topic(TopicBase):
         if (numbers[opening.numbers, DURABLE_EPOCH] < opening.epochs).any():
             # All that is in flight stands before it, and has settled when it has.
             parts = control.parts(Sessions(opening.names, opening.epochs))
-            await asyncio.gather(*[self._append_change(part) for part in parts])
+            await asyncio.gather(*[self.append_change(part) for part in parts])
         else:
             await self.in_flight_now()
         answer = self.sessions.opened(opening, len(names))
         for place, number in list(zip(opening.places.tolist(), opening.numbers.tolist(), strict=True))[:MAX_LOOKED_UP]:
-            if answer.indexes[place] < 0:
+            if answer.indexes[place] < 0 and place not in answer.refusals:
                 answer.indexes[place] = await index_in_log(self.producers, number, self.log)
         return answer
 
@@ -361,31 +367,18 @@ class Topic(TopicBase):
         Raises why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever is cancelled here does not
         know.
         """
-        await self._append_change(policy)
+        await self.append_change(policy)
 
     def _snapshot_is_durable(self, next_index: int) -> None:
-        if self.state is not State.DRAINING and (self._retention is None or self._retention.done()):
-            self._retention = self._spawn(self._trim())
+        if self.state is not State.DRAINING and (self._trimming is None or self._trimming.done()):
+            self._trimming = self._spawn(self._trim())
 
     async def _trim(self) -> None:
         """Retention drops what it may; what is covered after this has begun waits for the next snapshot."""
         try:
-            first = await self.log.may_trim_to(self.snapshot_index)
-            if first > self.log.first_index:
-                await self._state_again(first)
-                await self.log.trim(first)
+            await self._retention.trim(self.snapshot_index)
         except SeqdedupeError as e:
             logger.warning("topic %s: retention waits for the next snapshot: %s", self.name, e)
-
-    async def _state_again(self, first_index: int) -> None:
-        """What is in force and stated only below this index is written again: the log alone must tell all of it.
-
-        The policy always is, and with it the term: the markers go too, and no term must ever come twice.
-        """
-        if self._policy_stated < first_index:
-            await self._append_change(self.policy)
-        for part in control.stated_again(self.producers, first_index):
-            await self._append_change(part)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

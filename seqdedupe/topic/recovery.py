@@ -68,9 +68,11 @@ class _Replay:
             self.tokens[marker_token(chunk, table[k])] = int(table[k, TERM])
         self.next_index = entries.next_index
         self._check_history(table)
-        # A batch that is known already must not enter the ring twice. Of control records after the last message that
-        # is known it is not known which ones are; they only repeat what they said.
-        new = np.flatnonzero((table[:, ROWS] == 0) | (table[:, BASE_INDEX] + table[:, ROWS] > self._skip_below))
+        # A batch that is known already must not enter the ring twice, nor may a reset before it come after it. Of
+        # control records after the last message that is known it is not known which ones are; all of them once more
+        # come to the same.
+        ends = table[:, BASE_INDEX] + table[:, ROWS]
+        new = np.flatnonzero(np.where(table[:, ROWS] == 0, ends >= self._skip_below, ends > self._skip_below))
         if len(new):
             some = table if len(new) == len(table) else table[new]
             self._merge(chunk, some, len(new), lambda k: entries.runs[int(new[k])])

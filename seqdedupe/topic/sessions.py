@@ -36,6 +36,7 @@ class Opening:
     epochs: Int64s
     refusals: dict[int, SeqdedupeError]
     """By place in the call: FENCED, INVALID_EPOCH."""
+    is_resume: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Sessions:
             if name not in self._producers:
                 new_producer_name(shown)
         refusals: dict[int, SeqdedupeError] = {}
+        is_resume = epochs is not None
         if epochs is None:
             epochs = [self._next_epoch()] * len(names)
         else:
@@ -86,13 +88,18 @@ class Sessions:
         numbers = self._producers.add_all(accepted)
         given = np.array([epochs[place] for place in places], np.int64)
         self._producers.open(numbers, given)
-        return Opening(np.array(places, np.int64), accepted, numbers, given, refusals)
+        return Opening(np.array(places, np.int64), accepted, numbers, given, refusals, is_resume)
 
     def opened(self, opening: Opening, names: int) -> Opened:
         """What an Open of so many names answers once all that it waits for has settled."""
-        answer = Opened([0] * names, [-1] * names, [-1] * names, opening.refusals)
-        columns = (opening.places.tolist(), opening.numbers.tolist(), opening.epochs.tolist())
-        for place, number, epoch in zip(*columns, strict=True):
+        answer = Opened([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
+        columns = (opening.names, opening.places.tolist(), opening.numbers.tolist(), opening.epochs.tolist())
+        for name, place, number, epoch in zip(*columns, strict=True):
+            current = int(self._producers.numbers[number, DURABLE_EPOCH])
+            if opening.is_resume and current > epoch:
+                # While it waited; and a reset may have taken from it what it has receipts for.
+                answer.refusals[place] = _fenced(name.decode(), epoch, current)
+                continue
             answer.epochs[place] = epoch
             answer.persisted[place] = last = int(self._producers.numbers[number, PERSISTED])
             answer.indexes[place] = self._producers.index_of(number, last) if last >= 0 else -1
@@ -124,11 +131,15 @@ class Sessions:
                 current_epoch=current,
             )
         if epoch < current:
-            return error(
-                "FENCED",
-                f"producer {shown!r} has been opened by another session: its epoch is {current}, not {epoch}",
-                producer_name=shown,
-                epoch=epoch,
-                current_epoch=current,
-            )
+            return _fenced(shown, epoch, current)
         return None
+
+
+def _fenced(shown: str, epoch: int, current: int) -> SeqdedupeError:
+    return error(
+        "FENCED",
+        f"producer {shown!r} has been opened by another session: its epoch is {current}, not {epoch}",
+        producer_name=shown,
+        epoch=epoch,
+        current_epoch=current,
+    )

@@ -42,13 +42,14 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Counters:
-    """Since this process opened the topic: rows by verdict, frames refused, failures of the log."""
+    """Since this process opened the topic: rows by verdict, frames refused, failures of the log, producers reset."""
 
     not_dup: int = 0
     dup: int = 0
     unknown: int = 0
     refused: int = 0
     log_failures: int = 0
+    resets: int = 0
 
     def count(self, receipt: Receipt, new_rows: int) -> None:
         """A frame has its receipt; so many of its rows were stored."""

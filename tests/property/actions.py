@@ -201,6 +201,17 @@ class Case(World):
     def do_policy(self) -> None:
         self.loop.create_task(self.set_policy(Policy(not self.topic.policy.deduplication_enabled)))
 
+    def do_reset(self) -> None:
+        """An operator sets a producer back, now and then while it sends and retention goes on."""
+        name = self.random.choice([name for _, name in self.sessions])
+        if self.random.random() < 0.5:
+            self.do_send()
+            self.deliver_all()
+        self.loop.create_task(self.reset(name, self.random.randint(-1, self.judge.storage.promise(name).highest)))
+        if self.random.random() < 0.5:
+            self.do_snapshot()
+            self.do_job()
+
     def do_crash(self) -> None:
         """kill -9, or a power cut, which also takes what the store had not synced, or the store is lost as a whole."""
         self.end_process(self.some_in_flight())

@@ -33,12 +33,16 @@ ACTIONS = {
     "send_old": 3,
     "rival": 1,
     "policy": 1,
+    "reset": 5,
     "crash": 2,
     "drain": 1,
 }
 """How often each comes. A case leaves some out and has others twice as often."""
 
 NEVER_LEFT_OUT = ("send", "deliver", "answer", "settle", "job", "open")
+RESETS = 0.4
+"""The share of cases with any: in the others messages are never taken anew."""
+
 POLICY_SWITCHES = 0.2
 """The share of cases with any: what is doubled in them may be, so they prove less."""
 
@@ -51,5 +55,7 @@ def steps_of(seed: int) -> list[Step]:
         weights[action] = ACTIONS[action]
     if random.random() >= POLICY_SWITCHES:
         weights["policy"] = 0
+    if random.random() >= RESETS:
+        weights["reset"] = 0
     names = random.choices(list(weights), list(weights.values()), k=random.randint(30, 150))
     return [(name, random.getrandbits(48)) for name in names]

@@ -107,6 +107,9 @@ class Promised:
     stored_epoch: int = 0
     """The newest session that the log names."""
 
+    reset_epoch: int = 0
+    """That of the last reset in the log."""
+
 
 class CheckedStorage(Storage):
     """The log's storage. Each batch that becomes durable is held against what was promised.
@@ -156,12 +159,16 @@ class CheckedStorage(Storage):
     def add_control(self, body: bytes) -> Runs:
         runs = super().add_control(body)
         change, _ = control.decode(body)
-        if isinstance(change, Policy):
-            self.policy = change
+        if isinstance(change, Policy | control.Watermarks):
+            self.policy = change if isinstance(change, Policy) else self.policy
             return runs
         for name, epoch in zip(change.names, change.epochs.tolist(), strict=True):
             durable = self.promise(name.decode())
             durable.stored_epoch = max(durable.stored_epoch, epoch)
+        if isinstance(change, control.Reset):
+            for name, epoch, persisted in zip(change.names, change.epochs, change.persisted, strict=True):
+                promised = self.promise(name.decode())
+                promised.highest, promised.reset_epoch = int(persisted), int(epoch)
         return runs
 
     def _check_link(self, name: str, sequence_id: int, link: int) -> None:

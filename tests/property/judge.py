@@ -1,13 +1,16 @@
 """What must hold, all the time and at each answer."""
 
-from seqdedupe.core.rule import DUP, EPOCH, NOT_DUP, PERSISTED, PUSHED
+from dataclasses import replace
+
+from seqdedupe.core.rule import DUP, DURABLE_EPOCH, EPOCH, NOT_DUP, PERSISTED, PUSHED
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import Opened
+from seqdedupe.topic.state import State
 from tests.property.client import Frame, Session
-from tests.property.disk import CheckedStorage, Row, Violation
+from tests.property.disk import CheckedStorage, Promised, Row, Violation
 from tests.property.wires import OpenRequest
 
 
@@ -61,8 +64,12 @@ class Judge:
         topic = self.topic
         for name, promised in self.storage.promised.items():
             number = topic.producers.number(name.encode())
-            persisted = -1 if number is None else int(topic.producers.numbers[number, PERSISTED])
-            if persisted > promised.highest:
+            if number is None:
+                continue
+            persisted, epoch = topic.producers.numbers[number, [PERSISTED, DURABLE_EPOCH]].tolist()
+            # A reset that is in the log may have been told to nobody yet, and recovery repeats earlier ones first.
+            is_reset = epoch >= promised.reset_epoch and (self.is_serving() or not promised.reset_epoch)
+            if persisted > promised.highest and is_reset:
                 self.wrong(f"{name} has persisted {persisted}, in the log is {promised.highest}")
         if topic.snapshot_index > topic.confirmed_index:
             self.wrong(f"a snapshot covers {topic.snapshot_index}, confirmed is {topic.confirmed_index}")
@@ -107,11 +114,24 @@ class Judge:
                     self.wrong(f"{frame} is fenced by a session of {p.name} that the log does not hold")
         for session, sequence_id in frame.rows:
             is_stored = sequence_id > pushed[session.name] and (session.name, sequence_id) in self.storage.indexes
+            # After a reset the one that is stored may be another one.
+            is_stored = is_stored and not self.storage.promise(session.name).reset_epoch
             if is_stored and refusal.error.reason != "OUTCOME_UNKNOWN":
                 self.wrong(f"{frame} is refused, but {session.name} {sequence_id} was stored")
 
-    def highest_stored(self, request: OpenRequest) -> list[int]:
-        return [self.storage.promise(session.name).highest for session in request.sessions]
+    def is_serving(self) -> bool:
+        return self.topic.state is State.SERVING
+
+    def stored(self, request: OpenRequest) -> list[Promised]:
+        """What the log holds as the request comes."""
+        return [replace(self.storage.promise(session.name)) for session in request.sessions]
+
+    def reset_answered(self, name: str) -> None:
+        """Of earlier sessions nothing will come any more."""
+        promised = self.storage.promise(name)
+        if not promised.reset_epoch:
+            self.wrong(f"the reset of {name} is answered, but not in the log")
+        promised.epoch = max(promised.epoch, promised.reset_epoch)
 
     def open_refused(self, name: str, epochs: list[int] | None, place: int, e: SeqdedupeError) -> None:
         """Only a session that the log holds fences another one."""
@@ -125,15 +145,20 @@ class Judge:
         if self.topic.policy != self.storage.policy:
             self.wrong(f"the policy {policy} is answered, but {self.topic.policy} is in force")
 
-    def opened(self, request: OpenRequest, opened: Opened, highest: list[int]) -> None:
+    def opened(self, request: OpenRequest, opened: Opened, before: list[Promised]) -> None:
         """All that was stored when the Open came is counted; of earlier sessions nothing will come any more."""
         for place, session in enumerate(request.sessions):
             name, promised = session.name, self.storage.promise(session.name)
             if place in opened.refusals:
                 continue
             epoch, persisted, index = opened.epochs[place], opened.persisted[place], opened.indexes[place]
-            if not highest[place] <= persisted <= promised.highest:
-                self.wrong(f"Open answers {persisted} for {name}, in the log was {highest[place]} when it came")
+            if epoch < promised.reset_epoch:
+                # It has been fenced meanwhile, whatever it learns.
+                promised.epoch = max(promised.epoch, epoch)
+                continue
+            highest = before[place].highest if before[place].reset_epoch == promised.reset_epoch else -1
+            if not highest <= persisted <= promised.highest:
+                self.wrong(f"Open answers {persisted} for {name}, in the log was {highest} when it came")
             if request.epochs is None and epoch > promised.epoch and persisted != promised.highest:
                 self.wrong(f"a new session of {name} begins at {persisted}, but the log has {promised.highest}")
             if index >= 0 and self.storage.rows[index][:2] != (name, persisted):

@@ -17,12 +17,14 @@ from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODU
 from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
 from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.topic import admission, control, recovery
+from seqdedupe.store import snapshots
+from seqdedupe.topic import admission, control, operating, recovery
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.retention import Retention
 from seqdedupe.topic.sessions import Sessions
 from seqdedupe.topic.snapshotter import Snapshotter
 from tests.log.faulty import FaultyLog
@@ -95,12 +97,12 @@ def failure_does_not_take_what_is_behind(patch: pytest.MonkeyPatch) -> None:
     original = Topic._fail_in_flight
 
     def fail_in_flight(self: Topic, reason: str, why: str) -> None:
-        waiting = [self._flight.take() for _ in range(len(self._flight))]
+        waiting = [self.flight.take() for _ in range(len(self.flight))]
         for admitted in waiting[:1]:
-            self._flight.add(admitted)
+            self.flight.add(admitted)
         original(self, reason, why)
         for admitted in waiting[1:]:
-            self._flight.add(admitted)
+            self.flight.add(admitted)
 
     patch.setattr(Topic, "_fail_in_flight", fail_in_flight)
 
@@ -179,7 +181,7 @@ def open_answered_before_what_is_in_flight_has_settled(patch: pytest.MonkeyPatch
 
 
 def open_answered_before_its_epoch_is_durable(patch: pytest.MonkeyPatch) -> None:
-    original = Topic._append_change
+    original = Topic.append_change
 
     def append_change(self: Topic, change: control.Change) -> Any:
         original(self, change)
@@ -187,7 +189,7 @@ def open_answered_before_its_epoch_is_durable(patch: pytest.MonkeyPatch) -> None
         done.set_result(None)
         return done
 
-    patch.setattr(Topic, "_append_change", append_change)
+    patch.setattr(Topic, "append_change", append_change)
 
 
 def failed_open_has_fenced(patch: pytest.MonkeyPatch) -> None:
@@ -202,10 +204,10 @@ def open_fences_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def retention_forgets_what_is_in_force(patch: pytest.MonkeyPatch) -> None:
-    async def state_nothing(self: Topic, first_index: int) -> None:
+    async def state_nothing(self: Retention, first_index: int) -> None:
         pass
 
-    patch.setattr(Topic, "_state_again", state_nothing)
+    patch.setattr(Retention, "_state_again", state_nothing)
 
 
 def control_records_after_the_last_message_not_replayed(patch: pytest.MonkeyPatch) -> None:
@@ -294,6 +296,62 @@ def epoch_of_an_earlier_term_taken_for_newer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sessions, "begin_term", lambda self, term: None)
 
 
+def reset_does_not_outlast_a_snapshot(patch: pytest.MonkeyPatch) -> None:
+    def maximum(numbers: Any, where: Any, others: Any) -> None:
+        numbers[where] = np.maximum(numbers[where], others)
+
+    patch.setattr(snapshots, "overwrite", maximum)
+
+
+def reset_before_the_last_message_replayed_after_it(patch: pytest.MonkeyPatch) -> None:
+    original = recovery._Replay._entries
+
+    def entries_of(self: Any, entries: Entries) -> None:
+        table = entries.table
+        resets = (table[:, ROWS] == 0) & (table[:, TERM] == 0) & (table[:, BASE_INDEX] < self._skip_below)
+        if resets.any():
+            self._merge(entries.raw, np.ascontiguousarray(table[resets]), int(resets.sum()), lambda k: ())
+        original(self, entries)
+
+    patch.setattr(recovery._Replay, "_entries", entries_of)
+
+
+def reset_replayed_after_the_batches_that_follow_it(patch: pytest.MonkeyPatch) -> None:
+    original = control.runs
+
+    def runs(chunk: bytes, table: Any) -> Any:
+        found = list(original(chunk, table))
+        yield table, [change for _, changes in found for change in changes]
+
+    patch.setattr(control, "runs", runs)
+
+
+def reset_taken_back_by_what_is_stated_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Flight, "replaces_something", lambda self: False)
+
+
+def reset_does_not_fence(patch: pytest.MonkeyPatch) -> None:
+    original = control.Reset
+
+    def reset(names: Any, epochs: Any, persisted: Any) -> Any:
+        return original(names, np.zeros_like(epochs), persisted)
+
+    patch.setattr(operating, "Reset", reset)
+
+
+def reset_answered_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
+    original = Topic.append_change
+
+    def append_change(self: Topic, change: control.Change) -> Any:
+        done = original(self, change)
+        if isinstance(change, control.Reset):
+            done = asyncio.get_running_loop().create_future()
+            done.set_result(None)
+        return done
+
+    patch.setattr(Topic, "append_change", append_change)
+
+
 def _number(raw: Any, at: int, size: int) -> int:
     return int.from_bytes(bytes(raw[at : at + size]), "little", signed=True)
 
@@ -326,4 +384,10 @@ ALL = [
     failure_during_recovery_overlooked,
     landed_frames_answered_as_refused,
     epoch_of_an_earlier_term_taken_for_newer,
+    reset_does_not_outlast_a_snapshot,
+    reset_before_the_last_message_replayed_after_it,
+    reset_replayed_after_the_batches_that_follow_it,
+    reset_taken_back_by_what_is_stated_again,
+    reset_does_not_fence,
+    reset_answered_before_it_is_durable,
 ]

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from random import Random
 
 from seqdedupe.core.rule import PUSHED
-from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import Opened
@@ -187,7 +188,7 @@ class World:
 
     async def open(self, request: OpenRequest) -> None:
         names = [session.name for session in request.sessions]
-        highest = self.judge.highest_stored(request)
+        stored = self.judge.stored(request)
         try:
             opened = await self.topic.open_sessions(names, request.epochs)
         except SeqdedupeError as e:
@@ -198,7 +199,7 @@ class World:
         self.say(lambda: f"    Open of {names} gets epochs {opened.epochs}, persisted {opened.persisted}")
         for place, why in opened.refusals.items():
             self.judge.open_refused(names[place], request.epochs, place, why)
-        self.judge.opened(request, opened, highest)
+        self.judge.opened(request, opened, stored)
         self.open_answers.append((request, opened))
 
     async def set_policy(self, policy: Policy) -> None:
@@ -207,6 +208,15 @@ class World:
         except UnavailableError:
             return
         self.judge.policy_answered(policy)
+
+    async def reset(self, name: str, persisted: int) -> None:
+        try:
+            before = await reset_producer(self.topic, name, persisted)
+        except (UnavailableError, InvalidRequestError):
+            # The log took nothing; or the producer is not known, or has been reset meanwhile.
+            return
+        self.say(lambda: f"    {name} is reset from {before} to {persisted}")
+        self.judge.reset_answered(name)
 
     def answer_open(self, *, is_lost: bool) -> None:
         request, answer = self.open_answers.pop(0)

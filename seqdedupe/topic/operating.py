@@ -1,0 +1,144 @@
+"""What an operator asks and does about a topic's producers: one message, what is in flight, a reset."""
+
+import logging
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from seqdedupe.core.rule import PERSISTED, PUSHED
+from seqdedupe.errors import error
+from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.message_id import Position
+from seqdedupe.names import producer_name
+from seqdedupe.topic.control import Reset
+from seqdedupe.topic.originals import NOT_KNOWN, find_in_log, publish_time_ms
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.state import State
+
+logger = logging.getLogger("seqdedupe.topic")
+
+MILLISECONDS_A_SECOND = 1000
+
+
+class MessageState(Enum):
+    """What is known of a message. Values as on the wire."""
+
+    NOT_SEEN = 1
+    IN_FLIGHT = 2
+    PASSED_OVER = 3
+    """A higher ID of its producer is in flight, it is not."""
+    STORED = 4
+    BELOW_WATERMARK = 5
+    """It may have been stored, or never sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What is known of one message: its state, where it stands if it is STORED, its producer's numbers."""
+
+    state: MessageState
+    pushed: int
+    persisted: int
+    in_flight_ms: int = 0
+    position: Position | None = None
+    publish_time_ms: int = 0
+    """0: not known (any more)."""
+
+
+class ProducerInFlight(NamedTuple):
+    """What a producer has had in flight for long."""
+
+    name: bytes
+    first_id: int
+    last_id: int
+    in_flight_ms: int
+
+
+async def message_state(topic: Topic, name: str, sequence_id: int) -> Message:
+    """What is known of a message. One that the ring has forgotten is looked for at the log's end (`originals`).
+
+    Raises INVALID_NAME, INVALID_SEQUENCE_ID; RECOVERING or LOG_DAMAGED while it is not certain.
+    """
+    encoded = producer_name(name)
+    if sequence_id < 0:
+        raise error("INVALID_SEQUENCE_ID", f"the sequence ID is {sequence_id}: they begin with 0")
+    topic.check_knows_its_end()
+    if topic.state is State.RECOVERING:
+        raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
+    number = topic.producers.number(encoded)
+    if number is None:
+        return Message(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
+    pushed, persisted = topic.producers.numbers[number, [PUSHED, PERSISTED]].tolist()
+    if sequence_id > pushed:
+        return Message(MessageState.NOT_SEEN, pushed, persisted)
+    if sequence_id > persisted:
+        since = topic.flight.since(number, sequence_id)
+        if since is None:
+            return Message(MessageState.PASSED_OVER, pushed, persisted)
+        return Message(MessageState.IN_FLIGHT, pushed, persisted, in_flight_ms=_ms_since(topic, since))
+    index = topic.producers.index_of(number, sequence_id)
+    if index == NOT_KNOWN:
+        index = await find_in_log(topic.log, encoded, sequence_id, topic.confirmed_index)
+    if index == NOT_KNOWN:
+        return Message(MessageState.BELOW_WATERMARK, pushed, persisted)
+    return Message(
+        MessageState.STORED,
+        pushed,
+        persisted,
+        position=topic.position_before(index + 1),
+        publish_time_ms=await publish_time_ms(topic.log, index),
+    )
+
+
+def in_flight(topic: Topic, longer_than_ms: int) -> list[ProducerInFlight]:
+    """The producers that have had something in flight for at least so long, the longest first, and which IDs.
+
+    Raises INVALID_REQUEST.
+    """
+    if longer_than_ms < 0:
+        raise error("INVALID_REQUEST", f"longer_than_ms is {longer_than_ms}: it should be 0 or higher")
+    found = topic.flight.by_producer(topic.now_seconds() - longer_than_ms / MILLISECONDS_A_SECOND)
+    names = dict(zip(sorted(found), topic.producers.names_of(np.array(sorted(found))), strict=True)) if found else {}
+    listed = [
+        ProducerInFlight(names[number], each.first_id, each.last_id, _ms_since(topic, each.since_seconds))
+        for number, each in found.items()
+    ]
+    return sorted(listed, key=lambda each: -each.in_flight_ms)
+
+
+def _ms_since(topic: Topic, since_seconds: float) -> int:
+    return int((topic.now_seconds() - since_seconds) * MILLISECONDS_A_SECOND)
+
+
+async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
+    """Sets a producer's persisted ID, and fences its sessions; durable and in force on return. Returns what it was.
+
+    What it has in flight settles first. Raises INVALID_NAME, PRODUCER_NOT_FOUND; INVALID_REQUEST if it has not sent
+    that ID; why the topic takes nothing now, or LOG_REFUSED: then nothing has changed, and nobody is fenced. Whoever is
+    cancelled here does not know.
+    """
+    encoded = producer_name(name)
+    topic.check_serving()
+    number = topic.producers.number(encoded)
+    if number is None:
+        raise error("PRODUCER_NOT_FOUND", f"topic {topic.name} knows no producer {name!r}", topic=topic.name)
+    # All that is in flight stands before the record, and is persisted when that is.
+    before = int(topic.producers.numbers[number, PUSHED])
+    if not NO_SEQUENCE_ID <= persisted <= before:
+        raise error(
+            "INVALID_REQUEST",
+            f"persisted is {persisted}: it should be {NO_SEQUENCE_ID} to {before}, which producer {name!r} has sent",
+            persisted=before,
+        )
+    opening = topic.sessions.open([name], None)
+    await topic.append_change(Reset(opening.names, opening.epochs, np.array([persisted], np.int64)))
+    logger.warning(
+        "topic %s: producer %r was reset from sequence ID %d to %d: what it sends above that is new, stored or not",
+        topic.name,
+        name,
+        before,
+        persisted,
+    )
+    return before
