@@ -133,7 +133,8 @@ REASONS: dict[str, Reason] = {
     "FENCED": Reason(
         FencedError,
         "FAILED_PRECONDITION",
-        "Another process opened this producer name later. Stop this one, or give it a name of its own.",
+        "Another process opened this producer name later, or an operator has reset it. Stop this one, or give it a "
+        "name of its own.",
     ),
     "PREDECESSOR_MISSING": Reason(
         UnavailableError, "FAILED_PRECONDITION", "Resend from the first message without a receipt.", 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, int32_column, int64_column
+from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.topic.admission import Frame
 from seqdedupe.topic.answers import Int64s, Receipt, Reply
 from seqdedupe.topic.broadcast import Broadcast
@@ -132,8 +132,11 @@ class Flight:
 
 def _columns(frame: Frame) -> tuple[Int64s, Int64s]:
     """Of each row of a frame its producer's number and its sequence ID."""
-    ids = int64_column(frame.view, frame.places, SEQUENCE_IDS)
-    indexes = int32_column(frame.view, frame.places, PRODUCER_INDEXES)
+    ids = np.frombuffer(frame.encoded, np.int64, frame.rows, start(frame.places, SEQUENCE_IDS))
+    several = size(frame.places, PRODUCER_INDEXES) > 0
+    indexes = np.frombuffer(
+        frame.encoded, np.int32, frame.rows if several else 0, start(frame.places, PRODUCER_INDEXES)
+    )
     return frame.slots[indexes] if len(indexes) else np.repeat(frame.slots, len(ids)), ids
 
 

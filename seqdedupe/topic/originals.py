@@ -25,9 +25,8 @@ from seqdedupe.log.contract import Log
 NOT_KNOWN = -1
 
 LOOKED_THROUGH_MESSAGES = 2**16
-"""How far back from the log's end a message is looked for: so many messages, and so many bytes read."""
+"""How far back from the log's end a message is looked for: so many messages, and about so many bytes."""
 LOOKED_THROUGH_BYTES = 64 * 1024 * 1024
-_PART_MESSAGES = 4096
 _PAGE_BYTES = 1024 * 1024
 
 
@@ -58,21 +57,29 @@ async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int) -
     NOT_KNOWN if it is not found in as much as is looked through. Raises what a log raises that cannot be read.
     """
     mark = sequence_id.to_bytes(8, "little")
-    first = max(log.first_index, end_index - LOOKED_THROUGH_MESSAGES)
-    left_bytes = LOOKED_THROUGH_BYTES
-    for start in reversed(range(first, end_index, _PART_MESSAGES)):
-        found = NOT_KNOWN
-        async for raw, places in _records(log, start, min(start + _PART_MESSAGES, end_index)):
+    found = NOT_KNOWN
+    try:
+        async for raw, places in _records(log, await _looked_through_from(log, end_index), end_index):
             columns = bytes(raw[places[RECORD_START] : places[COLUMNS_END]])
             # Most records have neither, which is told without taking them apart.
             if mark in columns and name in columns:
                 found = max(found, _index_in_record(raw, places, name, sequence_id))
-            left_bytes -= int(places[RECORD_END] - places[RECORD_START])
-            if left_bytes < 0:
-                return found
-        if found != NOT_KNOWN:
-            return found
-    return NOT_KNOWN
+    except PositionError:
+        # Retention was faster.
+        pass
+    return found
+
+
+async def _looked_through_from(log: Log, end_index: int) -> int:
+    """The first index that is not too far from the end, in messages and in bytes."""
+    low, high = max(log.first_index, end_index - LOOKED_THROUGH_MESSAGES), end_index
+    while low < high:
+        middle = (low + high) // 2
+        if await log.locate_bytes(middle, LOOKED_THROUGH_BYTES, end_index) < end_index:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 async def publish_time_ms(log: Log, index: int) -> int:

@@ -50,6 +50,15 @@ class Admin:
     def producer(self, topic: str, name: str) -> admin_pb2.Producer:
         return self._run(lambda admin: admin.producer(topic, name))
 
+    def message_state(self, topic: str, producer_name: str, sequence_id: int) -> admin_pb2.GetMessageStateResponse:
+        return self._run(lambda admin: admin.message_state(topic, producer_name, sequence_id))
+
+    def in_flight(self, topic: str, *, longer_than_ms: int = 0) -> admin_pb2.ListInFlightResponse:
+        return self._run(lambda admin: admin.in_flight(topic, longer_than_ms=longer_than_ms))
+
+    def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
+        return self._run(lambda admin: admin.reset_producer(topic, name, persisted))
+
     def snapshot(self, topic: str) -> Position:
         return self._run(lambda admin: admin.snapshot(topic))
 
