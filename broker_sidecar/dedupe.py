@@ -22,6 +22,9 @@ SERVICE = "seqdedupe.v1.DedupeService"
 
 MAX_TOKEN = 2**64 - 1
 
+MAX_CHECKS = 256
+"""In one message."""
+
 
 class DedupeService:
     """The handlers of DedupeService."""
@@ -47,10 +50,10 @@ class DedupeService:
         first = await stream.read_first()
         if first is grpc.aio.EOF:
             return
-        begin = parse(wire.AttachRequest, first)
-        if begin.WhichOneof("step") != "begin" or begin.token:
-            raise error("INVALID_REQUEST", "the first message is Begin, without a token")
-        topic = await self._topics.get_or_create(begin.begin.topic)
+        request = parse(wire.AttachRequest, first)
+        if not request.HasField("begin") or len(request.ListFields()) > 1:
+            raise error("INVALID_REQUEST", "the first message is begin, alone and without a token")
+        topic = await self._topics.get_or_create(request.begin.topic)
         # It holds the topic: it never gives way to another stream because nobody publishes.
         stream.frames_in_flight += 1
         hold = _Hold(topic, stream)
@@ -81,49 +84,50 @@ class _Hold:
             request = parse(wire.AttachRequest, data)
             if request.token != self._token:
                 raise error("NOT_ATTACHED", "the token is not that of this attachment")
-            answer = self._step(request)
-            if answer is not None:
+            answer = wire.AttachResponse()
+            self._change(request, answer)
+            if len(request.checks) > MAX_CHECKS:
+                raise error("INVALID_REQUEST", f"a message has more than {MAX_CHECKS} checks")
+            for check in request.checks:
+                self._check(check, answer)
+            if request.checks or request.HasField("end_replay"):
                 await self._write(answer)
 
-    def _step(self, request: Any) -> Any:
-        """Does what a message says; the answer, or None."""
+    def _change(self, request: Any, answer: Any) -> None:
+        """Does all that a message says beside its checks."""
         topic, attachment = self._topic, self.attachment
-        match request.WhichOneof("step"):
-            case "check":
-                return self._check(request.check)
-            case "report":
-                report = request.report
-                topic.report(attachment, report.first_admission, report.persisted, report.position, report.failed)
-            case "replay":
-                replay = request.replay
-                columns = _columns(replay)
-                attachment.replay(
-                    columns,
-                    replay.positions,
-                    _values(replay.position_offsets, "<i4"),
-                    replay.previous_positions,
-                    _values(replay.previous_position_offsets, "<i4"),
-                )
-                topic.replayed(attachment, len(columns.lowest))
-            case "end_replay":
-                attachment.end_replay(request.end_replay.last_position)
-                topic.ready()
-                return wire.AttachResponse(ready=wire.Ready(replayed=attachment.replayed))
-            case "register":
-                attachment.register(request.register.first_handle, _names(request.register))
-            case "release":
-                attachment.release(_values(request.release.handles, "<i4"))
-            case "reset":
-                attachment.reset()
-            case _:
-                raise error("INVALID_REQUEST", "the message says nothing that is done after Begin")
-        return None
+        if request.HasField("register"):
+            attachment.register(request.register.first_handle, _names(request.register))
+        if request.HasField("release"):
+            attachment.release(_values(request.release.handles, "<i4"))
+        if request.HasField("replay"):
+            self._replay(request.replay)
+        if request.HasField("end_replay"):
+            attachment.end_replay(request.end_replay.last_position)
+            topic.ready()
+            answer.ready.replayed = attachment.replayed
+        if request.HasField("report"):
+            report = request.report
+            topic.report(attachment, report.first_admission, report.persisted, report.position, report.failed)
+        if request.HasField("reset"):
+            attachment.reset()
 
-    def _check(self, check: Any) -> Any:
+    def _replay(self, replay: Any) -> None:
+        columns = _columns(replay)
+        self.attachment.replay(
+            columns,
+            replay.positions,
+            _values(replay.position_offsets, "<i4"),
+            replay.previous_positions,
+            _values(replay.previous_position_offsets, "<i4"),
+        )
+        self._topic.replayed(self.attachment, len(columns.lowest))
+
+    def _check(self, check: Any, answer: Any) -> None:
         try:
             checked = self._topic.check(self.attachment, _columns(check))
         except SeqdedupeError as e:
-            refusal = wire.CheckRefusal(
+            answer.refusals.add(
                 frame=check.frame,
                 reason=e.reason,
                 message=e.message,
@@ -132,11 +136,9 @@ class _Hold:
                 persisted=int(e.numbers.get("persisted", -1)),
                 retry_delay_ms=e.retry_delay_ms,
             )
-            return wire.AttachResponse(refusal=refusal)
-        return wire.AttachResponse(
-            checked=wire.Checked(
-                frame=check.frame, verdicts=checked.verdicts.tobytes(), first_admission=checked.first_admission
-            )
+            return
+        answer.checked.add(
+            frame=check.frame, verdicts=checked.verdicts.tobytes(), first_admission=checked.first_admission
         )
 
     async def _write(self, answer: Any) -> None:

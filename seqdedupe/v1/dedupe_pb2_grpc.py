@@ -37,7 +37,7 @@ class DedupeServiceStub(object):
 
     A broker's whole duty, per topic:
 
-    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `Begin`. A newer
+    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
     attachment of the topic ends an older one.
     2. `Attached` answers a `token`, to be said in every message from here on, and `replay_after`: the position up to
     which the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token
@@ -68,7 +68,7 @@ class DedupeServiceStub(object):
     position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
     2^28).
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a `Check` is
+    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a check is
     answered in the stream, and nothing of it is admitted; what is wrong in another message ends the attachment.
     """
 
@@ -102,7 +102,7 @@ class DedupeServiceServicer(object):
 
     A broker's whole duty, per topic:
 
-    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `Begin`. A newer
+    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
     attachment of the topic ends an older one.
     2. `Attached` answers a `token`, to be said in every message from here on, and `replay_after`: the position up to
     which the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token
@@ -133,7 +133,7 @@ class DedupeServiceServicer(object):
     position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
     2^28).
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a `Check` is
+    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a check is
     answered in the stream, and nothing of it is admitted; what is wrong in another message ends the attachment.
     """
 
@@ -189,7 +189,7 @@ class DedupeService(object):
 
     A broker's whole duty, per topic:
 
-    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `Begin`. A newer
+    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
     attachment of the topic ends an older one.
     2. `Attached` answers a `token`, to be said in every message from here on, and `replay_after`: the position up to
     which the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token
@@ -220,7 +220,7 @@ class DedupeService(object):
     position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
     2^28).
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a `Check` is
+    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a check is
     answered in the stream, and nothing of it is admitted; what is wrong in another message ends the attachment.
     """
 
