@@ -142,9 +142,9 @@ class _Hold:
         )
 
     async def _write(self, answer: Any) -> None:
-        answer.trim_position = self._topic.trim_position
         # gRPC takes one message at a time, and news of the trim position comes whenever it comes.
         async with self._writing:
+            answer.trim_position = self._topic.trim_position
             await self._stream.write(answer.SerializeToString())
 
     def _trim_moved(self) -> None:
