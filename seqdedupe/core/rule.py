@@ -112,6 +112,7 @@ def decide(
     indexes: Int32Column,
     lowest: Int64Column,
     highest: Int64Column,
+    passes: Bytes,
     numbers: Int64s2,
     deduplicate: bool,
     verdicts: Uint8s,
@@ -119,11 +120,15 @@ def decide(
     """The verdict of each row; what is new counts as pushed from now on. Returns how many rows are new.
 
     With `deduplicate` off every row is new; the numbers move as ever, by maximum. A range's highest ID is not below
-    its lowest.
+    its lowest. Rows that `passes` marks (empty: none) are no messages of their own: they are new, and change nothing.
     """
     producer_row = producer_rows[0]
     new = 0
     for row in range(lowest.shape[0]):
+        if passes.shape[0] != 0 and passes[row] != 0:
+            verdicts[row] = NOT_DUP
+            new += 1
+            continue
         if indexes.shape[0] != 0:
             producer_row = producer_rows[indexes[row]]
         if deduplicate and lowest[row] <= numbers[producer_row, PUSHED]:
@@ -142,7 +147,23 @@ def decide_batch(
     """`decide` for a frame that `refusal` lets pass."""
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
-    return decide(producer_rows, indexes, ids, ids, numbers, deduplicate, verdicts)
+    return decide(producer_rows, indexes, ids, ids, raw[:0], numbers, deduplicate, verdicts)
+
+
+@kernel(inline=True)
+def confirm_one(producer_row: int, highest: int, stated: int, numbers: Int64s2) -> bool:
+    """A row is in the log, which states it from the index `stated` on (-1: not known). Whether it is the newest.
+
+    A record that says less, of a topic that does not deduplicate, does not state what is in force.
+    """
+    if highest < numbers[producer_row, PERSISTED]:
+        return False
+    numbers[producer_row, PERSISTED] = highest
+    if highest > numbers[producer_row, PUSHED]:
+        numbers[producer_row, PUSHED] = highest
+    if stated > numbers[producer_row, STATED]:
+        numbers[producer_row, STATED] = stated
+    return True
 
 
 @kernel(inline=True)
@@ -172,13 +193,7 @@ def confirm(
     for row in range(highest.shape[0]):
         if indexes.shape[0] != 0:
             producer_row = producer_rows[indexes[row]]
-        # A record that says less, of a topic that does not deduplicate, does not state what is in force.
-        if highest[row] >= numbers[producer_row, PERSISTED]:
-            numbers[producer_row, PERSISTED] = highest[row]
-            if highest[row] > numbers[producer_row, PUSHED]:
-                numbers[producer_row, PUSHED] = highest[row]
-            if stated > numbers[producer_row, STATED]:
-                numbers[producer_row, STATED] = stated
+        confirm_one(producer_row, highest[row], stated, numbers)
     return len(highest)
 
 
