@@ -7,7 +7,7 @@ none) are no messages of their own, and leave no trace.
 
 import numpy as np
 
-from seqdedupe.core.rule import CHANGED, PERSISTED, confirm_one, decide
+from seqdedupe.core.rule import PERSISTED, confirm_rows, decide
 from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel
 
 # What is wrong with a row, in the order in which it is looked for.
@@ -82,13 +82,7 @@ def confirm_ranges(
 
     Returns how many there are.
     """
-    for row in range(highest.shape[0]):
-        if passes.shape[0] != 0 and passes[row] != 0:
-            continue
-        producer_row = rows_of[handles[row]]
-        if confirm_one(producer_row, highest[row], -1, numbers):
-            dirty[producer_row] = CHANGED
-    return len(highest)
+    return int(confirm_rows(rows_of, handles, highest, passes, -1, numbers, dirty))
 
 
 def follow(last: bytes, positions: bytes, offsets: Int64s, previous: bytes, previous_offsets: Int64s) -> bool:

@@ -23,7 +23,9 @@ MAX_ADMISSIONS_IN_FLIGHT = 1 << 20
 """Of one attachment; 16 bytes each."""
 
 NO_ADMISSION = -1
-RELEASED = -1
+NO_ROW = -1
+FIRST_HANDLES = 64
+"""There is room for; it grows."""
 _NO_PASSES: Uint8s = np.zeros(0, np.uint8)
 
 
@@ -80,10 +82,10 @@ class Attachment:
         self.has_failed = False
         """Whether an admission has failed, and nobody has reset yet."""
         self._producers = producers
-        self._rows_of: Int64s = np.zeros(64, np.int64)
+        self._rows_of: Int64s = np.full(FIRST_HANDLES, NO_ROW, np.int64)
         """The producer row of each handle."""
-        self._live_rows_of: Int64s = np.zeros(64, np.int64)
-        """The same, but RELEASED where the handle was."""
+        self._live_rows_of: Int64s = self._rows_of.copy()
+        """The same, but NO_ROW where the handle was released."""
         self._handles = 0
         self._found: Int64s = np.zeros(1, np.int64)
         """Which row cannot be judged."""
@@ -119,22 +121,19 @@ class Attachment:
                 new_producer_name(shown)
         end = self._handles + len(names)
         if end > len(self._rows_of):
-            room = max(end, 2 * len(self._rows_of))
-            self._rows_of = np.resize(self._rows_of, room)
-            self._live_rows_of = np.resize(self._live_rows_of, room)
+            more = np.full(max(end, 2 * len(self._rows_of)) - len(self._rows_of), NO_ROW, np.int64)
+            self._rows_of = np.concatenate((self._rows_of, more))
+            self._live_rows_of = np.concatenate((self._live_rows_of, more))
         self._rows_of[self._handles : end] = self._producers.add_all(names)
         self._live_rows_of[self._handles : end] = self._rows_of[self._handles : end]
         self._handles = end
 
     def release(self, handles: np.ndarray) -> None:
         """These handles are not used any more. Raises INVALID_REQUEST."""
-        rows = self._live_rows()
+        rows = self._live_rows_of[: self._handles]
         if len(handles) and (handles.min() < 0 or handles.max() >= len(rows) or (rows[handles] < 0).any()):
             raise error("INVALID_REQUEST", "handles are released that are not registered")
-        rows[handles] = RELEASED
-
-    def _live_rows(self) -> Int64s:
-        return self._live_rows_of[: self._handles]
+        rows[handles] = NO_ROW
 
     # -- replay ------------------------------------------------------------------------------------------------
 
@@ -202,7 +201,7 @@ class Attachment:
             columns.lowest,
             columns.highest,
             columns.passes,
-            self._live_rows(),
+            self._live_rows_of,
             self._producers.numbers,
             overlap,
             policy.deduplication_enabled,
@@ -222,7 +221,14 @@ class Attachment:
     def _check_sound(self, columns: Columns, *, overlap: bool) -> None:
         found, numbers = self._found, self._producers.numbers
         wrong = ranges.look(
-            columns.handles, columns.lowest, columns.highest, columns.passes, self._live_rows(), numbers, overlap, found
+            columns.handles,
+            columns.lowest,
+            columns.highest,
+            columns.passes,
+            self._live_rows_of,
+            numbers,
+            overlap,
+            found,
         )
         if wrong != ranges.SOUND:
             raise self._unsound(columns, wrong, int(found[0]))
@@ -237,7 +243,7 @@ class Attachment:
                 f"message {row} has the sequence IDs {lowest} to {highest}: they should be 0 or higher, and rise",
                 row=row,
             )
-        numbers = self._producers.numbers[self._live_rows()[handle]]
+        numbers = self._producers.numbers[self._live_rows_of[handle]]
         persisted = int(numbers[PERSISTED])
         return error(
             "OVERLAP",
