@@ -22,6 +22,8 @@ SERVICE = "seqdedupe.v1.DedupeService"
 
 MAX_TOKEN = 2**64 - 1
 
+_INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
+
 MAX_CHECKS = 256
 """In one message."""
 
@@ -99,7 +101,7 @@ class _Hold:
         if request.HasField("register"):
             attachment.register(request.register.first_handle, _names(request.register))
         if request.HasField("release"):
-            attachment.release(_values(request.release.handles, "<i4"))
+            attachment.release(_values(request.release.handles, _INT32))
         if request.HasField("replay"):
             self._replay(request.replay)
         if request.HasField("end_replay"):
@@ -117,9 +119,9 @@ class _Hold:
         self.attachment.replay(
             columns,
             replay.positions,
-            _values(replay.position_offsets, "<i4"),
+            _values(replay.position_offsets, _INT32),
             replay.previous_positions,
-            _values(replay.previous_position_offsets, "<i4"),
+            _values(replay.previous_position_offsets, _INT32),
         )
         self._topic.replayed(self.attachment, len(columns.lowest))
 
@@ -160,13 +162,13 @@ class _Hold:
 
 def _columns(message: Any) -> Columns:
     """The columns of a `Check` or `Replay`. Raises INVALID_REQUEST, MALFORMED_MESSAGE."""
-    lowest = _values(message.sequence_ids, "<i8")
-    highest = _values(message.highest_sequence_ids, "<i8") if message.highest_sequence_ids else lowest
-    return Columns(_values(message.handles, "<i4"), lowest, highest, np.frombuffer(message.passes, np.uint8))
+    lowest = _values(message.sequence_ids, _INT64)
+    highest = _values(message.highest_sequence_ids, _INT64) if message.highest_sequence_ids else lowest
+    return Columns(_values(message.handles, _INT32), lowest, highest, np.frombuffer(message.passes, np.uint8))
 
 
-def _values(column: bytes, kind: str) -> np.ndarray:
-    size = np.dtype(kind).itemsize
+def _values(column: bytes, kind: Any) -> np.ndarray:
+    size = kind.itemsize
     if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
         raise error(
             "INVALID_REQUEST", f"a column has {len(column)} bytes: values of {size} bytes, packed, are needed, and at "
@@ -176,7 +178,7 @@ def _values(column: bytes, kind: str) -> np.ndarray:
 
 
 def _names(register: Any) -> list[bytes]:
-    offsets = _values(register.producer_name_offsets, "<i4")
+    offsets = _values(register.producer_name_offsets, _INT32)
     blob = register.producer_names
     count = len(offsets) - 1
     if not 1 <= count <= MAX_OPEN_NAMES:
