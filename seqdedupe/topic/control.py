@@ -45,15 +45,7 @@ class Reset:
     persisted: Int64s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Watermarks:
-    """Persisted IDs that an operator has brought from elsewhere, merged by maximum."""
-
-    names: list[bytes]
-    persisted: Int64s
-
-
-Change = Sessions | Reset | Watermarks | Policy
+Change = Sessions | Reset | Policy
 
 
 def parts(sessions: Sessions) -> Iterator[Sessions]:
@@ -89,20 +81,16 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
         control.policy.overlap = change.overlap.value
         control.policy.SetInParent()
     else:
-        columns = getattr(control, _COLUMNS_OF[type(change)])
+        columns = control.reset if isinstance(change, Reset) else control.sessions
         offsets = np.zeros(len(change.names) + 1, np.int32)
         np.cumsum([len(name) for name in change.names], out=offsets[1:])
         columns.producer_name_offsets = offsets.tobytes()
         columns.producer_names = b"".join(change.names)
-        if not isinstance(change, Watermarks):
-            columns.epochs = change.epochs.astype(np.int64).tobytes()
+        columns.epochs = change.epochs.astype(np.int64).tobytes()
         if change.persisted is not None:
             columns.persisted = change.persisted.astype(np.int64).tobytes()
     body: bytes = control.SerializeToString()
     return body
-
-
-_COLUMNS_OF = {Sessions: "sessions", Reset: "reset", Watermarks: "watermarks"}
 
 
 def decode(body: bytes) -> tuple[Change, int]:
@@ -116,10 +104,7 @@ def decode(body: bytes) -> tuple[Change, int]:
             case "sessions":
                 return _sessions(control.sessions), control.term
             case "reset":
-                names, persisted = _watermarks(control.reset)
-                return Reset(names, _int64s(control.reset.epochs, names), persisted), control.term
-            case "watermarks":
-                return Watermarks(*_watermarks(control.watermarks)), control.term
+                return _reset(control.reset), control.term
     except (DecodeError, ValueError) as e:
         raise error("LOG_DAMAGED", f"a control record is damaged: {e}") from e
     raise error("NEWER_FORMAT", "the log has a control record of a kind that this version does not know")
@@ -144,16 +129,13 @@ def runs(chunk: bytes, table: Int64s) -> Iterator[tuple[Int64s, list[tuple[Chang
     yield table[first:], changes
 
 
-def apply(change: Sessions | Reset | Watermarks, producers: Producers, index: int) -> None:
+def apply(change: Sessions | Reset, producers: Producers, index: int) -> None:
     """The change is in the log, before the message with this index."""
     numbers = producers.add_all(change.names)
-    match change:
-        case Reset():
-            producers.reset(numbers, change.epochs, change.persisted, index)
-        case Watermarks():
-            producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), change.persisted, index)
-        case Sessions():
-            producers.confirm_sessions(numbers, change.epochs, change.persisted, index)
+    if isinstance(change, Reset):
+        producers.reset(numbers, change.epochs, change.persisted, index)
+    else:
+        producers.confirm_sessions(numbers, change.epochs, change.persisted, index)
 
 
 def decode_policy(body: bytes) -> Policy:
@@ -170,9 +152,9 @@ def _sessions(columns: Any) -> Sessions:
     return Sessions(names, _int64s(columns.epochs, names), persisted)
 
 
-def _watermarks(columns: Any) -> tuple[list[bytes], Int64s]:
+def _reset(columns: Any) -> Reset:
     names = _names(columns)
-    return names, _int64s(columns.persisted, names)
+    return Reset(names, _int64s(columns.epochs, names), _int64s(columns.persisted, names))
 
 
 def _names(columns: Any) -> list[bytes]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqdedupe.core.rule import PERSISTED, PUSHED
-from seqdedupe.errors import error
+from seqdedupe.errors import PositionError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
 from seqdedupe.names import producer_name
@@ -87,9 +87,17 @@ async def message_state(topic: Topic, name: str, sequence_id: int) -> Message:
         MessageState.STORED,
         pushed,
         persisted,
-        position=topic.position_before(index + 1),
+        position=await _position_of(topic, index),
         publish_time_ms=await publish_time_ms(topic.log, index),
     )
+
+
+async def _position_of(topic: Topic, index: int) -> Position:
+    """That of a message, without a message ID if retention has dropped it."""
+    try:
+        return await topic.position_before(index + 1)
+    except PositionError:
+        return Position(topic.incarnation, None, index)
 
 
 def in_flight(topic: Topic, longer_than_ms: int) -> list[ProducerInFlight]:

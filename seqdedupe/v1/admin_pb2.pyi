@@ -660,14 +660,14 @@ class GetMessageStateResponse(_message.Message):
     in_flight_ms: _builtins.int
     """How long it has been in flight, in milliseconds, if it is."""
     publish_time_ms: _builtins.int
-    """When the log took it, in milliseconds since 1970, if it is `STORED` and still there; 0 if that is not known."""
+    """When the log took it, in milliseconds since 1970, if it is `MESSAGE_STATE_STORED` and still there; 0 if that is not known."""
     pushed: _builtins.int
     """The producer's highest sequence ID handed to the log, -1 if there is none."""
     persisted: _builtins.int
     """The producer's highest sequence ID confirmed by the log, -1 if there is none."""
     @_builtins.property
     def position(self) -> _batch_pb2.Position:
-        """Where it stands, if it is `STORED`. Of several with this ID it is the newest."""
+        """Where it stands, if it is `MESSAGE_STATE_STORED`. Of several with this ID it is the newest."""
 
     def __init__(
         self,

@@ -213,7 +213,6 @@ class Control(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
-    WATERMARKS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     term: _builtins.int
@@ -232,25 +231,20 @@ class Control(_message.Message):
     def reset(self) -> Global___ControlReset:
         """Producers that an operator has set to a lower sequence ID."""
 
-    @_builtins.property
-    def watermarks(self) -> Global___ControlWatermarks:
-        """Sequence IDs that an operator has brought from elsewhere."""
-
     def __init__(
         self,
         *,
         sessions: Global___ControlSessions | None = ...,
         policy: Global___ControlPolicy | None = ...,
         reset: Global___ControlReset | None = ...,
-        watermarks: Global___ControlWatermarks | None = ...,
         term: _builtins.int = ...,
         id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions", "watermarks", b"watermarks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions", "term", b"term", "watermarks", b"watermarks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "reset", "watermarks"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "reset"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -335,40 +329,6 @@ class ControlReset(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ControlReset: _TypeAlias = ControlReset  # noqa: Y015
-
-@_typing.final
-class ControlWatermarks(_message.Message):
-    """P producers, in columns. They are merged with what is known by maximum."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
-    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
-    PERSISTED_FIELD_NUMBER: _builtins.int
-    producer_names: _builtins.bytes
-    """The names, UTF-8."""
-    @_builtins.property
-    def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P + 1 offsets into `producer_names`."""
-
-    @_builtins.property
-    def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P sequence IDs, up to which each producer's count as being in the log."""
-
-    def __init__(
-        self,
-        *,
-        producer_name_offsets: _abc.Iterable[_builtins.int] | None = ...,
-        producer_names: _builtins.bytes = ...,
-        persisted: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["persisted", b"persisted", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ControlWatermarks: _TypeAlias = ControlWatermarks  # noqa: Y015
 
 @_typing.final
 class ControlPolicy(_message.Message):

@@ -159,8 +159,8 @@ class CheckedStorage(Storage):
     def add_control(self, body: bytes) -> Runs:
         runs = super().add_control(body)
         change, _ = control.decode(body)
-        if isinstance(change, Policy | control.Watermarks):
-            self.policy = change if isinstance(change, Policy) else self.policy
+        if isinstance(change, Policy):
+            self.policy = change
             return runs
         for name, epoch in zip(change.names, change.epochs.tolist(), strict=True):
             durable = self.promise(name.decode())

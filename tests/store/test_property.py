@@ -171,10 +171,8 @@ class _FirstOfEachNumpy:
     """numpy, but of a producer's rows the first one counts."""
 
     @staticmethod
-    def diff(slots: Any, *, append: int | None = None, prepend: int | None = None) -> Any:
-        if append is not None:
-            return np.diff(slots, prepend=-1)
-        return np.diff(slots, prepend=prepend)
+    def diff(slots: Any, **how: int) -> Any:
+        return np.diff(slots, prepend=-1) if "append" in how else np.diff(slots, prepend=how["prepend"])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
