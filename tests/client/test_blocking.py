@@ -19,6 +19,7 @@ from seqdedupe.client import (
     blocking,
 )
 from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
 
 
 def read_ids(client: blocking.Client, topic: str) -> list[int]:
@@ -186,8 +187,13 @@ def test_admin(shared_sidecar: Sidecar, topic: str) -> None:
         assert made.policy.deduplication_enabled
         with pytest.raises(InvalidRequestError, match="TOPIC_EXISTS"):
             admin.create_topic(topic)
-        assert not admin.set_topic_policy(topic, deduplication_enabled=False).policy.deduplication_enabled
+        off = admin_pb2.TopicPolicy(deduplication_enabled=False)
+        set_, applied = admin.set_policy(topic, off)
+        assert set_ == off
+        assert not applied.deduplication_enabled
         assert not admin.topic(topic).policy.deduplication_enabled
+        assert admin.policy(topic) == (set_, applied)
+        assert admin.remove_policy(topic, "deduplication_enabled") == (admin_pb2.TopicPolicy(), made.policy)
         with client.producer(topic, "b") as b, client.producer(topic, "a"):
             b.send(b"", 41)
         assert [p.name for p in admin.producers(topic)] == ["b", "a"]
