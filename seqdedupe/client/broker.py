@@ -5,7 +5,9 @@ What a broker has to keep to stands in dedupe.proto; this does of it what does n
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -18,8 +20,8 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, call, error_of_reason, new_channel, typed_errors
 from seqdedupe.client.receipts import Verdict
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
-from seqdedupe.names import topic_name
+from seqdedupe.limits import MAX_BATCH_ROWS
+from seqdedupe.names import new_producer_name, topic_name
 from seqdedupe.v1 import dedupe_pb2
 from seqdedupe.v1.dedupe_pb2_grpc import DedupeServiceStub
 
@@ -27,6 +29,15 @@ ATTACH = "/seqdedupe.v1.DedupeService/Attach"
 
 REPLAY_ROWS = 8192
 """Entries in one message of the replay."""
+
+REGISTER_NAMES = 16_384
+"""Names in one message: 4 MiB of the longest."""
+
+FULL_MESSAGE_BYTES = 160 * 1024
+MAX_CHECKS = 256
+"""In one message, as many as are ready."""
+
+CHECKS = dedupe_pb2.AttachRequest.DESCRIPTOR.fields_by_name["checks"].number
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +100,27 @@ class BrokerClient:
             self._channel = new_channel(self._address)
         return self._channel
 
-    async def attach(self, topic: str, replay: Replay) -> "Attachment":
+    async def attach(self, topic: str, replay: Replay, *, last_position: bytes) -> "Attachment":
         """Takes a topic, replays what the sidecar does not know of its log, and returns when checks are answered.
 
-        Only when nothing that was admitted before is being written any more. The last entry that `replay` gives has to
-        be the log's last. Raises REPLAY_GAP, and why the sidecar cannot be reached or does not take the topic; then
-        nothing is attached.
+        Only when nothing that was admitted before is being written any more, and what is in the log is durable.
+        `last_position` is that of the log's last entry (empty: there is none), as the log says it: a log that has lost
+        its end is found out by it. Raises REPLAY_GAP, INVALID_NAME, and why the sidecar cannot be reached or does not
+        take the topic; then nothing is attached.
         """
         stub: Any = self._connected().stream_stream(ATTACH, wire.AttachRequest.SerializeToString)
         attachment = Attachment(stub(wait_for_ready=False), self._address)
         try:
-            last = await attachment.begin(topic_name(topic))
+            after = await attachment.begin(topic_name(topic))
             entries: list[Entry] = []
-            async for entry in replay(last):
+            async for entry in replay(after):
                 entries.append(entry)
-                last = entry.position
                 if len(entries) == REPLAY_ROWS:
                     await attachment.replay(entries)
                     entries = []
             if entries:
                 await attachment.replay(entries)
-            await attachment.end_replay(last)
+            await attachment.end_replay(last_position)
         except BaseException:
             attachment.close()
             raise
@@ -147,7 +158,9 @@ class Attachment:
         self._checks: dict[int, asyncio.Future[list[Verdict]]] = {}
         self._admitted = 0
         self._reported = 0
-        self._to_send: asyncio.Queue[Any] = asyncio.Queue()
+        self._to_send: deque[Any] = deque()
+        self._news = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ended: SeqdedupeError | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -157,8 +170,13 @@ class Attachment:
     async def begin(self, topic: str) -> bytes:
         """Begins; returns the position after which to replay."""
         with typed_errors(self._address):
-            await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
-            data = await asyncio.wait_for(self._stream.read(), CALL_TIMEOUT_SECONDS)
+            # An earlier end of the stream is told by reading.
+            with suppress(asyncio.InvalidStateError):
+                await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
+            try:
+                data = await asyncio.wait_for(self._stream.read(), CALL_TIMEOUT_SECONDS)
+            except TimeoutError as e:
+                raise error("UNREACHABLE", f"the sidecar at {self._address} does not answer") from e
         if data is grpc.aio.EOF:
             raise error("NOT_ATTACHED", f"the sidecar at {self._address} ended the stream at its beginning")
         answer = wire.AttachResponse.FromString(data)
@@ -181,13 +199,14 @@ class Attachment:
             previous_position_offsets=_offsets(previous),
             previous_positions=b"".join(previous),
         )
-        self._queue(replay=replay)
-        await self._to_send.join()
+        self._has_room.clear()
+        self._ask(replay=replay)
+        await self._has_room.wait()
         self._check_not_ended()
 
     async def end_replay(self, last_position: bytes) -> None:
         """The log's last entry is at this position; returns when checks are answered."""
-        self._queue(end_replay=wire.EndReplay(last_position=last_position))
+        self._ask(end_replay=wire.EndReplay(last_position=last_position))
         await asyncio.shield(self._ready)
 
     # -- publishing --------------------------------------------------------------------------------------------
@@ -206,7 +225,7 @@ class Attachment:
         frame = next(self._frames)
         answered: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
         self._checks[frame] = answered
-        self._queue(check=wire.Check(frame=frame, **columns))
+        self._ask(checks=[wire.Check(frame=frame, **columns)])
         return await answered
 
     def persisted(self, position: bytes, count: int = 1) -> None:
@@ -226,20 +245,29 @@ class Attachment:
         if not 1 <= count <= self._admitted - self._reported:
             in_flight = self._admitted - self._reported
             raise error("INVALID_REQUEST", f"{count} admissions are reported, and {in_flight} are in flight")
-        self._queue(report=wire.Report(first_admission=self._reported, **what))
+        self._ask(report=wire.Report(first_admission=self._reported, **what))
         self._reported += count
 
     def reset(self) -> None:
-        """After `failed`, when all that was in flight has been reported: checks have verdicts again."""
+        """After `failed`, when all that was in flight has been reported: checks have verdicts again.
+
+        Raises INVALID_REQUEST while something is in flight, or may be because a check has no answer yet.
+        """
         self._check_not_ended()
-        self._queue(reset=wire.Reset())
+        if self._checks or self._reported != self._admitted:
+            raise error(
+                "INVALID_REQUEST",
+                f"{self._admitted - self._reported} admissions and {len(self._checks)} checks are in flight: report "
+                "them as failed before the reset",
+            )
+        self._ask(reset=wire.Reset())
 
     def release(self, producer_name: str) -> None:
         """Nobody publishes under this name for now."""
         self._check_not_ended()
         handle = self._handles.pop(producer_name, None)
         if handle is not None:
-            self._queue(release=wire.Release(handles=np.array([handle], "<i4").tobytes()))
+            self._ask(release=wire.Release(handles=np.array([handle], "<i4").tobytes()))
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -267,13 +295,12 @@ class Attachment:
                 future.set_exception(why)
                 # Nobody may be waiting any more.
                 future.exception()
-        while not self._to_send.empty():
-            self._to_send.get_nowait()
-            self._to_send.task_done()
+        self._has_room.set()
 
     def _check_not_ended(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            # Each raise would add to what the last one left.
+            raise self._ended.with_traceback(None)
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -295,30 +322,42 @@ class Attachment:
 
     def _register(self, names: Iterable[str]) -> None:
         new = [name for name in names if name not in self._handles]
-        for first in range(0, len(new), MAX_OPEN_NAMES):
-            some = new[first : first + MAX_OPEN_NAMES]
-            encoded = [name.encode(errors="surrogatepass") for name in some]
+        # A name that the sidecar refuses would end the attachment.
+        all_encoded = [new_producer_name(name) for name in new]
+        for first in range(0, len(new), REGISTER_NAMES):
+            some = new[first : first + REGISTER_NAMES]
+            encoded = all_encoded[first : first + REGISTER_NAMES]
             register = wire.Register(
                 first_handle=self._registered,
                 producer_name_offsets=_offsets(encoded),
                 producer_names=b"".join(encoded),
             )
-            self._queue(register=register)
+            self._ask(register=register)
             self._handles.update(zip(some, itertools.count(self._registered)))
             self._registered += len(some)
 
-    def _queue(self, **step: Any) -> None:
-        self._to_send.put_nowait(wire.AttachRequest(token=self._token, **step))
+    def _ask(self, **step: Any) -> None:
+        self._to_send.append(wire.AttachRequest(token=self._token, **step))
+        self._news.set()
 
     async def _send(self) -> None:
         try:
             while True:
-                request = await self._to_send.get()
-                with typed_errors(self._address):
-                    await self._stream.write(request)
-                self._to_send.task_done()
-        except SeqdedupeError:
-            # Reading tells why.
+                await self._news.wait()
+                self._news.clear()
+                while self._to_send:
+                    request = self._to_send.popleft()
+                    size = request.ByteSize()
+                    while self._to_send and _goes_with(self._to_send[0], request):
+                        size += self._to_send[0].ByteSize()
+                        if size > FULL_MESSAGE_BYTES:
+                            break
+                        request.MergeFrom(self._to_send.popleft())
+                    with typed_errors(self._address):
+                        await self._stream.write(request)
+                self._has_room.set()
+        except (SeqdedupeError, asyncio.InvalidStateError):
+            # The stream has ended: reading tells why.
             return
 
     async def _receive(self) -> None:
@@ -333,21 +372,17 @@ class Attachment:
 
     def _take(self, answer: Any) -> None:
         self.trim_position = answer.trim_position
-        match answer.WhichOneof("step"):
-            case "checked":
-                checked = answer.checked
-                verdicts = [Verdict(verdict) for verdict in checked.verdicts]
-                self._admitted += verdicts.count(Verdict.NOT_DUP)
-                self._answer(checked.frame, verdicts)
-            case "refusal":
-                refusal = answer.refusal
-                numbers = {"row": str(refusal.row), "pushed": str(refusal.pushed), "persisted": str(refusal.persisted)}
-                self._answer(
-                    refusal.frame, error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
-                )
-            case "ready":
-                if not self._ready.done():
-                    self._ready.set_result(None)
+        for checked in answer.checked:
+            verdicts = [Verdict(verdict) for verdict in checked.verdicts]
+            self._admitted += verdicts.count(Verdict.NOT_DUP)
+            self._answer(checked.frame, verdicts)
+        for refusal in answer.refusals:
+            numbers = {"row": str(refusal.row), "pushed": str(refusal.pushed), "persisted": str(refusal.persisted)}
+            self._answer(
+                refusal.frame, error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
+            )
+        if answer.HasField("ready") and not self._ready.done():
+            self._ready.set_result(None)
 
     def _answer(self, frame: int, answer: list[Verdict] | SeqdedupeError) -> None:
         waiting = self._checks.pop(frame, None)
@@ -357,6 +392,17 @@ class Attachment:
             waiting.set_exception(answer)
         else:
             waiting.set_result(answer)
+
+
+def _goes_with(step: Any, request: Any) -> bool:
+    """Whether a step that comes after a message can travel in it: its steps are done in the order of the fields."""
+    kind = _last_step(step)
+    return kind > _last_step(request) or (kind == CHECKS and len(request.checks) < MAX_CHECKS)
+
+
+def _last_step(request: Any) -> int:
+    number: int = request.ListFields()[-1][0].number
+    return number
 
 
 def _offsets(values: Sequence[bytes]) -> bytes:
