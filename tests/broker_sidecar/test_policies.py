@@ -146,12 +146,9 @@ def test_bad_names(client: Client) -> None:
             assert refused(call).reason == "INVALID_NAMESPACE", name
     for values in (["nix"], ["gap", ""], ["Gap"]):
         topic = admin_pb2.RemoveTopicPolicyRequest(topic=TOPIC, values=values)
-        assert refused(lambda topic=topic: client.admin.RemoveTopicPolicy(topic)).reason == "INVALID_REQUEST"
+        assert refused(partial(client.admin.RemoveTopicPolicy, topic)).reason == "INVALID_REQUEST"
         namespace = admin_pb2.RemoveNamespacePolicyRequest(namespace="shop/orders", values=values)
-        assert (
-            refused(lambda namespace=namespace: client.admin.RemoveNamespacePolicy(namespace)).reason
-            == "INVALID_REQUEST"
-        )
+        assert refused(partial(client.admin.RemoveNamespacePolicy, namespace)).reason == "INVALID_REQUEST"
     missing = admin_pb2.GetTopicPolicyRequest(topic="nobody")
     assert refused(lambda: client.admin.GetTopicPolicy(missing)).reason == "TOPIC_NOT_FOUND"
 
@@ -189,21 +186,17 @@ def test_switched_off_and_on_under_traffic_no_message_passes_unseen(client: Clie
     thread.start()
     try:
         other = Client(client.address)
-        copies = 0
         for i in range(ROUNDS):
             at = len(sent)
             policy = admin_pb2.TopicPolicy(deduplication_enabled=bool(i % 2))
             other.admin.SetTopicPolicy(admin_pb2.SetTopicPolicyRequest(topic=name, policy=policy))
             if i % 2:
                 # All that was sent before, and stored while it was off or on, is known from this moment on.
-                last = sent[-1] - 1 if sent else -1
-                again = batch([("p", i) for i in range(max(0, last - 3), last + 1)], epochs)
-                if last >= 0:
-                    receipt = other.publish_unary(name, again)
-                    assert set(receipt.verdicts) == {DUP}, list(receipt.verdicts)
+                last = sent[-1]
+                again = batch([("p", row) for row in range(max(0, last - 4), last)], epochs)
+                assert set(other.publish_unary(name, again).verdicts) == {DUP}
             while len(sent) < at + 2 and thread.is_alive():
                 stop.wait(0.001)
-        copies = len(other.rows(name))
         other.close()
     finally:
         stop.set()
@@ -212,7 +205,6 @@ def test_switched_off_and_on_under_traffic_no_message_passes_unseen(client: Clie
     rows = [sequence_id for _, sequence_id in client.rows(name)]
     assert set(rows) == set(range(sent[-1]))
     # The control: while it was off copies were stored.
-    assert copies > sent[0]
     assert len(rows) > len(set(rows))
     # The last switch was to on: nothing after it is there twice.
     tail = rows[-4:]
