@@ -22,6 +22,7 @@ class Namespaces:
         self._changed = changed
         self._policies: dict[str, Policy] = {}
         self._one_at_a_time = asyncio.Lock()
+        self._is_closed = False
         self._background: set[asyncio.Task[None]] = set()
 
     def load(self) -> None:
@@ -39,9 +40,11 @@ class Namespaces:
     async def change(self, namespace: str, change: Callable[[Policy], Policy]) -> None:
         """Sets the policy to what `change` makes of the one that is set: durable and in force on return.
 
-        Raises what `change` raises, INVALID_REQUEST if there are too many; STORE_UNAVAILABLE: then it is as it was.
-        Whoever is cancelled here does not know.
+        Raises what `change` raises, INVALID_REQUEST if there are too many, DRAINING; STORE_UNAVAILABLE: then it is as
+        it was. Whoever is cancelled here does not know.
         """
+        if self._is_closed:
+            raise error("DRAINING", "the sidecar is shutting down")
         await asyncio.shield(self._in_background(self._change(namespace, change)))
 
     async def _change(self, namespace: str, change: Callable[[Policy], Policy]) -> None:
@@ -64,8 +67,10 @@ class Namespaces:
         await self._store.put_namespace_policy(namespace, encode(policy) if policy != Policy() else None)
 
     async def _is_durable(self, namespace: str) -> bool:
-        """Writes what is in force again."""
+        """Writes what is in force again. Whether that has ended."""
         async with self._one_at_a_time:
+            if self._is_closed:
+                return True
             try:
                 await self._write(namespace, self.policy(namespace))
             except SeqdedupeError:
@@ -73,11 +78,8 @@ class Namespaces:
             return True
 
     async def close(self) -> None:
-        """Finishes what can be finished; what is written again and again is given up."""
-        async with self._one_at_a_time:
-            pass
-        for task in self._background:
-            task.cancel()
+        """Takes nothing more; finishes what is under way. What is written again and again is given up."""
+        self._is_closed = True
         await asyncio.gather(*self._background, return_exceptions=True)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":

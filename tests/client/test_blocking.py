@@ -180,6 +180,27 @@ def test_closing_a_reader_ends_the_wait_of_another_thread(shared_sidecar: Sideca
         assert seen == [0]
 
 
+def test_a_gap_ends_the_producer(shared_sidecar: Sidecar, topic: str) -> None:
+    with blocking.Client(shared_sidecar.address) as client:
+        client.admin.create_topic(topic)
+        ended = client.producer(topic, "p")
+        ended.open()
+        ended.send(b"", 5).result(30)
+        client.admin.set_policy(topic, admin_pb2.TopicPolicy(gap=admin_pb2.GAP_POLICY_REJECT))
+        ended.send(b"", 6).result(30)
+        with pytest.raises(InvalidRequestError, match="leaves sequence ID 7 out") as gap:
+            ended.send(b"", 8).result(30)
+        assert (gap.value.reason, gap.value.numbers["expected_sequence_id"]) == ("GAP", "7")
+        with pytest.raises(InvalidRequestError, match="GAP"):
+            ended.send(b"", 9)
+        with pytest.raises(InvalidRequestError, match="GAP"):
+            ended.close()
+        assert client.admin.producer(topic, "p").persisted == 6
+        # Opened again it goes on where it was.
+        with client.producer(topic, "p") as producer:
+            producer.send(b"", 7).result(30)
+
+
 def test_admin(shared_sidecar: Sidecar, topic: str) -> None:
     with blocking.Client(shared_sidecar.address) as client:
         admin = client.admin

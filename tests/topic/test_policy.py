@@ -307,6 +307,31 @@ async def test_whoever_gives_up_does_not_take_it_back(store: Store) -> None:
     await namespaces.close()
 
 
+async def test_what_is_under_way_at_the_end_is_finished_and_nothing_more_is_taken(store: Store) -> None:
+    namespaces = Namespaces(store, Applied(), lambda name: None)
+    changing = asyncio.ensure_future(namespaces.change(NAMESPACE, reject))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await namespaces.close()
+    await changing
+    assert stored(store) == {NAMESPACE: Policy(gap=GapPolicy.REJECT)}
+    with pytest.raises(UnavailableError, match="DRAINING"):
+        await namespaces.change(NAMESPACE, lambda policy: Policy())
+
+
+async def test_there_are_not_too_many_of_them(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqdedupe.topic.namespaces.MAX_NAMESPACE_POLICIES", 1)
+    namespaces = Namespaces(store, Applied(), lambda name: None)
+    await namespaces.change("a/a", reject)
+    with pytest.raises(InvalidRequestError, match="1 namespaces have a policy"):
+        await namespaces.change("b/b", reject)
+    await namespaces.change("a/a", lambda policy: Policy(retention_size_in_mb=1))
+    await namespaces.change("a/a", lambda policy: Policy())
+    await namespaces.change("b/b", reject)
+    assert stored(store) == {"b/b": Policy(gap=GapPolicy.REJECT)}
+    await namespaces.close()
+
+
 async def test_a_damaged_record_of_a_namespace_is_said(store: Store) -> None:
     await store.put_namespace_policy(NAMESPACE, b"\xff\xff")
     with pytest.raises(SeqdedupeError, match="DAMAGED"):
