@@ -101,7 +101,7 @@ class AdminService:
         topic = self._topics.get(request.topic)
         topic.check_serving()
         await topic.snapshot()
-        return admin_pb2.SnapshotResponse(position=topic.position_before(topic.snapshot_index).to_proto())
+        return admin_pb2.SnapshotResponse(position=(await topic.position_before(topic.snapshot_index)).to_proto())
 
     async def _version(self, request: admin_pb2.GetVersionRequest) -> admin_pb2.GetVersionResponse:
         return admin_pb2.GetVersionResponse(

@@ -31,7 +31,7 @@ def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         policy=policy_to_proto(topic.applied),
         set_policy=policy_to_proto(topic.policy),
         first_index=topic.first_index,
-        last=topic.position_before(topic.readable_index).to_proto(),
+        last=topic.certain_position.to_proto(),
         producers=len(topic.producers),
         log_bytes=topic.log_bytes,
         snapshot_index=topic.snapshot_index,
