@@ -27,6 +27,9 @@ _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 MAX_CHECKS = 256
 """In one message."""
 
+ADMISSION_BYTES = 24
+"""What one in flight takes, about: handle, IDs, and its part of what they came in."""
+
 
 class DedupeService:
     """The handlers of DedupeService."""
@@ -75,6 +78,8 @@ class _Hold:
         self._token = secrets.randbelow(MAX_TOKEN) + 1
         self._writing = asyncio.Lock()
         self._telling: asyncio.Task[None] | None = None
+        self._held_bytes = 0
+        """For admissions in flight, of the memory that all clients share."""
         self.attachment: Attachment = topic.attach(stream.end, self._trim_moved)
 
     async def serve(self) -> None:
@@ -92,6 +97,7 @@ class _Hold:
                 raise error("INVALID_REQUEST", f"a message has more than {MAX_CHECKS} checks")
             for check in request.checks:
                 self._check(check, answer)
+            self._hold(attachment.in_flight * ADMISSION_BYTES)
             if request.checks or request.HasField("end_replay"):
                 await self._write(answer)
 
@@ -127,7 +133,10 @@ class _Hold:
 
     def _check(self, check: Any, answer: Any) -> None:
         try:
-            checked = self._topic.check(self.attachment, _columns(check))
+            columns = _columns(check)
+            if not self._stream.share.fits(len(columns.lowest) * ADMISSION_BYTES):
+                raise error("QUEUE_FULL", "this broker, or all clients together, have too much in flight")
+            checked = self._topic.check(self.attachment, columns)
         except SeqdedupeError as e:
             answer.refusals.add(
                 frame=check.frame,
@@ -143,6 +152,14 @@ class _Hold:
             frame=check.frame, verdicts=checked.verdicts.tobytes(), first_admission=checked.first_admission
         )
 
+    def _hold(self, size: int) -> None:
+        more = size - self._held_bytes
+        self._held_bytes = size
+        if more > 0:
+            self._stream.share.take(more)
+        elif more < 0:
+            self._stream.share.give_back(-more)
+
     async def _write(self, answer: Any) -> None:
         # gRPC takes one message at a time, and news of the trim position comes whenever it comes.
         async with self._writing:
@@ -156,6 +173,7 @@ class _Hold:
             self._telling.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def close(self) -> None:
+        self._hold(0)
         if self._telling is not None:
             self._telling.cancel()
 
