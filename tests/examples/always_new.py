@@ -1,4 +1,4 @@
-"""The broker of `examples/broker` without its sidecar: to it every message is new. The control arm of the crash tests."""
+"""The broker of `examples/broker` without its sidecar: to it every message is new. A control arm of the crash tests."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from examples.broker import broker
 from seqdedupe.client import Verdict
-from seqdedupe.client.broker import Range
+from seqdedupe.client.broker import BrokerClient, Range
 from seqdedupe.errors import SeqdedupeError
 
 
@@ -33,5 +33,5 @@ async def attach(*_: Any, **__: Any) -> Any:
 
 
 if __name__ == "__main__":
-    broker.BrokerClient.attach = attach  # type: ignore[method-assign]
+    BrokerClient.attach = attach  # type: ignore[method-assign]
     broker.main()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 import redis
 
 ROOT = Path(__file__).parent.parent.parent
@@ -87,11 +89,17 @@ class Producer:
         self.answers: Counter[str] = Counter()
         self.done = 0
         """All below it are there."""
+        self._moved = asyncio.Condition()
 
     def move_to(self, address: str) -> None:
         """Connects to this broker from now on."""
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
+
+    async def reached(self, count: int) -> None:
+        """Returns when the broker has said of so many messages that it has them."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self.done >= count)
 
     async def run(self) -> None:
         while self.done < self.count:
@@ -117,8 +125,7 @@ class Producer:
         for i in range(first, self.count):
             writer.write(b"%d %b\n" % (i, payload_of(self.name, i)))
             await writer.drain()
-            while i - self.done >= WINDOW:
-                await asyncio.sleep(0.001)
+            await self.reached(i - WINDOW + 1)
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         while self.done < self.count and (line := await reader.readline()).endswith(b"\n"):
@@ -129,6 +136,8 @@ class Producer:
             assert answer in (b"stored", b"dup"), line
             assert int(number) <= self.done, "answers come in order"
             self.done = max(self.done, int(number) + 1)
+            async with self._moved:
+                self._moved.notify_all()
 
 
 def payload_of(name: str, sequence_id: int) -> bytes:
@@ -148,6 +157,8 @@ class RedisServer:
 
     def start(self) -> None:
         """Returns when it answers."""
+        if shutil.which("redis-server") is None:
+            pytest.fail("there is no Redis: install the package redis-server")
         settings = {"port": 0, "unixsocket": f"{self.folder}/socket", "dir": self.folder, "save": ""}
         settings |= {"appendonly": "yes", "appendfsync": "always"}
         flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]

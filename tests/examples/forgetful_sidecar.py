@@ -1,7 +1,6 @@
 """A sidecar that forgets what it is replayed. The control arm of the crash tests."""
 
 import sys
-from typing import Any
 
 from broker_sidecar import kernels
 
@@ -9,10 +8,13 @@ if __name__ == "__main__":
     kernels.prepare()
 
     from broker_sidecar.__main__ import main
-    from seqdedupe.core import ranges
+    from seqdedupe.topic.attachment import Attachment, Columns
 
-    def forget(handles: Any, *_: Any) -> int:
-        return len(handles)
+    confirm = Attachment._confirm
 
-    ranges.replay_ranges = forget
+    def confirm_what_is_reported(self: Attachment, columns: Columns) -> None:
+        if self.is_ready:
+            confirm(self, columns)
+
+    Attachment._confirm = confirm_what_is_reported  # type: ignore[method-assign]
     sys.exit(main())

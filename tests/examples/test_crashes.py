@@ -15,7 +15,11 @@ from tests.examples.brokers import BrokerProcess, Producer, RedisServer, Stored,
 
 MESSAGES = 1500
 PRODUCERS = 3
-FINISH_SECONDS = 90.0
+FINISH_SECONDS = 200.0
+
+TEST_SECONDS = 300
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 Fault = Callable[[], None]
 
@@ -26,10 +30,7 @@ async def publish_under(faults: Sequence[Fault], address: str) -> list[Producer]
     everything = asyncio.gather(*(producer.run() for producer in producers))
     async with asyncio.timeout(FINISH_SECONDS):
         for k, fault in enumerate(faults):
-            due = (k + random.random()) / len(faults) * 0.9 * MESSAGES
-            while max(producer.done for producer in producers) < due:
-                await asyncio.sleep(0.001)
-                assert not everything.done()
+            await producers[0].reached(int((k + random.random()) / len(faults) * 0.9 * MESSAGES))
             await asyncio.to_thread(fault)
         await everything
     return producers
@@ -86,22 +87,17 @@ def brokers_sidecar(start_sidecar: StartSidecar, **keys: object) -> Sidecar:
     return start_sidecar(log="broker", **({"deduplication_entries_interval": 100} | keys))
 
 
-@pytest.mark.parametrize("order", [["broker", "sidecar", "both"], ["both", "sidecar", "broker"]])
-async def test_a_file(
-    start_sidecar: StartSidecar, start_broker: Callable[..., BrokerProcess], tmp_path: Path, order: list[str]
-) -> None:
+async def test_a_file(start_sidecar: StartSidecar, start_broker: Callable[..., BrokerProcess], tmp_path: Path) -> None:
     sidecar = await asyncio.to_thread(brokers_sidecar, start_sidecar)
     broker = start_broker("examples.broker.broker", tmp_path / "log", "--sidecar", sidecar.address)
     faults = faults_of(broker, sidecar)
-    producers = await publish_under([faults[one] for one in order], broker.address)
+    producers = await publish_under([*faults.values(), faults["broker"]], broker.address)
     broker.kill()
     assert in_file(tmp_path / "log") == each_once(producers)
     assert sum(producer.answers["dup"] for producer in producers) > 0
 
 
-async def test_a_file_without_the_sidecar(
-    start_sidecar: StartSidecar, start_broker: Callable[..., BrokerProcess], tmp_path: Path
-) -> None:
+async def test_a_file_without_the_sidecar(start_broker: Callable[..., BrokerProcess], tmp_path: Path) -> None:
     """The control arm: the same load, the same fault, and messages are doubled."""
     broker = start_broker("tests.examples.always_new", tmp_path / "log")
 
@@ -115,7 +111,7 @@ async def test_a_file_without_the_sidecar(
 
 
 async def test_a_file_and_a_sidecar_that_forgets_the_replay(
-    start_sidecar: StartSidecar, start_broker: Callable[..., BrokerProcess], tmp_path: Path
+    start_broker: Callable[..., BrokerProcess], tmp_path: Path
 ) -> None:
     """The control arm of the replay: what was stored since the last snapshot is doubled."""
     sidecar = Sidecar(tmp_path / "sidecar", module="tests.examples.forgetful_sidecar", log="broker")
@@ -151,7 +147,7 @@ async def test_a_redis_stream(
             server.kill()
             server.start()
 
-        order = [faults["broker"], restart_store, faults["sidecar"], faults["both"], restart_store]
+        order = [faults["broker"], restart_store, faults["both"], restart_store]
         producers = await publish_under(order, broker.address)
         assert in_stream(server.url, "s") == each_once(producers)
         assert sum(producer.answers["dup"] for producer in producers) > 0
@@ -168,18 +164,15 @@ async def test_a_second_broker_takes_a_stream_for_good(
         server.start()
         arguments = ["--redis", server.url, "--stream", "s", "--sidecar", sidecar.address]
         first = start_broker("examples.redis.broker", *arguments)
-        second: list[BrokerProcess] = []
-        taken = [lambda: second.append(start_broker("examples.redis.broker", *arguments))]
         producers = [Producer(first.address, f"p{k}", MESSAGES) for k in range(PRODUCERS)]
         everything = [asyncio.ensure_future(producer.run()) for producer in producers]
-        while producers[0].done < MESSAGES // 3:
-            await asyncio.sleep(0.001)
-        await asyncio.to_thread(taken[0])
+        await producers[0].reached(MESSAGES // 3)
+        second = await asyncio.to_thread(start_broker, "examples.redis.broker", *arguments)
         # The first one ends by itself: it never takes the stream back.
         assert await asyncio.to_thread(first.wait) != 0
         assert "Fenced" in "".join(first.lines)
         for producer in producers:
-            producer.move_to(second[0].address)
+            producer.move_to(second.address)
         async with asyncio.timeout(FINISH_SECONDS):
             await asyncio.gather(*everything)
         assert in_stream(server.url, "s") == each_once(producers)
