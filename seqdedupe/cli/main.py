@@ -9,6 +9,7 @@ import click
 
 from seqdedupe.cli.job import job
 from seqdedupe.cli.operate import in_flight, message_state, reset_producer
+from seqdedupe.cli.policy import policy
 from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
@@ -30,6 +31,7 @@ for _command in (
     publish,
     read,
     topics,
+    policy,
     producers,
     message_state,
     in_flight,

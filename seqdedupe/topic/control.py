@@ -16,7 +16,7 @@ from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.topic.policy import OverlapPolicy, Policy
+from seqdedupe.topic.policy import Policy
 
 STATED_A_RECORD = 8192
 """So many producers are stated again at once before retention goes on. They always fit into a record."""
@@ -77,8 +77,7 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
     """The body of a control record, written in this term. With `record_id` it is unlike all others of the topic."""
     control = wire.Control(id=record_id, term=term)
     if isinstance(change, Policy):
-        control.policy.deduplication_enabled = change.deduplication_enabled
-        control.policy.overlap = change.overlap.value
+        change.fill(control.policy)
         control.policy.SetInParent()
     else:
         columns = control.reset if isinstance(change, Reset) else control.sessions
@@ -99,8 +98,7 @@ def decode(body: bytes) -> tuple[Change, int]:
         control = wire.Control.FromString(body)
         match control.WhichOneof("kind"):
             case "policy":
-                policy = control.policy
-                return Policy(policy.deduplication_enabled, OverlapPolicy(policy.overlap)), control.term
+                return Policy.of(control.policy), control.term
             case "sessions":
                 return _sessions(control.sessions), control.term
             case "reset":
@@ -139,10 +137,10 @@ def apply(change: Sessions | Reset, producers: Producers, index: int) -> None:
 
 
 def decode_policy(body: bytes) -> Policy:
-    """The policy that a snapshot keeps. Raises as `decode`."""
+    """The policy that a snapshot or a namespace's record keeps. Raises as `decode`."""
     policy, _ = decode(body)
     if not isinstance(policy, Policy):
-        raise error("STORE_DAMAGED", "a snapshot has something else for its policy")
+        raise error("STORE_DAMAGED", "a record has something else for its policy")
     return policy
 
 

@@ -73,6 +73,12 @@ class Flight:
         self._ever += 1
 
     @property
+    def newest_policy(self) -> Policy | None:
+        """The one that will be set when all of these have settled; None if none of them sets it."""
+        changes = (item.change for item in reversed(self._admitted) if isinstance(item, Changing))
+        return next((change for change in changes if isinstance(change, Policy)), None)
+
+    @property
     def oldest(self) -> Admitted | Changing | None:
         """The one that settles next."""
         return self._admitted[0] if self._admitted else None
@@ -100,9 +106,9 @@ class Flight:
     def _frames(self) -> Iterator[tuple[Frame, float]]:
         return ((item.frame, item.since_seconds) for item in self._admitted if isinstance(item, Admitted))
 
-    def replaces_something(self) -> bool:
-        """Whether a change is in flight that does not merge with what was before it, but takes its place."""
-        return any(isinstance(item, Changing) and isinstance(item.change, Reset | Policy) for item in self._admitted)
+    def has_reset(self) -> bool:
+        """Whether a producer is being reset."""
+        return any(isinstance(item, Changing) and isinstance(item.change, Reset) for item in self._admitted)
 
     def take(self) -> Admitted | Changing:
         """The oldest, which has settled. `tell` has to follow."""

@@ -199,7 +199,7 @@ class Case(World):
     # -- the process ------------------------------------------------------------------------------------------------
 
     def do_policy(self) -> None:
-        self.loop.create_task(self.set_policy(Policy(not self.topic.policy.deduplication_enabled)))
+        self.loop.create_task(self.set_policy(Policy(not self.topic.applied.deduplication_enabled)))
 
     def do_reset(self) -> None:
         """An operator sets a producer back, now and then while it sends and retention goes on."""

@@ -24,7 +24,6 @@ from seqdedupe.topic.answers import Refusal
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.retention import Retention
 from seqdedupe.topic.sessions import Sessions
 from seqdedupe.topic.snapshotter import Snapshotter
 from tests.log.faulty import FaultyLog
@@ -163,12 +162,12 @@ def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
 def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
     original = rule.refusal
 
-    def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool, reasons: Any) -> int:
+    def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool, gapless: bool, reasons: Any) -> int:
         believed = numbers.copy()
         for p, slot in enumerate(slots):
             epoch = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             believed[slot, EPOCH] = min(believed[slot, EPOCH], epoch)
-        return original(raw, places, slots, believed, lone, reasons)
+        return original(raw, places, slots, believed, lone, gapless, reasons)
 
     patch.setattr(producers, "refusal", refusal)
 
@@ -204,10 +203,10 @@ def open_fences_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def retention_forgets_what_is_in_force(patch: pytest.MonkeyPatch) -> None:
-    async def state_nothing(self: Retention, first_index: int) -> None:
+    async def state_nothing(self: Topic, first_index: int) -> None:
         pass
 
-    patch.setattr(Retention, "_state_again", state_nothing)
+    patch.setattr(Topic, "_state_again", state_nothing)
 
 
 def control_records_after_the_last_message_not_replayed(patch: pytest.MonkeyPatch) -> None:
@@ -327,7 +326,7 @@ def reset_replayed_after_the_batches_that_follow_it(patch: pytest.MonkeyPatch) -
 
 
 def reset_taken_back_by_what_is_stated_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Flight, "replaces_something", lambda self: False)
+    patch.setattr(Flight, "has_reset", lambda self: False)
 
 
 def reset_does_not_fence(patch: pytest.MonkeyPatch) -> None:

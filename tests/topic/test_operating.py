@@ -17,9 +17,8 @@ from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.flight import Flight
 from seqdedupe.topic.operating import MessageState, in_flight, message_state, reset_producer
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
@@ -40,7 +39,7 @@ class Scene:
         snapshots = Snapshots(self.store, INCARNATION)
         self.log = FaultyLog(self.storage, retention=retention)
         self.topic = Topic(
-            "t", self.log, self.store, snapshots, snapshots.load(), intervals=Intervals(10**9), random_bytes=bytes
+            "t", self.log, self.store, snapshots, snapshots.load(), applied=Applied(), random_bytes=bytes
         )
         self.topic.now_seconds = lambda: self.now_seconds
         await self.topic.recover()
@@ -186,17 +185,16 @@ async def test_retention_takes_no_change_back_that_is_on_its_way(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, is_careful: bool
 ) -> None:
     if not is_careful:
-        monkeypatch.setattr(Flight, "replaces_something", lambda self: False)
+        monkeypatch.setattr(Flight, "has_reset", lambda self: False)
     await scene.open("a")
     scene.send(("a", 9))
     scene.log.settle()
-    trimming = scene.topic._retention
     changes = [
         asyncio.ensure_future(reset_producer(scene.topic, "a", 4)),
         asyncio.ensure_future(scene.topic.set_policy(Policy(deduplication_enabled=False))),
     ]
     await asyncio.sleep(0)
-    stating = asyncio.ensure_future(trimming._state_again(2**62))
+    stating = asyncio.ensure_future(scene.topic._state_again(2**62))
     while not (stating.done() and all(change.done() for change in changes)):
         await asyncio.sleep(0)
         scene.log.settle()
@@ -216,7 +214,7 @@ async def test_after_a_restart_a_message_is_looked_for_in_the_log(
         snapshots = Snapshots(store, INCARNATION)
         loaded = snapshots.load()
         log = await logs.open(INCARNATION, loaded.next_index if loaded else 0)
-        topic = Topic("t", log, store, snapshots, loaded, intervals=Intervals(10**9), random_bytes=bytes)
+        topic = Topic("t", log, store, snapshots, loaded, applied=Applied(), random_bytes=bytes)
         await topic.recover()
         return topic
 
