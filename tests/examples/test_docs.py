@@ -24,7 +24,7 @@ def test_the_program_runs(start_sidecar: StartSidecar) -> None:
         "shop 2 NOT_DUP",
         "shop 2 UNKNOWN",
         "[<Verdict.DUP: 2>, <Verdict.NOT_DUP: 1>]",
-        "ProducerNumbers(pushed=2, persisted=2)",
+        "[<Verdict.NOT_DUP: 1>]",
     ], done.stderr
 
 
