@@ -6,24 +6,20 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 
-from broker_sidecar.rpc import Context, parse, unary
+from broker_sidecar.rpc import Context, unary
+from broker_sidecar.steps import columns_of, names_of, parse_steps, values
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe import wire
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Attachment, Columns
+from seqdedupe.topic.attachment import Attachment
 from seqdedupe.topic.directory import Topics
 from seqdedupe.v1 import dedupe_pb2
 
 SERVICE = "seqdedupe.v1.DedupeService"
 
 MAX_TOKEN = 2**64 - 1
-
-MAX_CHECKS = 256
-"""In one message."""
 
 
 class DedupeService:
@@ -50,7 +46,7 @@ class DedupeService:
         first = await stream.read_first()
         if first is grpc.aio.EOF:
             return
-        request = parse(wire.AttachRequest, first)
+        request = parse_steps(first)
         if not request.HasField("begin") or len(request.ListFields()) > 1:
             raise error("INVALID_REQUEST", "the first message is begin, alone and without a token")
         topic = await self._topics.get_or_create(request.begin.topic)
@@ -81,13 +77,13 @@ class _Hold:
         attached = wire.Attached(token=self._token, replay_after=attachment.position, incarnation=topic.incarnation)
         await self._write(wire.AttachResponse(attached=attached))
         while (data := await self._stream.read()) is not grpc.aio.EOF:
-            request = parse(wire.AttachRequest, data)
+            request = parse_steps(data)
             if request.token != self._token:
                 raise error("NOT_ATTACHED", "the token is not that of this attachment")
+            if request.HasField("begin"):
+                raise error("INVALID_REQUEST", "begin comes once, in the first message")
             answer = wire.AttachResponse()
             self._change(request, answer)
-            if len(request.checks) > MAX_CHECKS:
-                raise error("INVALID_REQUEST", f"a message has more than {MAX_CHECKS} checks")
             for check in request.checks:
                 self._check(check, answer)
             if request.checks or request.HasField("end_replay"):
@@ -97,9 +93,9 @@ class _Hold:
         """Does all that a message says beside its checks."""
         topic, attachment = self._topic, self.attachment
         if request.HasField("register"):
-            attachment.register(request.register.first_handle, _names(request.register))
+            attachment.register(request.register.first_handle, names_of(request.register))
         if request.HasField("release"):
-            attachment.release(_values(request.release.handles, "<i4"))
+            attachment.release(values(request.release.handles, "<i4", "handles"))
         if request.HasField("replay"):
             self._replay(request.replay)
         if request.HasField("end_replay"):
@@ -113,19 +109,19 @@ class _Hold:
             attachment.reset()
 
     def _replay(self, replay: Any) -> None:
-        columns = _columns(replay)
+        columns = columns_of(replay)
         self.attachment.replay(
             columns,
             replay.positions,
-            _values(replay.position_offsets, "<i4"),
+            values(replay.position_offsets, "<i4", "position_offsets"),
             replay.previous_positions,
-            _values(replay.previous_position_offsets, "<i4"),
+            values(replay.previous_position_offsets, "<i4", "previous_position_offsets"),
         )
         self._topic.replayed(self.attachment, len(columns.lowest))
 
     def _check(self, check: Any, answer: Any) -> None:
         try:
-            checked = self._topic.check(self.attachment, _columns(check))
+            checked = self._topic.check(self.attachment, columns_of(check))
         except SeqdedupeError as e:
             answer.refusals.add(
                 frame=check.frame,
@@ -142,9 +138,9 @@ class _Hold:
         )
 
     async def _write(self, answer: Any) -> None:
-        answer.trim_position = self._topic.trim_position
         # gRPC takes one message at a time, and news of the trim position comes whenever it comes.
         async with self._writing:
+            answer.trim_position = self._topic.trim_position
             await self._stream.write(answer.SerializeToString())
 
     def _trim_moved(self) -> None:
@@ -156,32 +152,3 @@ class _Hold:
     def close(self) -> None:
         if self._telling is not None:
             self._telling.cancel()
-
-
-def _columns(message: Any) -> Columns:
-    """The columns of a `Check` or `Replay`. Raises INVALID_REQUEST, MALFORMED_MESSAGE."""
-    lowest = _values(message.sequence_ids, "<i8")
-    highest = _values(message.highest_sequence_ids, "<i8") if message.highest_sequence_ids else lowest
-    return Columns(_values(message.handles, "<i4"), lowest, highest, np.frombuffer(message.passes, np.uint8))
-
-
-def _values(column: bytes, kind: str) -> np.ndarray:
-    size = np.dtype(kind).itemsize
-    if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
-        raise error(
-            "INVALID_REQUEST", f"a column has {len(column)} bytes: values of {size} bytes, packed, are needed, and at "
-            f"most {MAX_BATCH_ROWS} of them",
-        )  # fmt: skip
-    return np.frombuffer(column, kind)
-
-
-def _names(register: Any) -> list[bytes]:
-    offsets = _values(register.producer_name_offsets, "<i4")
-    blob = register.producer_names
-    count = len(offsets) - 1
-    if not 1 <= count <= MAX_OPEN_NAMES:
-        raise error("INVALID_REQUEST", f"Register takes 1 to {MAX_OPEN_NAMES} names")
-    if offsets[0] != 0 or offsets[-1] != len(blob) or (offsets[1:] < offsets[:-1]).any():
-        raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
-    at = offsets.tolist()
-    return [blob[at[i] : at[i + 1]] for i in range(count)]

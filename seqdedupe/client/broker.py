@@ -20,7 +20,7 @@ from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, call, error_of_rea
 from seqdedupe.client.receipts import Verdict
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
-from seqdedupe.names import topic_name
+from seqdedupe.names import new_producer_name, topic_name
 from seqdedupe.v1 import dedupe_pb2
 from seqdedupe.v1.dedupe_pb2_grpc import DedupeServiceStub
 
@@ -28,6 +28,9 @@ ATTACH = "/seqdedupe.v1.DedupeService/Attach"
 
 REPLAY_ROWS = 8192
 """Entries in one message of the replay."""
+
+REGISTER_NAMES = MAX_OPEN_NAMES // 2
+"""Names in one message: the longest ones fit."""
 
 FULL_MESSAGE_BYTES = 160 * 1024
 MAX_CHECKS = 256
@@ -165,9 +168,14 @@ class Attachment:
 
     async def begin(self, topic: str) -> bytes:
         """Begins; returns the position after which to replay."""
-        with typed_errors(self._address):
-            await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
-            data = await asyncio.wait_for(self._stream.read(), CALL_TIMEOUT_SECONDS)
+        try:
+            with typed_errors(self._address):
+                async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
+                    await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
+                    data = await self._stream.read()
+        except TimeoutError as e:
+            why = f"the sidecar at {self._address} has not answered for {CALL_TIMEOUT_SECONDS:.0f} seconds"
+            raise error("UNREACHABLE", why) from e
         if data is grpc.aio.EOF:
             raise error("NOT_ATTACHED", f"the sidecar at {self._address} ended the stream at its beginning")
         answer = wire.AttachResponse.FromString(data)
@@ -205,8 +213,9 @@ class Attachment:
     async def check(self, ranges: Sequence[Range]) -> list[Verdict]:
         """The verdicts of ranges, at most MAX_BATCH_ROWS of them. What is NOT_DUP is to be written now, in order.
 
-        Verdicts come in the order of the calls. Raises OVERLAP, INVALID_SEQUENCE_ID, QUEUE_FULL, … (then none of the
-        ranges was admitted, and the topic is still attached), NOT_ATTACHED and other reasons for which it has ended.
+        Verdicts come in the order of the calls. Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, QUEUE_FULL, … (then
+        none of the ranges was admitted, and the topic is still attached), NOT_ATTACHED and other reasons for which it
+        has ended.
         Whoever is cancelled here does not know what was admitted: close the attachment and attach again.
         """
         self._check_not_ended()
@@ -303,9 +312,9 @@ class Attachment:
 
     def _register(self, names: Iterable[str]) -> None:
         new = [name for name in names if name not in self._handles]
-        for first in range(0, len(new), MAX_OPEN_NAMES):
-            some = new[first : first + MAX_OPEN_NAMES]
-            encoded = [name.encode(errors="surrogatepass") for name in some]
+        for first in range(0, len(new), REGISTER_NAMES):
+            some = new[first : first + REGISTER_NAMES]
+            encoded = [new_producer_name(name) for name in some]
             register = wire.Register(
                 first_handle=self._registered,
                 producer_name_offsets=_offsets(encoded),
@@ -347,7 +356,9 @@ class Attachment:
                     self._take(wire.AttachResponse.FromString(data))
         except SeqdedupeError as e:
             why = e
-        self._end(why)
+        finally:
+            # Whatever it is: nobody may wait for an answer that nobody reads.
+            self._end(why)
 
     def _take(self, answer: Any) -> None:
         self.trim_position = answer.trim_position

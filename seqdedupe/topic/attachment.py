@@ -178,7 +178,8 @@ class Attachment:
         if not self.is_ready:
             raise error("NOT_ATTACHED", "the replay has not ended yet")
         columns.check()
-        self._check_sound(columns, overlap=policy.overlap is OverlapPolicy.REJECT)
+        is_refused = policy.deduplication_enabled and policy.overlap is OverlapPolicy.REJECT
+        self._check_sound(columns, overlap=is_refused)
         rows = len(columns.lowest)
         if self.has_failed:
             return Checked(np.full(rows, UNKNOWN, np.uint8), NO_ADMISSION)
