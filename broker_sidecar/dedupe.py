@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 
 from broker_sidecar.rpc import Context, unary
-from broker_sidecar.steps import columns_of, names_of, parse_steps, values
+from broker_sidecar.steps import INT32, columns_of, names_of, parse_steps, values
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe import wire
 from seqdedupe.errors import SeqdedupeError, error
@@ -20,6 +20,9 @@ from seqdedupe.v1 import dedupe_pb2
 SERVICE = "seqdedupe.v1.DedupeService"
 
 MAX_TOKEN = 2**64 - 1
+
+ADMISSION_BYTES = 24
+"""What one in flight takes, about: handle, IDs, and its part of what they came in."""
 
 
 class DedupeService:
@@ -69,6 +72,8 @@ class _Hold:
         self._token = secrets.randbelow(MAX_TOKEN) + 1
         self._writing = asyncio.Lock()
         self._telling: asyncio.Task[None] | None = None
+        self._held_bytes = 0
+        """For admissions in flight, of the memory that all clients share."""
         self.attachment: Attachment = topic.attach(stream.end, self._trim_moved)
 
     async def serve(self) -> None:
@@ -86,6 +91,7 @@ class _Hold:
             self._change(request, answer)
             for check in request.checks:
                 self._check(check, answer)
+            self._hold(attachment.in_flight * ADMISSION_BYTES)
             if request.checks or request.HasField("end_replay"):
                 await self._write(answer)
 
@@ -95,7 +101,7 @@ class _Hold:
         if request.HasField("register"):
             attachment.register(request.register.first_handle, names_of(request.register))
         if request.HasField("release"):
-            attachment.release(values(request.release.handles, "<i4", "handles"))
+            attachment.release(values(request.release.handles, INT32, "handles"))
         if request.HasField("replay"):
             self._replay(request.replay)
         if request.HasField("end_replay"):
@@ -113,15 +119,18 @@ class _Hold:
         self.attachment.replay(
             columns,
             replay.positions,
-            values(replay.position_offsets, "<i4", "position_offsets"),
+            values(replay.position_offsets, INT32, "position_offsets"),
             replay.previous_positions,
-            values(replay.previous_position_offsets, "<i4", "previous_position_offsets"),
+            values(replay.previous_position_offsets, INT32, "previous_position_offsets"),
         )
         self._topic.replayed(self.attachment, len(columns.lowest))
 
     def _check(self, check: Any, answer: Any) -> None:
         try:
-            checked = self._topic.check(self.attachment, columns_of(check))
+            columns = columns_of(check)
+            if not self._stream.share.fits(len(columns.lowest) * ADMISSION_BYTES):
+                raise error("QUEUE_FULL", "this broker, or all clients together, have too much in flight")
+            checked = self._topic.check(self.attachment, columns)
         except SeqdedupeError as e:
             answer.refusals.add(
                 frame=check.frame,
@@ -137,6 +146,14 @@ class _Hold:
             frame=check.frame, verdicts=checked.verdicts.tobytes(), first_admission=checked.first_admission
         )
 
+    def _hold(self, size: int) -> None:
+        more = size - self._held_bytes
+        self._held_bytes = size
+        if more > 0:
+            self._stream.share.take(more)
+        elif more < 0:
+            self._stream.share.give_back(-more)
+
     async def _write(self, answer: Any) -> None:
         # gRPC takes one message at a time, and news of the trim position comes whenever it comes.
         async with self._writing:
@@ -150,5 +167,6 @@ class _Hold:
             self._telling.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def close(self) -> None:
+        self._hold(0)
         if self._telling is not None:
             self._telling.cancel()

@@ -11,6 +11,8 @@ from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.topic.attachment import Columns
 from seqdedupe.v1 import dedupe_pb2
 
+INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
+
 MAX_CHECKS = 256
 """In one message."""
 
@@ -54,16 +56,16 @@ def _check_number_of_fields(data: bytes) -> None:
 
 def columns_of(message: Any) -> Columns:
     """The columns of a `Check` or `Replay`. Raises INVALID_REQUEST."""
-    lowest = values(message.sequence_ids, "<i8", "sequence_ids")
+    lowest = values(message.sequence_ids, INT64, "sequence_ids")
     highest = lowest
     if message.highest_sequence_ids:
-        highest = values(message.highest_sequence_ids, "<i8", "highest_sequence_ids")
-    return Columns(values(message.handles, "<i4", "handles"), lowest, highest, np.frombuffer(message.passes, np.uint8))
+        highest = values(message.highest_sequence_ids, INT64, "highest_sequence_ids")
+    return Columns(values(message.handles, INT32, "handles"), lowest, highest, np.frombuffer(message.passes, np.uint8))
 
 
-def values(column: bytes, kind: str, name: str) -> np.ndarray:
+def values(column: bytes, kind: Any, name: str) -> np.ndarray:
     """The values of a column, or of offsets, of which there is one more. Raises INVALID_REQUEST."""
-    size = np.dtype(kind).itemsize
+    size = kind.itemsize
     if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
         raise error(
             "INVALID_REQUEST", f"{name} has {len(column)} bytes: values of {size} bytes are needed, and at most "
@@ -74,7 +76,7 @@ def values(column: bytes, kind: str, name: str) -> np.ndarray:
 
 def names_of(register: Any) -> list[bytes]:
     """The names to be registered. Raises INVALID_REQUEST."""
-    offsets = values(register.producer_name_offsets, "<i4", "producer_name_offsets")
+    offsets = values(register.producer_name_offsets, INT32, "producer_name_offsets")
     blob = register.producer_names
     count = len(offsets) - 1
     if not 1 <= count <= MAX_OPEN_NAMES:

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -19,7 +20,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, call, error_of_reason, new_channel, typed_errors
 from seqdedupe.client.receipts import Verdict
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
+from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.names import new_producer_name, topic_name
 from seqdedupe.v1 import dedupe_pb2
 from seqdedupe.v1.dedupe_pb2_grpc import DedupeServiceStub
@@ -29,8 +30,8 @@ ATTACH = "/seqdedupe.v1.DedupeService/Attach"
 REPLAY_ROWS = 8192
 """Entries in one message of the replay."""
 
-REGISTER_NAMES = MAX_OPEN_NAMES // 2
-"""Names in one message: the longest ones fit."""
+REGISTER_NAMES = 16_384
+"""Names in one message: 4 MiB of the longest."""
 
 FULL_MESSAGE_BYTES = 160 * 1024
 MAX_CHECKS = 256
@@ -99,27 +100,27 @@ class BrokerClient:
             self._channel = new_channel(self._address)
         return self._channel
 
-    async def attach(self, topic: str, replay: Replay) -> "Attachment":
+    async def attach(self, topic: str, replay: Replay, *, last_position: bytes) -> "Attachment":
         """Takes a topic, replays what the sidecar does not know of its log, and returns when checks are answered.
 
-        Only when nothing that was admitted before is being written any more. The last entry that `replay` gives has to
-        be the log's last. Raises REPLAY_GAP, and why the sidecar cannot be reached or does not take the topic; then
-        nothing is attached.
+        Only when nothing that was admitted before is being written any more, and what is in the log is durable.
+        `last_position` is that of the log's last entry (empty: there is none), as the log says it: a log that has lost
+        its end is found out by it. Raises REPLAY_GAP, INVALID_NAME, and why the sidecar cannot be reached or does not
+        take the topic; then nothing is attached.
         """
         stub: Any = self._connected().stream_stream(ATTACH, wire.AttachRequest.SerializeToString)
         attachment = Attachment(stub(wait_for_ready=False), self._address)
         try:
-            last = await attachment.begin(topic_name(topic))
+            after = await attachment.begin(topic_name(topic))
             entries: list[Entry] = []
-            async for entry in replay(last):
+            async for entry in replay(after):
                 entries.append(entry)
-                last = entry.position
                 if len(entries) == REPLAY_ROWS:
                     await attachment.replay(entries)
                     entries = []
             if entries:
                 await attachment.replay(entries)
-            await attachment.end_replay(last)
+            await attachment.end_replay(last_position)
         except BaseException:
             attachment.close()
             raise
@@ -168,14 +169,14 @@ class Attachment:
 
     async def begin(self, topic: str) -> bytes:
         """Begins; returns the position after which to replay."""
-        try:
-            with typed_errors(self._address):
-                async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
-                    await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
-                    data = await self._stream.read()
-        except TimeoutError as e:
-            why = f"the sidecar at {self._address} has not answered for {CALL_TIMEOUT_SECONDS:.0f} seconds"
-            raise error("UNREACHABLE", why) from e
+        with typed_errors(self._address):
+            # An earlier end of the stream is told by reading.
+            with suppress(asyncio.InvalidStateError):
+                await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
+            try:
+                data = await asyncio.wait_for(self._stream.read(), CALL_TIMEOUT_SECONDS)
+            except TimeoutError as e:
+                raise error("UNREACHABLE", f"the sidecar at {self._address} does not answer") from e
         if data is grpc.aio.EOF:
             raise error("NOT_ATTACHED", f"the sidecar at {self._address} ended the stream at its beginning")
         answer = wire.AttachResponse.FromString(data)
@@ -249,8 +250,17 @@ class Attachment:
         self._reported += count
 
     def reset(self) -> None:
-        """After `failed`, when all that was in flight has been reported: checks have verdicts again."""
+        """After `failed`, when all that was in flight has been reported: checks have verdicts again.
+
+        Raises INVALID_REQUEST while something is in flight, or may be because a check has no answer yet.
+        """
         self._check_not_ended()
+        if self._checks or self._reported != self._admitted:
+            raise error(
+                "INVALID_REQUEST",
+                f"{self._admitted - self._reported} admissions and {len(self._checks)} checks are in flight: report "
+                "them as failed before the reset",
+            )
         self._ask(reset=wire.Reset())
 
     def release(self, producer_name: str) -> None:
@@ -290,7 +300,8 @@ class Attachment:
 
     def _check_not_ended(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            # Each raise would add to what the last one left.
+            raise self._ended.with_traceback(None)
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -312,9 +323,11 @@ class Attachment:
 
     def _register(self, names: Iterable[str]) -> None:
         new = [name for name in names if name not in self._handles]
+        # A name that the sidecar refuses would end the attachment.
+        all_encoded = [new_producer_name(name) for name in new]
         for first in range(0, len(new), REGISTER_NAMES):
             some = new[first : first + REGISTER_NAMES]
-            encoded = [new_producer_name(name) for name in some]
+            encoded = all_encoded[first : first + REGISTER_NAMES]
             register = wire.Register(
                 first_handle=self._registered,
                 producer_name_offsets=_offsets(encoded),
@@ -344,8 +357,8 @@ class Attachment:
                     with typed_errors(self._address):
                         await self._stream.write(request)
                 self._has_room.set()
-        except SeqdedupeError:
-            # Reading tells why.
+        except (SeqdedupeError, asyncio.InvalidStateError):
+            # The stream has ended: reading tells why.
             return
 
     async def _receive(self) -> None:
