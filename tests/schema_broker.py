@@ -4,6 +4,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from itertools import accumulate
+from typing import Any
 
 import grpc
 
@@ -25,8 +26,7 @@ class Log:
         return self.first + len(self.messages)
 
     def append(self, messages: list[Message]) -> None:
-        """Raises OSError: then none of the messages is in the log, or ever will be."""
-        self.messages += messages
+        self.messages += messages  # OSError: none of them is in the log, or ever will be
 
     def trim(self, last: int) -> None:
         del self.messages[: max(last + 1 - self.first, 0)]
@@ -84,16 +84,16 @@ class SchemaBroker:
         first = len(self.handles)
         new = [name for name in dict.fromkeys(name for name, _ in messages) if name not in self.handles]
         if new:
-            names = [name.encode() for name in new]
+            names = list(map(str.encode, new))
             register = dedupe_pb2.Register(first_handle=first, producer_name_offsets=[0, *accumulate(map(len, names))])
             register.producer_names = b"".join(names)
             self._say(register=register)
-            self.handles.update(zip(new, range(first, first + len(new)), strict=True))
+            self.handles |= zip(new, range(first, first + len(new)), strict=True)
         return [self.handles[name] for name, _ in messages]
 
     def _publish(self, messages: list[Message]) -> list[bool]:
-        ids = [sequence_id for _, sequence_id in messages]
-        self._say(checks=[dedupe_pb2.Check(handles=self._register(messages), sequence_ids=ids)])  # 4
+        handles, ids = self._register(messages), [sequence_id for _, sequence_id in messages]
+        self._say(checks=[dedupe_pb2.Check(handles=handles, sequence_ids=ids)])  # 4
         answer = next(one for one in self.answers if one.checked or one.refusals)
         if answer.refusals:
             raise ValueError(answer.refusals[0].message)
@@ -112,7 +112,7 @@ class SchemaBroker:
         self.log.trim(int(answer.trim_position or -1))  # 7
         return [verdict in stored for verdict in verdicts]
 
-    def _say(self, **step: object) -> None:
+    def _say(self, **step: Any) -> None:
         self.requests.put(dedupe_pb2.AttachRequest(token=self.token, **step))
 
 

@@ -26,7 +26,7 @@ def test_it_has_at_most_120_lines_and_needs_only_generated_classes() -> None:
     imported = {
         node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module
     } | {name.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for name in node.names}
-    assert imported == {"seqdedupe.v1", "itertools", "queue", "time", "collections.abc", "grpc"}
+    assert imported == {"seqdedupe.v1", "itertools", "queue", "time", "typing", "collections.abc", "grpc"}
 
 
 @pytest.fixture
