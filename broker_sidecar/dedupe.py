@@ -86,7 +86,7 @@ class _Hold:
             if request.token != self._token:
                 raise error("NOT_ATTACHED", "the token is not that of this attachment")
             if request.HasField("begin"):
-                raise error("INVALID_REQUEST", "begin comes once, in the first message")
+                raise error("INVALID_REQUEST", "begin is said once, in the first message")
             answer = wire.AttachResponse()
             self._change(request, answer)
             for check in request.checks:
