@@ -9,7 +9,7 @@ from seqdedupe.client import Verdict
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, PUSHED
 from seqdedupe.topic.attachment import Attachment, Columns
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import Applied
 from tests.conformance.cases import UPSTREAM
 
 
@@ -52,7 +52,7 @@ class Tracker:
                     lowest,
                     np.maximum(lowest, step["highest"]),
                 )
-                [verdict] = self.attachment.check(columns, Policy(), 0.0).verdicts
+                [verdict] = self.attachment.check(columns, Applied(), 0.0).verdicts
                 assert Verdict(verdict).name == step["expect"], step
                 for key, column in (("pushed", PUSHED), ("persisted", PERSISTED)):
                     assert row[column] == (-1 if step[key] is None else step[key]), (key, step)

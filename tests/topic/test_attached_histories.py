@@ -20,7 +20,7 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Attachment, Columns
-from seqdedupe.topic.snapshotter import Intervals
+from seqdedupe.topic.policy import Applied
 from tests.property.disk import CrashableStore
 
 CASES = 120
@@ -81,7 +81,7 @@ class History:
             self.store,
             snapshots,
             snapshots.load(),
-            intervals=Intervals(SNAPSHOT_ENTRIES),
+            applied=Applied(deduplication_entries_interval=SNAPSHOT_ENTRIES, deduplication_snapshot_interval_seconds=0),
             admission_timeout_seconds=1000,
             now_seconds=lambda: 0.0,
             on_state=lambda _: None,
