@@ -31,6 +31,7 @@ async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int =
         names = [f"producer-{i:07d}" for i in range(first, min(first + 50_000, producers))]
         await topic.open_sessions(names, None)
     opened = await topic.open_sessions(["p"], None)
+    await topic.snapshotter.take()
     cache = NumbersCache()
     payloads = Binary.of_all([b"x" * 100] * rows)
     base = np.arange(rows, dtype=np.int64)
