@@ -23,7 +23,7 @@ IN_FLIGHT = 256
 
 
 async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int = TAIL) -> None:
-    """A data directory with a snapshot of so many producers and so many messages behind it."""
+    """A data directory with a snapshot of so many producers, and so many messages after it."""
     config = Config(data_directory=str(data), deduplication_entries_interval=2**62)
     opened_data = Data(config, lambda name, state: None)
     topic = await opened_data.topics.create(setup.TOPIC)
