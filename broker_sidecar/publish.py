@@ -117,7 +117,7 @@ class _Publishing:
 class PublishService:
     """The handlers of PublishService."""
 
-    def __init__(self, all_topics: Topics, streams: Streams) -> None:
+    def __init__(self, all_topics: Topics[Topic], streams: Streams) -> None:
         self._topics = all_topics
         self._streams = streams
 

@@ -51,7 +51,7 @@ async def _start(topic: Topic, start: read_pb2.ReadStart) -> int:
 class ReadService:
     """The handlers of ReadService."""
 
-    def __init__(self, topics: Topics, streams: Streams) -> None:
+    def __init__(self, topics: Topics[Topic], streams: Streams) -> None:
         self._topics = topics
         self._streams = streams
 

@@ -83,8 +83,12 @@ class Topic(TopicBase):
         self._retention: asyncio.Task[None] | None = None
 
     @property
-    def last_position(self) -> Position:
-        return self.position_before(self.confirmed_index)
+    def first_index(self) -> int:
+        return self.log.first_index
+
+    @property
+    def log_bytes(self) -> int:
+        return self.log.size_bytes
 
     def position_before(self, index: int) -> Position:
         """The position after which reading begins at this index. Its ownership is known at the confirmed end only."""
