@@ -165,6 +165,8 @@ class Store:
         with self._failures(opening):
             bounds = ReadOptions()
             bounds.set_iterate_upper_bound(stop)
+            # Nothing is scanned twice.
+            bounds.fill_cache(False)
             rows = opening.db.iter(bounds)
             rows.seek(start)
             while rows.valid():
