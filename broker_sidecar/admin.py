@@ -102,7 +102,7 @@ class AdminService:
         topic = self._topics.get(request.topic)
         topic.check_serving()
         await topic.snapshot()
-        return admin_pb2.SnapshotResponse(position=topic.position_before(topic.snapshot_index).to_proto())
+        return admin_pb2.SnapshotResponse(position=(await topic.position_before(topic.snapshot_index)).to_proto())
 
     async def _version(self, request: admin_pb2.GetVersionRequest) -> admin_pb2.GetVersionResponse:
         return admin_pb2.GetVersionResponse(
@@ -145,7 +145,7 @@ def _topic(topic: TopicBase | Closed) -> admin_pb2.Topic:
             overlap=topic.policy.overlap.value,  # type: ignore[arg-type]
         ),
         first_index=topic.first_index,
-        last=topic.position_before(topic.readable_index).to_proto(),
+        last=topic.certain_position.to_proto(),
         producers=len(topic.producers),
         log_bytes=topic.log_bytes,
         snapshot_index=topic.snapshot_index,

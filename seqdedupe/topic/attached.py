@@ -65,8 +65,12 @@ class AttachedTopic(TopicBase):
     def log_bytes(self) -> int:
         return 0
 
-    def position_before(self, index: int) -> Position:
-        """How many entries are before it; where that is the broker's own positions tell."""
+    @property
+    def last_position(self) -> Position:
+        """How many entries there are; where the last one is, the broker's own positions tell."""
+        return Position(self.incarnation, None, self.confirmed_index - 1)
+
+    async def position_before(self, index: int) -> Position:
         return Position(self.incarnation, None, index - 1)
 
     def check_serving(self) -> None:

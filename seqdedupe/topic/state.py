@@ -14,7 +14,7 @@ from typing import Any
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.answers import Receipt, Uint8s
@@ -96,12 +96,15 @@ class TopicBase(ABC):
         self.producers = Producers()
         self.confirmed_index = first_index
         """All messages below it are in the log for good, and in the producers' numbers."""
+        self.last_message_id: MessageId | None = None
+        """That of the last confirmed message; None if there is none."""
         self.last_ownership = 0
         """That of the last confirmed message; 0 if there is none or it is not known."""
         if loaded is not None:
             self.producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
+            self.last_message_id = loaded.message_id
             self.last_ownership = loaded.ownership
             if loaded.policy:
                 self.policy = decode_policy(loaded.policy)
@@ -123,9 +126,14 @@ class TopicBase(ABC):
         )
 
     @property
+    @abstractmethod
     def last_position(self) -> Position:
         """The position of the last confirmed message."""
-        return self.position_before(self.confirmed_index)
+
+    @property
+    def certain_position(self) -> Position:
+        """That of the last message that may be shown to readers, or of an earlier one where that would take a read."""
+        return self.last_position
 
     def _opaque_position(self) -> bytes:
         """That of the last confirmed entry, where the log is a broker's own."""
@@ -146,8 +154,8 @@ class TopicBase(ABC):
         """The bytes of the log on disk; 0 if it is none of ours."""
 
     @abstractmethod
-    def position_before(self, index: int) -> Position:
-        """The position after which the message with this index stands."""
+    async def position_before(self, index: int) -> Position:
+        """The position after which the message with this index stands. It may take a read: raises as `Log.locate`."""
 
     @abstractmethod
     async def recover(self) -> None:
