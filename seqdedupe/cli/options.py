@@ -9,7 +9,7 @@ import click
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import address_option, echo, json_text, printable
-from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, error
 from seqdedupe.names import topic_name
 
 Command = Callable[..., Any]
@@ -28,9 +28,12 @@ def common(command: Command) -> Command:
 
 
 def connect(address: str) -> Client:
-    """A client of a sidecar that answers. Raises UNREACHABLE at once if it does not."""
+    """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS."""
     client = Client(address)
-    client.admin.version()
+    try:
+        client.admin.version()
+    except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter
+        raise error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}") from e
     return client
 
 

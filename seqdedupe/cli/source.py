@@ -36,7 +36,7 @@ _MOST_NAMES_SHOWN = 5
 _MOST_DIGITS = len(str(MAX_SEQUENCE_ID))
 _WAIT_SECONDS = 0.2
 
-_HINT_BEFORE = "Sort the file by that column, or publish by record numbers. Nothing was sent."
+_HINT_BEFORE = "Sort the file by that column, or publish by record numbers."
 _HINT_TOO_LATE = (
     "Under this producer name no record can follow one with a higher ID. Publish those that come too late, in order, "
     "under a producer name of their own."
@@ -310,7 +310,8 @@ class Source:
 
     def _bad(self, what: str, reason: str = "INVALID_SOURCE", hint: str | None = None) -> SeqdedupeError:
         place = f", line {self._line}," if self._line else ""
-        return error(reason, f"{self._path}{place} {what}", hint=hint)
+        sent = "; nothing was sent" if self._checking else ""
+        return error(reason, f"{self._path}{place} {what}{sent}", hint=hint)
 
     @contextmanager
     def _readable(self) -> Iterator[None]:

@@ -166,7 +166,7 @@ class Store:
             bounds = ReadOptions()
             bounds.set_iterate_upper_bound(stop)
             # Nothing is scanned twice.
-            bounds.fill_cache(False)
+            bounds.fill_cache(False)  # type: ignore[call-arg]  # rocksdict does not declare it
             rows = opening.db.iter(bounds)
             rows.seek(start)
             while rows.valid():

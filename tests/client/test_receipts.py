@@ -1,5 +1,7 @@
 """Receipts made by hand, as a log may give them whose message IDs do not follow from the indexes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -44,7 +46,7 @@ def message_ids(pending: PendingBatch) -> list[MessageId | None]:
     return [result[row].message_id for row in range(len(result))]
 
 
-def answer(first: tuple[int, int, int], **columns: list[int]) -> bytes:
+def answer(first: tuple[int, int, int], **columns: Any) -> bytes:
     ledger_id, entry_id, batch_index = first
     receipt = publish_pb2.Receipt(
         frame=1,
