@@ -119,7 +119,7 @@ class Source:
         self._records = self._csv_records() if is_csv else self._line_records()
 
     def check(self) -> None:
-        """Reads a file once and begins anew, so that what is wrong with it is known before anything is sent.
+        """Reads a file once and begins anew: what is wrong with it is raised before anything is sent, and says so.
 
         What can be read only once (a pipe), or grows, is not looked at.
         """

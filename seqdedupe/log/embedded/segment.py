@@ -30,7 +30,7 @@ from seqdedupe.log.contract import REPLAY_STEP_ENTRIES
 SUFFIX = ".log"
 MAX_RECORD_BYTES = HEADER_BYTES + MAX_BATCH_BYTES
 
-CHUNK_BYTES = max(4 * 1024 * 1024, MAX_RECORD_BYTES)
+CHUNK_BYTES = MAX_RECORD_BYTES
 """What is read at once where it must hold a whole record, however large."""
 
 SCAN_BYTES = 2 * 1024 * 1024
