@@ -292,7 +292,7 @@ class Topic(TopicBase):
             if isinstance(item, Admitted):
                 item.receipt.runs = runs
                 frame = item.frame
-                self.producers.persist(frame.view, frame.places, frame.slots)
+                self.producers.persist(frame.view, frame.places, frame.producer_rows)
                 self.confirmed_index += frame.rows
                 rows += frame.rows
             else:
