@@ -143,7 +143,7 @@ def _columns(frame: Frame) -> tuple[Int64s, Int64s]:
     indexes = np.frombuffer(
         frame.encoded, np.int32, frame.rows if several else 0, start(frame.places, PRODUCER_INDEXES)
     )
-    return frame.slots[indexes] if len(indexes) else np.repeat(frame.slots, len(ids)), ids
+    return frame.producer_rows[indexes] if len(indexes) else np.repeat(frame.producer_rows, len(ids)), ids
 
 
 def _spans(producer_rows: Int64s, ids: Int64s) -> Iterator[tuple[int, int, int]]:
