@@ -25,6 +25,7 @@ FIGURES = (
     "snapshot_pause",
     "start",
     "tag",
+    "doctor",
     "memory",
     "spark_source",
     "spark_postgres",
