@@ -22,6 +22,14 @@ SERVICE = "seqdedupe.v1.DedupeService"
 
 MAX_TOKEN = 2**64 - 1
 
+_INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
+
+MAX_CHECKS = 256
+"""In one message."""
+
+ADMISSION_BYTES = 24
+"""What one in flight takes, about: handle, IDs, and its part of what they came in."""
+
 
 class DedupeService:
     """The handlers of DedupeService."""
@@ -47,10 +55,10 @@ class DedupeService:
         first = await stream.read_first()
         if first is grpc.aio.EOF:
             return
-        begin = parse(wire.AttachRequest, first)
-        if begin.WhichOneof("step") != "begin" or begin.token:
-            raise error("INVALID_REQUEST", "the first message is Begin, without a token")
-        topic = await self._topics.get_or_create(begin.begin.topic)
+        request = parse(wire.AttachRequest, first)
+        if not request.HasField("begin") or len(request.ListFields()) > 1:
+            raise error("INVALID_REQUEST", "the first message is begin, alone and without a token")
+        topic = await self._topics.get_or_create(request.begin.topic)
         # It holds the topic: it never gives way to another stream because nobody publishes.
         stream.frames_in_flight += 1
         hold = _Hold(topic, stream)
@@ -70,6 +78,8 @@ class _Hold:
         self._token = secrets.randbelow(MAX_TOKEN) + 1
         self._writing = asyncio.Lock()
         self._telling: asyncio.Task[None] | None = None
+        self._held_bytes = 0
+        """For admissions in flight, of the memory that all clients share."""
         self.attachment: Attachment = topic.attach(stream.end, self._trim_moved)
 
     async def serve(self) -> None:
@@ -81,49 +91,54 @@ class _Hold:
             request = parse(wire.AttachRequest, data)
             if request.token != self._token:
                 raise error("NOT_ATTACHED", "the token is not that of this attachment")
-            answer = self._step(request)
-            if answer is not None:
+            answer = wire.AttachResponse()
+            self._change(request, answer)
+            if len(request.checks) > MAX_CHECKS:
+                raise error("INVALID_REQUEST", f"a message has more than {MAX_CHECKS} checks")
+            for check in request.checks:
+                self._check(check, answer)
+            self._hold(attachment.in_flight * ADMISSION_BYTES)
+            if request.checks or request.HasField("end_replay"):
                 await self._write(answer)
 
-    def _step(self, request: Any) -> Any:
-        """Does what a message says; the answer, or None."""
+    def _change(self, request: Any, answer: Any) -> None:
+        """Does all that a message says beside its checks."""
         topic, attachment = self._topic, self.attachment
-        match request.WhichOneof("step"):
-            case "check":
-                return self._check(request.check)
-            case "report":
-                report = request.report
-                topic.report(attachment, report.first_admission, report.persisted, report.position, report.failed)
-            case "replay":
-                replay = request.replay
-                columns = _columns(replay)
-                attachment.replay(
-                    columns,
-                    replay.positions,
-                    _values(replay.position_offsets, "<i4"),
-                    replay.previous_positions,
-                    _values(replay.previous_position_offsets, "<i4"),
-                )
-                topic.replayed(attachment, len(columns.lowest))
-            case "end_replay":
-                attachment.end_replay(request.end_replay.last_position)
-                topic.ready()
-                return wire.AttachResponse(ready=wire.Ready(replayed=attachment.replayed))
-            case "register":
-                attachment.register(request.register.first_handle, _names(request.register))
-            case "release":
-                attachment.release(_values(request.release.handles, "<i4"))
-            case "reset":
-                attachment.reset()
-            case _:
-                raise error("INVALID_REQUEST", "the message says nothing that is done after Begin")
-        return None
+        if request.HasField("register"):
+            attachment.register(request.register.first_handle, _names(request.register))
+        if request.HasField("release"):
+            attachment.release(_values(request.release.handles, _INT32))
+        if request.HasField("replay"):
+            self._replay(request.replay)
+        if request.HasField("end_replay"):
+            attachment.end_replay(request.end_replay.last_position)
+            topic.ready()
+            answer.ready.replayed = attachment.replayed
+        if request.HasField("report"):
+            report = request.report
+            topic.report(attachment, report.first_admission, report.persisted, report.position, report.failed)
+        if request.HasField("reset"):
+            attachment.reset()
 
-    def _check(self, check: Any) -> Any:
+    def _replay(self, replay: Any) -> None:
+        columns = _columns(replay)
+        self.attachment.replay(
+            columns,
+            replay.positions,
+            _values(replay.position_offsets, _INT32),
+            replay.previous_positions,
+            _values(replay.previous_position_offsets, _INT32),
+        )
+        self._topic.replayed(self.attachment, len(columns.lowest))
+
+    def _check(self, check: Any, answer: Any) -> None:
         try:
-            checked = self._topic.check(self.attachment, _columns(check))
+            columns = _columns(check)
+            if not self._stream.share.fits(len(columns.lowest) * ADMISSION_BYTES):
+                raise error("QUEUE_FULL", "this broker, or all clients together, have too much in flight")
+            checked = self._topic.check(self.attachment, columns)
         except SeqdedupeError as e:
-            refusal = wire.CheckRefusal(
+            answer.refusals.add(
                 frame=check.frame,
                 reason=e.reason,
                 message=e.message,
@@ -132,17 +147,23 @@ class _Hold:
                 persisted=int(e.numbers.get("persisted", -1)),
                 retry_delay_ms=e.retry_delay_ms,
             )
-            return wire.AttachResponse(refusal=refusal)
-        return wire.AttachResponse(
-            checked=wire.Checked(
-                frame=check.frame, verdicts=checked.verdicts.tobytes(), first_admission=checked.first_admission
-            )
+            return
+        answer.checked.add(
+            frame=check.frame, verdicts=checked.verdicts.tobytes(), first_admission=checked.first_admission
         )
 
+    def _hold(self, size: int) -> None:
+        more = size - self._held_bytes
+        self._held_bytes = size
+        if more > 0:
+            self._stream.share.take(more)
+        elif more < 0:
+            self._stream.share.give_back(-more)
+
     async def _write(self, answer: Any) -> None:
-        answer.trim_position = self._topic.trim_position
         # gRPC takes one message at a time, and news of the trim position comes whenever it comes.
         async with self._writing:
+            answer.trim_position = self._topic.trim_position
             await self._stream.write(answer.SerializeToString())
 
     def _trim_moved(self) -> None:
@@ -152,19 +173,20 @@ class _Hold:
             self._telling.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def close(self) -> None:
+        self._hold(0)
         if self._telling is not None:
             self._telling.cancel()
 
 
 def _columns(message: Any) -> Columns:
     """The columns of a `Check` or `Replay`. Raises INVALID_REQUEST, MALFORMED_MESSAGE."""
-    lowest = _values(message.sequence_ids, "<i8")
-    highest = _values(message.highest_sequence_ids, "<i8") if message.highest_sequence_ids else lowest
-    return Columns(_values(message.handles, "<i4"), lowest, highest, np.frombuffer(message.passes, np.uint8))
+    lowest = _values(message.sequence_ids, _INT64)
+    highest = _values(message.highest_sequence_ids, _INT64) if message.highest_sequence_ids else lowest
+    return Columns(_values(message.handles, _INT32), lowest, highest, np.frombuffer(message.passes, np.uint8))
 
 
-def _values(column: bytes, kind: str) -> np.ndarray:
-    size = np.dtype(kind).itemsize
+def _values(column: bytes, kind: Any) -> np.ndarray:
+    size = kind.itemsize
     if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
         raise error(
             "INVALID_REQUEST", f"a column has {len(column)} bytes: values of {size} bytes, packed, are needed, and at "
@@ -174,7 +196,7 @@ def _values(column: bytes, kind: str) -> np.ndarray:
 
 
 def _names(register: Any) -> list[bytes]:
-    offsets = _values(register.producer_name_offsets, "<i4")
+    offsets = _values(register.producer_name_offsets, _INT32)
     blob = register.producer_names
     count = len(offsets) - 1
     if not 1 <= count <= MAX_OPEN_NAMES:

@@ -7,7 +7,7 @@ none) are no messages of their own, and leave no trace.
 
 import numpy as np
 
-from seqdedupe.core.rule import CHANGED, NOT_DUP, PERSISTED, confirm_one, decide
+from seqdedupe.core.rule import PERSISTED, confirm_rows, decide
 from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel
 
 # What is wrong with a row, in the order in which it is looked for.
@@ -15,9 +15,6 @@ SOUND = 0
 BAD_HANDLE = 1
 BAD_ID = 2
 OVERLAP = 3
-
-PASSES = -1
-"""The producer row of an admission that leaves no trace."""
 
 
 @kernel()
@@ -50,44 +47,30 @@ def look(
 
 
 @kernel()
-def decide_ranges(
+def judge(
     handles: Int32Column,
     lowest: Int64Column,
     highest: Int64Column,
     passes: Bytes,
     rows_of: Int64s,
     numbers: Int64s2,
+    overlap: bool,
     deduplicate: bool,
+    found: Int64s,
     verdicts: Uint8s,
-    admitted: Int64s2,
 ) -> int:
-    """The verdicts of rows that are sound, and for each new one its producer row and highest ID into `admitted`.
+    """The verdicts; returns how many rows are new.
 
-    Returns how many are new.
+    If a row cannot be judged nothing is changed, and what `look` answers is returned below 0.
     """
-    new = decide(rows_of, handles, lowest, highest, passes, numbers, deduplicate, verdicts)
-    k = 0
-    for row in range(verdicts.shape[0]):
-        if verdicts[row] == NOT_DUP:
-            leaves_no_trace = passes.shape[0] != 0 and passes[row] != 0
-            admitted[k, 0] = PASSES if leaves_no_trace else rows_of[handles[row]]
-            admitted[k, 1] = highest[row]
-            k += 1
-    return new
+    wrong = look(handles, lowest, highest, passes, rows_of, numbers, overlap, found)
+    if wrong != SOUND:
+        return -wrong
+    return int(decide(rows_of, handles, lowest, highest, passes, numbers, deduplicate, verdicts))
 
 
 @kernel()
-def confirm_ranges(admitted: Int64s2, numbers: Int64s2, dirty: Uint8s) -> int:
-    """These admissions are in the log: merges them by maximum. Returns how many there are."""
-    for k in range(admitted.shape[0]):
-        producer_row = admitted[k, 0]
-        if producer_row != PASSES and confirm_one(producer_row, admitted[k, 1], -1, numbers):
-            dirty[producer_row] |= CHANGED
-    return len(admitted)
-
-
-@kernel()
-def replay_ranges(
+def confirm_ranges(
     handles: Int32Column,
     highest: Int64Column,
     passes: Bytes,
@@ -95,14 +78,11 @@ def replay_ranges(
     numbers: Int64s2,
     dirty: Uint8s,
 ) -> int:
-    """These rows, which are sound, are found in the log: merges them by maximum. Returns how many there are."""
-    for row in range(highest.shape[0]):
-        if passes.shape[0] != 0 and passes[row] != 0:
-            continue
-        producer_row = rows_of[handles[row]]
-        if confirm_one(producer_row, highest[row], -1, numbers):
-            dirty[producer_row] |= CHANGED
-    return len(highest)
+    """These rows, which are sound, are in the log: merges them by maximum. Live and in replay the same.
+
+    Returns how many there are.
+    """
+    return int(confirm_rows(rows_of, handles, highest, passes, -1, numbers, dirty))
 
 
 def follow(last: bytes, positions: bytes, offsets: Int64s, previous: bytes, previous_offsets: Int64s) -> bool:

@@ -6,14 +6,15 @@ keep to stands in dedupe.proto.
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from seqdedupe.core import ranges
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.rule import PERSISTED, PUSHED, UNKNOWN
+from seqdedupe.core.rule import NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.format.jit import Int64s, Int64s2, Uint8s
+from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_POSITION_BYTES
 from seqdedupe.names import new_producer_name, producer_name
 from seqdedupe.topic.policy import OverlapPolicy, Policy
@@ -22,7 +23,9 @@ MAX_ADMISSIONS_IN_FLIGHT = 1 << 20
 """Of one attachment; 16 bytes each."""
 
 NO_ADMISSION = -1
-RELEASED = -1
+NO_ROW = -1
+FIRST_HANDLES = 64
+"""There is room for; it grows."""
 _NO_PASSES: Uint8s = np.zeros(0, np.uint8)
 
 
@@ -37,6 +40,11 @@ class Columns:
     lowest: np.ndarray
     highest: np.ndarray
     passes: np.ndarray = field(default_factory=lambda: _NO_PASSES)
+
+    def __getitem__(self, rows: Any) -> "Columns":
+        """Some of the rows."""
+        passes = self.passes[rows] if len(self.passes) else self.passes
+        return Columns(self.handles[rows], self.lowest[rows], self.highest[rows], passes)
 
     def check(self) -> None:
         """Raises INVALID_REQUEST unless there are rows, not too many, and a value in every column for each."""
@@ -57,9 +65,9 @@ class Checked:
 
 @dataclass(slots=True)
 class _Admitted:
-    """The admissions of one check, of which `left` are in flight: producer row and highest ID of each."""
+    """The admissions of one check that are in flight."""
 
-    rows: Int64s2
+    columns: Columns
     at_seconds: float
 
 
@@ -74,8 +82,13 @@ class Attachment:
         self.has_failed = False
         """Whether an admission has failed, and nobody has reset yet."""
         self._producers = producers
-        self._rows_of: Int64s = np.zeros(64, np.int64)
+        self._rows_of: Int64s = np.full(FIRST_HANDLES, NO_ROW, np.int64)
+        """The producer row of each handle."""
+        self._live_rows_of: Int64s = self._rows_of.copy()
+        """The same, but NO_ROW where the handle was released."""
         self._handles = 0
+        self._found: Int64s = np.zeros(1, np.int64)
+        """Which row cannot be judged."""
         self._in_flight: deque[_Admitted] = deque()
         self._admitted = 0
         self._settled = 0
@@ -108,19 +121,19 @@ class Attachment:
                 new_producer_name(shown)
         end = self._handles + len(names)
         if end > len(self._rows_of):
-            self._rows_of = np.resize(self._rows_of, max(end, 2 * len(self._rows_of)))
+            more = np.full(max(end, 2 * len(self._rows_of)) - len(self._rows_of), NO_ROW, np.int64)
+            self._rows_of = np.concatenate((self._rows_of, more))
+            self._live_rows_of = np.concatenate((self._live_rows_of, more))
         self._rows_of[self._handles : end] = self._producers.add_all(names)
+        self._live_rows_of[self._handles : end] = self._rows_of[self._handles : end]
         self._handles = end
 
     def release(self, handles: np.ndarray) -> None:
         """These handles are not used any more. Raises INVALID_REQUEST."""
-        rows = self._rows()
+        rows = self._live_rows_of[: self._handles]
         if len(handles) and (handles.min() < 0 or handles.max() >= len(rows) or (rows[handles] < 0).any()):
             raise error("INVALID_REQUEST", "handles are released that are not registered")
-        rows[handles] = RELEASED
-
-    def _rows(self) -> Int64s:
-        return self._rows_of[: self._handles]
+        rows[handles] = NO_ROW
 
     # -- replay ------------------------------------------------------------------------------------------------
 
@@ -149,10 +162,7 @@ class Attachment:
                 "not written right after it: entries are missing",
                 replayed=self.replayed,
             )
-        producers = self._producers
-        ranges.replay_ranges(
-            columns.handles, columns.highest, columns.passes, self._rows(), producers.numbers, producers.dirty
-        )
+        self._confirm(columns)
         self.replayed += len(columns.lowest)
         self.position = positions[int(starts[-2]) :]
 
@@ -178,37 +188,47 @@ class Attachment:
         if not self.is_ready:
             raise error("NOT_ATTACHED", "the replay has not ended yet")
         columns.check()
-        self._check_sound(columns, overlap=policy.overlap is OverlapPolicy.REJECT)
         rows = len(columns.lowest)
+        overlap = policy.overlap is OverlapPolicy.REJECT
         if self.has_failed:
+            self._check_sound(columns, overlap=overlap)
             return Checked(np.full(rows, UNKNOWN, np.uint8), NO_ADMISSION)
         if self.in_flight + rows > MAX_ADMISSIONS_IN_FLIGHT:
             raise error("QUEUE_FULL", f"of {self.in_flight} admissions nothing was reported yet")
         verdicts = np.empty(rows, np.uint8)
-        admitted = np.empty((rows, 2), np.int64)
-        new = ranges.decide_ranges(
+        new = ranges.judge(
             columns.handles,
             columns.lowest,
             columns.highest,
             columns.passes,
-            self._rows(),
+            self._live_rows_of,
             self._producers.numbers,
+            overlap,
             policy.deduplication_enabled,
+            self._found,
             verdicts,
-            admitted,
         )
+        if new < 0:
+            raise self._unsound(columns, -new, int(self._found[0]))
         if not new:
             return Checked(verdicts, NO_ADMISSION)
         first = self._admitted
-        self._in_flight.append(_Admitted(admitted[:new].copy() if new < rows else admitted, now_seconds))
+        admitted = columns if new == rows else columns[verdicts == NOT_DUP]
+        self._in_flight.append(_Admitted(admitted, now_seconds))
         self._admitted += new
         return Checked(verdicts, first)
 
     def _check_sound(self, columns: Columns, *, overlap: bool) -> None:
-        found = np.zeros(1, np.int64)
-        numbers = self._producers.numbers
+        found, numbers = self._found, self._producers.numbers
         wrong = ranges.look(
-            columns.handles, columns.lowest, columns.highest, columns.passes, self._rows(), numbers, overlap, found
+            columns.handles,
+            columns.lowest,
+            columns.highest,
+            columns.passes,
+            self._live_rows_of,
+            numbers,
+            overlap,
+            found,
         )
         if wrong != ranges.SOUND:
             raise self._unsound(columns, wrong, int(found[0]))
@@ -223,7 +243,7 @@ class Attachment:
                 f"message {row} has the sequence IDs {lowest} to {highest}: they should be 0 or higher, and rise",
                 row=row,
             )
-        numbers = self._producers.numbers[self._rows()[handle]]
+        numbers = self._producers.numbers[self._live_rows_of[handle]]
         persisted = int(numbers[PERSISTED])
         return error(
             "OVERLAP",
@@ -257,26 +277,32 @@ class Attachment:
             )
         if persisted and self.has_failed:
             raise error("NOT_ATTACHED", "an admission is reported persisted after one that failed: the log has a hole")
-        for rows in self._take(persisted):
-            ranges.confirm_ranges(rows, self._producers.numbers, self._producers.dirty)
+        for columns in self._take(persisted):
+            self._confirm(columns)
         if persisted:
             self.position = position
         for _ in self._take(failed):
             self.has_failed = True
 
-    def _take(self, count: int) -> list[Int64s2]:
+    def _confirm(self, columns: Columns) -> None:
+        producers = self._producers
+        ranges.confirm_ranges(
+            columns.handles, columns.highest, columns.passes, self._rows_of, producers.numbers, producers.dirty
+        )
+
+    def _take(self, count: int) -> list[Columns]:
         """So many of the oldest admissions, which have settled."""
         taken = []
         self._settled += count
         while count:
             oldest = self._in_flight[0]
-            part = oldest.rows[:count]
-            taken.append(part)
-            count -= len(part)
-            if len(part) == len(oldest.rows):
-                self._in_flight.popleft()
+            left = len(oldest.columns.lowest)
+            if left <= count:
+                taken.append(self._in_flight.popleft().columns)
+                count -= left
             else:
-                oldest.rows = oldest.rows[len(part) :]
+                taken.append(oldest.columns[:count])
+                oldest.columns, count = oldest.columns[count:], 0
         return taken
 
     def reset(self) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from seqdedupe.v1 import publish_pb2 as seqdedupe_dot_v1_dot_publish__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19seqdedupe/v1/dedupe.proto\x12\x0cseqdedupe.v1\x1a\x1aseqdedupe/v1/publish.proto\"G\n\x1f\x44\x65\x64upeServiceGetProducerRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x15\n\rproducer_name\x18\x02 \x01(\t\"E\n DedupeServiceGetProducerResponse\x12\x0e\n\x06pushed\x18\x01 \x01(\x10\x12\x11\n\tpersisted\x18\x02 \x01(\x10\"\xed\x02\n\rAttachRequest\x12\r\n\x05token\x18\x01 \x01(\x06\x12$\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x13.seqdedupe.v1.BeginH\x00\x12*\n\x08register\x18\x03 \x01(\x0b\x32\x16.seqdedupe.v1.RegisterH\x00\x12(\n\x07release\x18\x04 \x01(\x0b\x32\x15.seqdedupe.v1.ReleaseH\x00\x12&\n\x06replay\x18\x05 \x01(\x0b\x32\x14.seqdedupe.v1.ReplayH\x00\x12-\n\nend_replay\x18\x06 \x01(\x0b\x32\x17.seqdedupe.v1.EndReplayH\x00\x12$\n\x05\x63heck\x18\x07 \x01(\x0b\x32\x13.seqdedupe.v1.CheckH\x00\x12&\n\x06report\x18\x08 \x01(\x0b\x32\x14.seqdedupe.v1.ReportH\x00\x12$\n\x05reset\x18\t \x01(\x0b\x32\x13.seqdedupe.v1.ResetH\x00\x42\x06\n\x04step\"\x16\n\x05\x42\x65gin\x12\r\n\x05topic\x18\x01 \x01(\t\"W\n\x08Register\x12\x14\n\x0c\x66irst_handle\x18\x01 \x01(\x07\x12\x1d\n\x15producer_name_offsets\x18\x02 \x03(\x0f\x12\x16\n\x0eproducer_names\x18\x03 \x01(\x0c\"\x1a\n\x07Release\x12\x0f\n\x07handles\x18\x01 \x03(\x0f\"\xc9\x01\n\x06Replay\x12\x0f\n\x07handles\x18\x01 \x03(\x0f\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\x12\x1c\n\x14highest_sequence_ids\x18\x03 \x03(\x10\x12\x0e\n\x06passes\x18\x04 \x01(\x0c\x12\x18\n\x10position_offsets\x18\x05 \x03(\x0f\x12\x11\n\tpositions\x18\x06 \x01(\x0c\x12!\n\x19previous_position_offsets\x18\x07 \x03(\x0f\x12\x1a\n\x12previous_positions\x18\x08 \x01(\x0c\"\"\n\tEndReplay\x12\x15\n\rlast_position\x18\x01 \x01(\x0c\"k\n\x05\x43heck\x12\r\n\x05\x66rame\x18\x01 \x01(\x06\x12\x0f\n\x07handles\x18\x02 \x03(\x0f\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12\x1c\n\x14highest_sequence_ids\x18\x04 \x03(\x10\x12\x0e\n\x06passes\x18\x05 \x01(\x0c\"V\n\x06Report\x12\x17\n\x0f\x66irst_admission\x18\x01 \x01(\x06\x12\x11\n\tpersisted\x18\x02 \x01(\x07\x12\x10\n\x08position\x18\x03 \x01(\x0c\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x07\"\x07\n\x05Reset\"\xda\x01\n\x0e\x41ttachResponse\x12\x15\n\rtrim_position\x18\x01 \x01(\x0c\x12*\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x16.seqdedupe.v1.AttachedH\x00\x12$\n\x05ready\x18\x03 \x01(\x0b\x32\x13.seqdedupe.v1.ReadyH\x00\x12(\n\x07\x63hecked\x18\x04 \x01(\x0b\x32\x15.seqdedupe.v1.CheckedH\x00\x12-\n\x07refusal\x18\x05 \x01(\x0b\x32\x1a.seqdedupe.v1.CheckRefusalH\x00\x42\x06\n\x04step\"D\n\x08\x41ttached\x12\r\n\x05token\x18\x01 \x01(\x06\x12\x14\n\x0creplay_after\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\x10\"\x19\n\x05Ready\x12\x10\n\x08replayed\x18\x01 \x01(\x10\"Z\n\x07\x43hecked\x12\r\n\x05\x66rame\x18\x01 \x01(\x06\x12\'\n\x08verdicts\x18\x02 \x03(\x0e\x32\x15.seqdedupe.v1.Verdict\x12\x17\n\x0f\x66irst_admission\x18\x03 \x01(\x10\"\x86\x01\n\x0c\x43heckRefusal\x12\r\n\x05\x66rame\x18\x01 \x01(\x06\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0b\n\x03row\x18\x04 \x01(\x0f\x12\x0e\n\x06pushed\x18\x05 \x01(\x10\x12\x11\n\tpersisted\x18\x06 \x01(\x10\x12\x16\n\x0eretry_delay_ms\x18\x07 \x01(\x0f\x32\xc6\x01\n\rDedupeService\x12G\n\x06\x41ttach\x12\x1b.seqdedupe.v1.AttachRequest\x1a\x1c.seqdedupe.v1.AttachResponse(\x01\x30\x01\x12l\n\x0bGetProducer\x12-.seqdedupe.v1.DedupeServiceGetProducerRequest\x1a..seqdedupe.v1.DedupeServiceGetProducerResponseBP\n\x0fio.seqdedupe.v1P\x01Z;github.com/seqdedupe/seqdedupe/gen/seqdedupe/v1;seqdedupev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19seqdedupe/v1/dedupe.proto\x12\x0cseqdedupe.v1\x1a\x1aseqdedupe/v1/publish.proto\"G\n\x1f\x44\x65\x64upeServiceGetProducerRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x15\n\rproducer_name\x18\x02 \x01(\t\"E\n DedupeServiceGetProducerResponse\x12\x0e\n\x06pushed\x18\x01 \x01(\x10\x12\x11\n\tpersisted\x18\x02 \x01(\x10\"\xd6\x02\n\rAttachRequest\x12\r\n\x05token\x18\x01 \x01(\x06\x12\"\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x13.seqdedupe.v1.Begin\x12(\n\x08register\x18\x03 \x01(\x0b\x32\x16.seqdedupe.v1.Register\x12&\n\x07release\x18\x04 \x01(\x0b\x32\x15.seqdedupe.v1.Release\x12$\n\x06replay\x18\x05 \x01(\x0b\x32\x14.seqdedupe.v1.Replay\x12+\n\nend_replay\x18\x06 \x01(\x0b\x32\x17.seqdedupe.v1.EndReplay\x12$\n\x06report\x18\x07 \x01(\x0b\x32\x14.seqdedupe.v1.Report\x12\"\n\x05reset\x18\x08 \x01(\x0b\x32\x13.seqdedupe.v1.Reset\x12#\n\x06\x63hecks\x18\t \x03(\x0b\x32\x13.seqdedupe.v1.Check\"\x16\n\x05\x42\x65gin\x12\r\n\x05topic\x18\x01 \x01(\t\"W\n\x08Register\x12\x14\n\x0c\x66irst_handle\x18\x01 \x01(\x07\x12\x1d\n\x15producer_name_offsets\x18\x02 \x03(\x0f\x12\x16\n\x0eproducer_names\x18\x03 \x01(\x0c\"\x1a\n\x07Release\x12\x0f\n\x07handles\x18\x01 \x03(\x0f\"\xc9\x01\n\x06Replay\x12\x0f\n\x07handles\x18\x01 \x03(\x0f\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x10\x12\x1c\n\x14highest_sequence_ids\x18\x03 \x03(\x10\x12\x0e\n\x06passes\x18\x04 \x01(\x0c\x12\x18\n\x10position_offsets\x18\x05 \x03(\x0f\x12\x11\n\tpositions\x18\x06 \x01(\x0c\x12!\n\x19previous_position_offsets\x18\x07 \x03(\x0f\x12\x1a\n\x12previous_positions\x18\x08 \x01(\x0c\"\"\n\tEndReplay\x12\x15\n\rlast_position\x18\x01 \x01(\x0c\"k\n\x05\x43heck\x12\r\n\x05\x66rame\x18\x01 \x01(\x06\x12\x0f\n\x07handles\x18\x02 \x03(\x0f\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x10\x12\x1c\n\x14highest_sequence_ids\x18\x04 \x03(\x10\x12\x0e\n\x06passes\x18\x05 \x01(\x0c\"V\n\x06Report\x12\x17\n\x0f\x66irst_admission\x18\x01 \x01(\x06\x12\x11\n\tpersisted\x18\x02 \x01(\x07\x12\x10\n\x08position\x18\x03 \x01(\x0c\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x07\"\x07\n\x05Reset\"\xcb\x01\n\x0e\x41ttachResponse\x12\x15\n\rtrim_position\x18\x01 \x01(\x0c\x12(\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x16.seqdedupe.v1.Attached\x12\"\n\x05ready\x18\x03 \x01(\x0b\x32\x13.seqdedupe.v1.Ready\x12&\n\x07\x63hecked\x18\x04 \x03(\x0b\x32\x15.seqdedupe.v1.Checked\x12,\n\x08refusals\x18\x05 \x03(\x0b\x32\x1a.seqdedupe.v1.CheckRefusal\"D\n\x08\x41ttached\x12\r\n\x05token\x18\x01 \x01(\x06\x12\x14\n\x0creplay_after\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\x10\"\x19\n\x05Ready\x12\x10\n\x08replayed\x18\x01 \x01(\x10\"Z\n\x07\x43hecked\x12\r\n\x05\x66rame\x18\x01 \x01(\x06\x12\'\n\x08verdicts\x18\x02 \x03(\x0e\x32\x15.seqdedupe.v1.Verdict\x12\x17\n\x0f\x66irst_admission\x18\x03 \x01(\x10\"\x86\x01\n\x0c\x43heckRefusal\x12\r\n\x05\x66rame\x18\x01 \x01(\x06\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0b\n\x03row\x18\x04 \x01(\x0f\x12\x0e\n\x06pushed\x18\x05 \x01(\x10\x12\x11\n\tpersisted\x18\x06 \x01(\x10\x12\x16\n\x0eretry_delay_ms\x18\x07 \x01(\x0f\x32\xc6\x01\n\rDedupeService\x12G\n\x06\x41ttach\x12\x1b.seqdedupe.v1.AttachRequest\x1a\x1c.seqdedupe.v1.AttachResponse(\x01\x30\x01\x12l\n\x0bGetProducer\x12-.seqdedupe.v1.DedupeServiceGetProducerRequest\x1a..seqdedupe.v1.DedupeServiceGetProducerResponseBP\n\x0fio.seqdedupe.v1P\x01Z;github.com/seqdedupe/seqdedupe/gen/seqdedupe/v1;seqdedupev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,33 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DEDUPESERVICEGETPRODUCERRESPONSE']._serialized_start=144
   _globals['_DEDUPESERVICEGETPRODUCERRESPONSE']._serialized_end=213
   _globals['_ATTACHREQUEST']._serialized_start=216
-  _globals['_ATTACHREQUEST']._serialized_end=581
-  _globals['_BEGIN']._serialized_start=583
-  _globals['_BEGIN']._serialized_end=605
-  _globals['_REGISTER']._serialized_start=607
-  _globals['_REGISTER']._serialized_end=694
-  _globals['_RELEASE']._serialized_start=696
-  _globals['_RELEASE']._serialized_end=722
-  _globals['_REPLAY']._serialized_start=725
-  _globals['_REPLAY']._serialized_end=926
-  _globals['_ENDREPLAY']._serialized_start=928
-  _globals['_ENDREPLAY']._serialized_end=962
-  _globals['_CHECK']._serialized_start=964
-  _globals['_CHECK']._serialized_end=1071
-  _globals['_REPORT']._serialized_start=1073
-  _globals['_REPORT']._serialized_end=1159
-  _globals['_RESET']._serialized_start=1161
-  _globals['_RESET']._serialized_end=1168
-  _globals['_ATTACHRESPONSE']._serialized_start=1171
-  _globals['_ATTACHRESPONSE']._serialized_end=1389
-  _globals['_ATTACHED']._serialized_start=1391
-  _globals['_ATTACHED']._serialized_end=1459
-  _globals['_READY']._serialized_start=1461
-  _globals['_READY']._serialized_end=1486
-  _globals['_CHECKED']._serialized_start=1488
-  _globals['_CHECKED']._serialized_end=1578
-  _globals['_CHECKREFUSAL']._serialized_start=1581
-  _globals['_CHECKREFUSAL']._serialized_end=1715
-  _globals['_DEDUPESERVICE']._serialized_start=1718
-  _globals['_DEDUPESERVICE']._serialized_end=1916
+  _globals['_ATTACHREQUEST']._serialized_end=558
+  _globals['_BEGIN']._serialized_start=560
+  _globals['_BEGIN']._serialized_end=582
+  _globals['_REGISTER']._serialized_start=584
+  _globals['_REGISTER']._serialized_end=671
+  _globals['_RELEASE']._serialized_start=673
+  _globals['_RELEASE']._serialized_end=699
+  _globals['_REPLAY']._serialized_start=702
+  _globals['_REPLAY']._serialized_end=903
+  _globals['_ENDREPLAY']._serialized_start=905
+  _globals['_ENDREPLAY']._serialized_end=939
+  _globals['_CHECK']._serialized_start=941
+  _globals['_CHECK']._serialized_end=1048
+  _globals['_REPORT']._serialized_start=1050
+  _globals['_REPORT']._serialized_end=1136
+  _globals['_RESET']._serialized_start=1138
+  _globals['_RESET']._serialized_end=1145
+  _globals['_ATTACHRESPONSE']._serialized_start=1148
+  _globals['_ATTACHRESPONSE']._serialized_end=1351
+  _globals['_ATTACHED']._serialized_start=1353
+  _globals['_ATTACHED']._serialized_end=1421
+  _globals['_READY']._serialized_start=1423
+  _globals['_READY']._serialized_end=1448
+  _globals['_CHECKED']._serialized_start=1450
+  _globals['_CHECKED']._serialized_end=1540
+  _globals['_CHECKREFUSAL']._serialized_start=1543
+  _globals['_CHECKREFUSAL']._serialized_end=1677
+  _globals['_DEDUPESERVICE']._serialized_start=1680
+  _globals['_DEDUPESERVICE']._serialized_end=1878
 # @@protoc_insertion_point(module_scope)

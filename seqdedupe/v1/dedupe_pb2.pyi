@@ -73,7 +73,9 @@ Global___DedupeServiceGetProducerResponse: _TypeAlias = DedupeServiceGetProducer
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """What a broker says."""
+    """What a broker says. A message may carry several steps: they are done in the order of the fields. Small checks that are
+    ready together travel together, and with them the report of what was checked before.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -83,14 +85,14 @@ class AttachRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
     END_REPLAY_FIELD_NUMBER: _builtins.int
-    CHECK_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    CHECKS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    """The token of `Attached`; 0 in `Begin`."""
+    """The token of `Attached`; 0 with `begin`."""
     @_builtins.property
     def begin(self) -> Global___Begin:
-        """The first message."""
+        """In the first message, alone."""
 
     @_builtins.property
     def register(self) -> Global___Register:
@@ -109,16 +111,16 @@ class AttachRequest(_message.Message):
         """There are no more."""
 
     @_builtins.property
-    def check(self) -> Global___Check:
-        """Messages that were received."""
-
-    @_builtins.property
     def report(self) -> Global___Report:
         """What became of admissions."""
 
     @_builtins.property
     def reset(self) -> Global___Reset:
         """Nothing is in flight after a failure."""
+
+    @_builtins.property
+    def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Check]:
+        """Messages that were received; at most 256 checks, each judged by itself."""
 
     def __init__(
         self,
@@ -129,17 +131,15 @@ class AttachRequest(_message.Message):
         release: Global___Release | None = ...,
         replay: Global___Replay | None = ...,
         end_replay: Global___EndReplay | None = ...,
-        check: Global___Check | None = ...,
         report: Global___Report | None = ...,
         reset: Global___Reset | None = ...,
+        checks: _abc.Iterable[Global___Check] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "check", b"check", "end_replay", b"end_replay", "register", b"register", "release", b"release", "replay", b"replay", "report", b"report", "reset", b"reset", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end_replay", b"end_replay", "register", b"register", "release", b"release", "replay", b"replay", "report", b"report", "reset", b"reset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "check", b"check", "end_replay", b"end_replay", "register", b"register", "release", b"release", "replay", b"replay", "report", b"report", "reset", b"reset", "step", b"step", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "checks", b"checks", "end_replay", b"end_replay", "register", b"register", "release", b"release", "replay", b"replay", "report", b"report", "reset", b"reset", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["begin", "register", "release", "replay", "end_replay", "check", "report", "reset"]  # noqa: Y015
-    _WhichOneofArgType_step: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_step) -> _WhichOneofReturnType_step | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 
@@ -408,24 +408,26 @@ class AttachResponse(_message.Message):
     ATTACHED_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     CHECKED_FIELD_NUMBER: _builtins.int
-    REFUSAL_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     trim_position: _builtins.bytes
-    """The entries up to here, itself included, are covered by a durable snapshot; empty: none."""
+    """The entries up to here, itself included, are covered by a durable snapshot; empty: none. When it has moved, and there
+    is nothing else to say, a message comes with this alone.
+    """
     @_builtins.property
     def attached(self) -> Global___Attached:
-        """The answer to `Begin`."""
+        """The answer to `begin`."""
 
     @_builtins.property
     def ready(self) -> Global___Ready:
-        """The answer to `EndReplay`: checks are answered from here on."""
+        """The answer to `end_replay`: checks are answered from here on."""
 
     @_builtins.property
-    def checked(self) -> Global___Checked:
-        """The answer to a `Check`."""
+    def checked(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checked]:
+        """The answers to checks, in their order."""
 
     @_builtins.property
-    def refusal(self) -> Global___CheckRefusal:
-        """The answer to a `Check` of which nothing was admitted."""
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckRefusal]:
+        """The answers to checks of which nothing was admitted."""
 
     def __init__(
         self,
@@ -433,16 +435,14 @@ class AttachResponse(_message.Message):
         trim_position: _builtins.bytes = ...,
         attached: Global___Attached | None = ...,
         ready: Global___Ready | None = ...,
-        checked: Global___Checked | None = ...,
-        refusal: Global___CheckRefusal | None = ...,
+        checked: _abc.Iterable[Global___Checked] | None = ...,
+        refusals: _abc.Iterable[Global___CheckRefusal] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "checked", b"checked", "ready", b"ready", "refusal", b"refusal", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "checked", b"checked", "ready", b"ready", "refusal", b"refusal", "step", b"step", "trim_position", b"trim_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "checked", b"checked", "ready", b"ready", "refusals", b"refusals", "trim_position", b"trim_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["attached", "ready", "checked", "refusal"]  # noqa: Y015
-    _WhichOneofArgType_step: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_step) -> _WhichOneofReturnType_step | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 

@@ -38,27 +38,32 @@ class DedupeServiceStub:
 
     A broker's whole duty, per topic:
 
-    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `Begin`. A newer
+    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
        attachment of the topic ends an older one.
     2. `Attached` answers a `token`, to be said in every message from here on, and `replay_after`: the position up to
        which the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token
        is still being written. Then send every entry after that position, in the log's order, as `Replay`, each with the
-       position of the entry before it in the log; then `EndReplay` with the position of the log's last entry. If entries
-       right after `replay_after` are gone, the topic cannot be attached: delete it here and begin with the log's first.
+       position of the entry before it in the log; then `EndReplay` with the position of the log's last entry, which the
+       log has to say, whether anything was replayed or not: a log that has lost its end is found out by it. Make durable
+       first what a crash has left in the log, as if it were written now. If entries right after `replay_after` are gone,
+       the topic cannot be attached: delete it here and begin with the log's first.
     3. `Register` the names of the producers that publish. A name's *handle* is its place in the order in which names were
        registered in this attachment, from 0. Register what `Replay` needs too. `Release` it when its producer disconnects.
     4. Before a message is written, `Check` it. `NOT_DUP`: write it, in the order of the answers. `DUP`: acknowledge it,
        write nothing. `UNKNOWN`: a copy is in flight: tell its producer to send it again, write nothing. Each `NOT_DUP`
-       is an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows.
+       is an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. A message
+       that gets no verdict (its check is refused, or the topic is not attached) *sends its producer back*: take nothing
+       more of what it has sent, and drop its connection, so that it sends again, in order, from its first
+       unacknowledged message. To tell it that this one failed is not enough: a later one may be on its way, would be
+       `NOT_DUP`, and the earlier one, sent again, `DUP`: it would be lost.
     5. `Report` what became of the admissions, in their order: so many are persisted, the last of them at this position; so
        many after them have failed. An admission of which nothing is reported within `admission_timeout_seconds` ends the
        attachment.
-    6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, drop the connections of the
-       topic's producers (so that they send again from their first unacknowledged message), then send `Reset`: it takes
-       back what was pushed and not persisted.
+    6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
+       producers back, then send `Reset`: it takes back what was pushed and not persisted.
     7. Never trim an entry after `trim_position`, which every answer names. Entries up to it, itself included, are covered
        by a snapshot and may go.
-    8. However the stream ends, give no verdicts until the topic is attached again: tell producers to send again.
+    8. However the stream ends, no message has a verdict until the topic is attached again.
 
     What is sent in one message is judged in its order. A *range* (a batch that nobody looks into) has its lowest sequence
     ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
@@ -69,7 +74,7 @@ class DedupeServiceStub:
     position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
     2^28).
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a `Check` is
+    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a check is
     answered in the stream, and nothing of it is admitted; what is wrong in another message ends the attachment.
     """
 
@@ -102,27 +107,32 @@ class DedupeServiceAsyncStub(DedupeServiceStub):
 
     A broker's whole duty, per topic:
 
-    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `Begin`. A newer
+    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
        attachment of the topic ends an older one.
     2. `Attached` answers a `token`, to be said in every message from here on, and `replay_after`: the position up to
        which the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token
        is still being written. Then send every entry after that position, in the log's order, as `Replay`, each with the
-       position of the entry before it in the log; then `EndReplay` with the position of the log's last entry. If entries
-       right after `replay_after` are gone, the topic cannot be attached: delete it here and begin with the log's first.
+       position of the entry before it in the log; then `EndReplay` with the position of the log's last entry, which the
+       log has to say, whether anything was replayed or not: a log that has lost its end is found out by it. Make durable
+       first what a crash has left in the log, as if it were written now. If entries right after `replay_after` are gone,
+       the topic cannot be attached: delete it here and begin with the log's first.
     3. `Register` the names of the producers that publish. A name's *handle* is its place in the order in which names were
        registered in this attachment, from 0. Register what `Replay` needs too. `Release` it when its producer disconnects.
     4. Before a message is written, `Check` it. `NOT_DUP`: write it, in the order of the answers. `DUP`: acknowledge it,
        write nothing. `UNKNOWN`: a copy is in flight: tell its producer to send it again, write nothing. Each `NOT_DUP`
-       is an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows.
+       is an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. A message
+       that gets no verdict (its check is refused, or the topic is not attached) *sends its producer back*: take nothing
+       more of what it has sent, and drop its connection, so that it sends again, in order, from its first
+       unacknowledged message. To tell it that this one failed is not enough: a later one may be on its way, would be
+       `NOT_DUP`, and the earlier one, sent again, `DUP`: it would be lost.
     5. `Report` what became of the admissions, in their order: so many are persisted, the last of them at this position; so
        many after them have failed. An admission of which nothing is reported within `admission_timeout_seconds` ends the
        attachment.
-    6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, drop the connections of the
-       topic's producers (so that they send again from their first unacknowledged message), then send `Reset`: it takes
-       back what was pushed and not persisted.
+    6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
+       producers back, then send `Reset`: it takes back what was pushed and not persisted.
     7. Never trim an entry after `trim_position`, which every answer names. Entries up to it, itself included, are covered
        by a snapshot and may go.
-    8. However the stream ends, give no verdicts until the topic is attached again: tell producers to send again.
+    8. However the stream ends, no message has a verdict until the topic is attached again.
 
     What is sent in one message is judged in its order. A *range* (a batch that nobody looks into) has its lowest sequence
     ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
@@ -133,7 +143,7 @@ class DedupeServiceAsyncStub(DedupeServiceStub):
     position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
     2^28).
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a `Check` is
+    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a check is
     answered in the stream, and nothing of it is admitted; what is wrong in another message ends the attachment.
     """
 
@@ -162,27 +172,32 @@ class DedupeServiceServicer(metaclass=_abc_1.ABCMeta):
 
     A broker's whole duty, per topic:
 
-    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `Begin`. A newer
+    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
        attachment of the topic ends an older one.
     2. `Attached` answers a `token`, to be said in every message from here on, and `replay_after`: the position up to
        which the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token
        is still being written. Then send every entry after that position, in the log's order, as `Replay`, each with the
-       position of the entry before it in the log; then `EndReplay` with the position of the log's last entry. If entries
-       right after `replay_after` are gone, the topic cannot be attached: delete it here and begin with the log's first.
+       position of the entry before it in the log; then `EndReplay` with the position of the log's last entry, which the
+       log has to say, whether anything was replayed or not: a log that has lost its end is found out by it. Make durable
+       first what a crash has left in the log, as if it were written now. If entries right after `replay_after` are gone,
+       the topic cannot be attached: delete it here and begin with the log's first.
     3. `Register` the names of the producers that publish. A name's *handle* is its place in the order in which names were
        registered in this attachment, from 0. Register what `Replay` needs too. `Release` it when its producer disconnects.
     4. Before a message is written, `Check` it. `NOT_DUP`: write it, in the order of the answers. `DUP`: acknowledge it,
        write nothing. `UNKNOWN`: a copy is in flight: tell its producer to send it again, write nothing. Each `NOT_DUP`
-       is an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows.
+       is an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. A message
+       that gets no verdict (its check is refused, or the topic is not attached) *sends its producer back*: take nothing
+       more of what it has sent, and drop its connection, so that it sends again, in order, from its first
+       unacknowledged message. To tell it that this one failed is not enough: a later one may be on its way, would be
+       `NOT_DUP`, and the earlier one, sent again, `DUP`: it would be lost.
     5. `Report` what became of the admissions, in their order: so many are persisted, the last of them at this position; so
        many after them have failed. An admission of which nothing is reported within `admission_timeout_seconds` ends the
        attachment.
-    6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, drop the connections of the
-       topic's producers (so that they send again from their first unacknowledged message), then send `Reset`: it takes
-       back what was pushed and not persisted.
+    6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
+       producers back, then send `Reset`: it takes back what was pushed and not persisted.
     7. Never trim an entry after `trim_position`, which every answer names. Entries up to it, itself included, are covered
        by a snapshot and may go.
-    8. However the stream ends, give no verdicts until the topic is attached again: tell producers to send again.
+    8. However the stream ends, no message has a verdict until the topic is attached again.
 
     What is sent in one message is judged in its order. A *range* (a batch that nobody looks into) has its lowest sequence
     ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
@@ -193,7 +208,7 @@ class DedupeServiceServicer(metaclass=_abc_1.ABCMeta):
     position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
     2^28).
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a `Check` is
+    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a check is
     answered in the stream, and nothing of it is admitted; what is wrong in another message ends the attachment.
     """
 
