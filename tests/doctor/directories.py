@@ -46,17 +46,14 @@ class Opened:
 
     async def publish(self, topic: str, rows: list[Row], payloads: list[bytes]) -> None:
         """One batch of new messages."""
-        live = await self.topics.get_or_create(topic)
         names = list(dict.fromkeys(name for name, _ in rows))
-        for name in names:
-            if (topic, name) not in self.epochs:
-                opened = await live.open_sessions([name], None)
-                self.epochs[topic, name], self.sent[topic, name] = opened.epochs[0], opened.persisted[0]
+        links = {name: await self.last_sent(topic, name) for name in names}
+        live = self.topics.get(topic)
         answers: list[Receipt | Refusal] = []
         made = batch(
             rows,
             epochs={name: self.epochs[topic, name] for name in names},
-            links={name: self.sent[topic, name] for name in names},
+            links=links,
             payloads=payloads,
         )
         live.admit(made.encode(), 1, answers.append, NumbersCache())
@@ -65,6 +62,14 @@ class Opened:
         assert answers[0].verdicts is None or not any(answers[0].verdicts != 1)
         for name, sequence_id in rows:
             self.sent[topic, name] = sequence_id
+
+    async def last_sent(self, topic: str, name: str) -> int:
+        """The highest ID that was sent here or that Open answered; opens topic and name if need be."""
+        if (topic, name) not in self.sent:
+            live = await self.topics.get_or_create(topic)
+            opened = await live.open_sessions([name], None)
+            self.epochs[topic, name], self.sent[topic, name] = opened.epochs[0], opened.persisted[0]
+        return self.sent[topic, name]
 
     async def messages(self, topic: str) -> list[Message]:
         """All that readers get."""

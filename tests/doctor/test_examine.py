@@ -23,10 +23,8 @@ ROWS = 4
 
 async def publish(data: Opened, batches: int, name: str = "p") -> None:
     for _ in range(batches):
-        first = data.sent.get((TOPIC, name), -1)
-        if (TOPIC, name) not in data.sent and TOPIC in {topic.name for topic in data.topics.all()}:
-            first = await data.persisted(TOPIC, name)
-        rows = [(name, first + 1 + k) for k in range(ROWS)]
+        first = await data.last_sent(TOPIC, name) + 1
+        rows = [(name, first + k) for k in range(ROWS)]
         await data.publish(TOPIC, rows, [b"payload %d" % k * 20 for _, k in rows])
 
 

@@ -188,10 +188,10 @@ def read_step(
     next_index: int,
     ownership: int,
     size: int = CHUNK_BYTES,
-    read: Callable[[int, int, int], bytes] = os.pread,
+    read: Callable[[int, int, int], bytes] | None = None,
 ) -> Step:
     """The entries from an offset of an open file on: about `size` bytes of them, at least one, none beyond `end`."""
-    raw = read(file, min(size, end - offset), offset)
+    raw = (read or os.pread)(file, min(size, end - offset), offset)
     if not hasattr(_scratch, "entries"):
         _scratch.entries = records.new_table(REPLAY_STEP_ENTRIES)
     places, parts, result = _scratch.entries, [], records.new_result(ownership)
