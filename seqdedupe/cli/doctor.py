@@ -135,6 +135,8 @@ def _print_salvage(made: "Salvage", to: Path) -> None:
             _say(f"  indexes {kept.first_index} to {kept.last_index} are {new} now")
         if not topic.is_copied:
             _say_more(len(topic.kept), "stretches")
+    for name in made.left_out:
+        _say(f"{name}: LEFT OUT")
     _say(f"{to} is ready; its file salvage.json says what is missing")
 
 

@@ -137,7 +137,8 @@ def _topic(
     tally = examine_log(folder, identity, loaded, found, expects_snapshot=record is not None and not stored.why)
     if not found.is_whole and not found.cures:
         found.cures.append(RESTORE)
-    each(Examined(found, folder, identity, secret, loaded, tally))
+    if tally is not None:
+        each(Examined(found, folder, identity, secret, loaded, tally))
     return found
 
 

@@ -23,8 +23,11 @@ NAMED = 3
 
 def examine_log(
     folder: Path, identity: Identity, loaded: Loaded | None, found: TopicFindings, *, expects_snapshot: bool
-) -> Tally:
-    """Reads the log, and puts into `found` what it comes to. What the snapshot says is in the tally too, at the end."""
+) -> Tally | None:
+    """Reads the log, and puts into `found` what it comes to. What the snapshot says is in the tally too, at the end.
+
+    None for a log that this version cannot read to its end.
+    """
     bases = base_indexes(folder)
     found.first_index = found.next_index = bases[0] if bases else 0
     tally = Tally()
@@ -38,6 +41,7 @@ def examine_log(
         # Of another version, or a control record that is none.
         found.disagreements.append(e.message)
         found.cures.append(e.hint)
+        return None
     found.messages = tally.messages
     meeting.end()
     if loaded is None and expects_snapshot and found.first_index > 0:

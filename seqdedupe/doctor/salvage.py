@@ -81,9 +81,19 @@ class Salvage:
     findings: Findings
     topics: list[SalvagedTopic]
 
+    @property
+    def left_out(self) -> list[str]:
+        """The names of the topics of which there is nothing."""
+        made = {topic.record.name for topic in self.topics}
+        return [topic.name for topic in self.findings.topics if topic.name not in made]
+
     def to_json(self) -> dict[str, Any]:
         """The form is documented: keep it stable."""
-        return {"findings": self.findings.to_json(), "salvaged": [topic.to_json() for topic in self.topics]}
+        return {
+            "findings": self.findings.to_json(),
+            "salvaged": [topic.to_json() for topic in self.topics],
+            "left_out": self.left_out,
+        }
 
 
 def salvage(directory: Path, to: Path) -> Salvage:

@@ -1,14 +1,14 @@
 """`seqdedupe doctor` as a process: what it prints, its exit statuses, and what a kill leaves of a salvage."""
 
 import json
-import signal
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.doctor.salvage import UNFINISHED
 from seqdedupe.testing import Sidecar
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
 from tests.doctor.directories import fingerprint, segments
@@ -112,15 +112,34 @@ def test_what_is_salvaged_is_read_and_published_to(sidecar: Sidecar, tmp_path: P
     doctor(new, status=0)
 
 
-def test_a_salvage_that_was_killed_has_left_nothing_by_its_name(sidecar: Sidecar, tmp_path: Path) -> None:
+DIES = """
+import os, sys
+from pathlib import Path
+from broker_sidecar import kernels
+kernels.prepare()
+from seqdedupe.doctor.salvage import salvage
+really = Path.rename
+left = int(sys.argv[3])
+def rename(self, to):
+    global left
+    left -= 1
+    if not left:
+        os._exit(9)
+    return really(self, to)
+Path.rename = rename
+salvage(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+"""A salvage that ends at its first or second rename: the store gets its name, or the directory does."""
+
+
+@pytest.mark.parametrize("rename", [1, 2])
+def test_a_salvage_that_was_killed_has_left_nothing_by_its_name(sidecar: Sidecar, tmp_path: Path, rename: int) -> None:
     new = tmp_path / "new"
-    command = [COMMAND, "doctor", str(sidecar.data), "--salvage", str(new)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        unfinished = tmp_path / f"new{UNFINISHED}"
-        while not unfinished.exists():
-            assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
+    command = [sys.executable, "-c", DIES, str(sidecar.data), str(new), str(rename)]
+    assert subprocess.run(command, timeout=TIMEOUT_SECONDS).returncode == 9
     assert not new.exists()
     done = doctor(sidecar.data, "--salvage", new, status=2)
     assert "[DIRECTORY_NOT_EMPTY]" in done.stderr
     assert "did not end" in done.stderr
+    shutil.rmtree(tmp_path / "new.unfinished")
+    doctor(sidecar.data, "--salvage", new, status=0)
