@@ -139,8 +139,8 @@ class ReadService:
 
     async def _last(self, request: read_pb2.GetLastMessageIdRequest) -> read_pb2.GetLastMessageIdResponse:
         topic = self._topics.get(request.topic)
-        last = topic.position_before(end_index(topic))
-        return read_pb2.GetLastMessageIdResponse(last=last.to_proto(), first_index=topic.log.first_index)
+        end_index(topic)
+        return read_pb2.GetLastMessageIdResponse(last=topic.last_position.to_proto(), first_index=topic.log.first_index)
 
 
 def _page_bytes(share: Share) -> int:

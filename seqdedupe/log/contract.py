@@ -59,6 +59,11 @@ Runs = tuple[Run, ...]
 for a marker or a control record."""
 
 
+def last_of(runs: Runs) -> MessageId:
+    """The message ID of an entry's last row, where it has any."""
+    return runs[-1].message_id(runs[-1].rows - 1)
+
+
 class Failure(Enum):
     """Why nothing more is taken until the log is opened for writing again."""
 
@@ -108,6 +113,15 @@ class Entries:
     def next_index(self) -> int:
         """The index after these entries."""
         return int(self.table[-1, BASE_INDEX] + self.table[-1, ROWS])
+
+
+class Retention(NamedTuple):
+    """What is kept at least; None is no limit."""
+
+    size_bytes: int | None = None
+    """The oldest messages may go while those that are left take at least so much."""
+    age_ms: int | None = None
+    """Those may go that were published longer ago."""
 
 
 class Location(NamedTuple):
@@ -189,14 +203,17 @@ class Log(Protocol):
     async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         """The message IDs at many indexes, as columns: ledgers, entries, batch indexes. Raises as `locate`."""
 
+    def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        """As `message_ids_at`, at once: those that are known without a read, and -1 in all columns for the others."""
+
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
         """The index of the first message below `stop_index` published at or after that time, or `stop_index`."""
 
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
         """The index up to which about so many bytes stand from `from_index` on; above it unless that is the end."""
 
-    async def may_trim_to(self, covered_index: int) -> int:
-        """The first index that would be left if retention went on now; changes nothing.
+    async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
+        """The first index that would be left if this retention went on now; changes nothing.
 
         Everything below `covered_index` is covered by a durable snapshot. The last message of those stays, so the
         answer is below `covered_index`, or `first_index`. A control record that stands at that index (no message is
@@ -212,14 +229,6 @@ class Log(Protocol):
 
     async def close(self) -> None:
         """Lets go of files and threads. What is in flight must have settled."""
-
-    # Until the topic keeps the runs that it is told of.
-
-    def message_id(self, index: int) -> MessageId:
-        """The message ID at an index."""
-
-    def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        """The message IDs at many indexes, as columns: ledgers, entries, batch indexes."""
 
 
 class LogName(NamedTuple):

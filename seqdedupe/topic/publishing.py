@@ -9,12 +9,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import numpy as np
+
 from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import Failure, Log, Outcome
-from seqdedupe.message_id import Position
+from seqdedupe.log.contract import Failure, Log, Outcome, Retention, last_of
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import admission, control, recovery
@@ -23,13 +25,15 @@ from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.control import Change, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.originals import index_in_log
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.sessions import Opened
-from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
+
+_MB = 1024 * 1024
+_MILLISECONDS_A_MINUTE = 60_000
 
 MAX_LOOKED_UP = 64
 """Of so many names at most `Open` answers where their last message stands: that may take a read each."""
@@ -49,7 +53,7 @@ class Topic(TopicBase):
         snapshots: Snapshots,
         loaded: Loaded | None,
         *,
-        intervals: Intervals,
+        applied: Applied,
         random_bytes: Callable[[int], bytes],
         on_state: Callable[["Topic"], None] = lambda topic: None,
     ) -> None:
@@ -62,7 +66,7 @@ class Topic(TopicBase):
             loaded,
             # Without a snapshot everything that is left in the log is read.
             first_index=log.first_index,
-            intervals=intervals,
+            applied=applied,
             on_state=on_state,
         )
         self.next_index = self.confirmed_index
@@ -90,12 +94,25 @@ class Topic(TopicBase):
     def log_bytes(self) -> int:
         return self.log.size_bytes
 
-    def position_before(self, index: int) -> Position:
-        """The position after which reading begins at this index. Its ownership is known at the confirmed end only."""
+    @property
+    def last_position(self) -> Position:
+        return Position(self.incarnation, self.last_message_id, self.confirmed_index - 1, self.last_ownership)
+
+    @property
+    def certain_position(self) -> Position:
+        index = self.readable_index - 1
+        known = MessageId(*(int(column[0]) for column in self.log.known_message_ids(np.array([index]))))
+        if index < self.confirmed_index or known.ledger_id < 0:
+            return self.last_position
+        return Position(self.incarnation, known, index)
+
+    async def position_before(self, index: int) -> Position:
+        if index == self.confirmed_index:
+            return self.last_position
         if index == 0:
-            return Position.start(self.log.incarnation)
-        ownership = self.last_ownership if index == self.confirmed_index else 0
-        return Position(self.log.incarnation, self.log.message_id(index - 1), index - 1, ownership)
+            return Position.start(self.incarnation)
+        location = await self.log.locate(index - 1)
+        return Position(self.incarnation, location.message_id, index - 1, location.ownership)
 
     @property
     def readable_index(self) -> int:
@@ -191,8 +208,9 @@ class Topic(TopicBase):
             self._apply(change, int(places[BASE_INDEX]))
         # What is merged again may stand before the last message that is known.
         self.confirmed_index = max(self.confirmed_index, int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS]))
-        for last in table[:count][table[:count, ROWS] > 0][-1:]:
-            self.last_ownership = ownership(last)
+        for last in np.flatnonzero(table[:count, ROWS] > 0)[-1:].tolist():
+            self.last_ownership = ownership(table[last])
+            self.last_message_id = last_of(runs_of(last))
         found: list[Admitted | Changing] = []
         for k, places in enumerate(table[:count] if len(self._flight) else ()):
             oldest = self._flight.oldest
@@ -210,7 +228,7 @@ class Topic(TopicBase):
     def _apply(self, change: Change, index: int) -> None:
         """A control record is in the log, before the message with this index."""
         if isinstance(change, Policy):
-            self.policy = change
+            self._put_in_force(change)
             # It may stand at the end of a segment that is dropped with the message before it.
             self._policy_stated = index - 1
         else:
@@ -230,9 +248,8 @@ class Topic(TopicBase):
             self.counters.refused += 1
             reply(Refusal(frame, e))
             return
-        deduplicate = self.policy.deduplication_enabled
         new, answer = admission.admit(
-            encoded, frame, self.producers, cache, next_index=self.next_index, deduplicate=deduplicate, lone=lone
+            encoded, frame, self.producers, cache, next_index=self.next_index, applied=self.applied, lone=lone
         )
         if isinstance(answer, Refusal):
             self.counters.refused += 1
@@ -285,6 +302,7 @@ class Topic(TopicBase):
                 self._apply(item.change, self.confirmed_index)
         if rows:
             self.last_ownership = self._own_ownership
+            self.last_message_id = last_of(next(runs for runs in reversed(outcome.runs) if runs))
             self.confirmed.tell()
         for item in confirmed:
             self._answer(item)
@@ -363,17 +381,29 @@ class Topic(TopicBase):
         """
         await self._append_change(policy)
 
+    @property
+    def newest_policy(self) -> Policy:
+        return self._flight.newest_policy or self.policy
+
+    def _put_in_force(self, policy: Policy) -> None:
+        before = _retention(self.applied)
+        super()._put_in_force(policy)
+        if self.knows_its_end and _retention(self.applied) != before:
+            self._snapshot_is_durable(self.snapshot_index)
+
     def _snapshot_is_durable(self, next_index: int) -> None:
         if self.state is not State.DRAINING and (self._retention is None or self._retention.done()):
             self._retention = self._spawn(self._trim())
 
     async def _trim(self) -> None:
         """Retention drops what it may; what is covered after this has begun waits for the next snapshot."""
+        retention = None
         try:
-            first = await self.log.may_trim_to(self.snapshot_index)
-            if first > self.log.first_index:
-                await self._state_again(first)
-                await self.log.trim(first)
+            while retention != (retention := _retention(self.applied)):
+                first = await self.log.may_trim_to(self.snapshot_index, retention)
+                if first > self.log.first_index:
+                    await self._state_again(first)
+                    await self.log.trim(first)
         except SeqdedupeError as e:
             logger.warning("topic %s: retention waits for the next snapshot: %s", self.name, e)
 
@@ -383,7 +413,7 @@ class Topic(TopicBase):
         The policy always is, and with it the term: the markers go too, and no term must ever come twice.
         """
         if self._policy_stated < first_index:
-            await self._append_change(self.policy)
+            await self._append_change(self.newest_policy)
         for part in control.stated_again(self.producers, first_index):
             await self._append_change(part)
 
@@ -408,3 +438,11 @@ class Topic(TopicBase):
         await self._end_tasks()
         await self.log.close()
         self._fail_in_flight("OUTCOME_UNKNOWN", why)
+
+
+def _retention(applied: Applied) -> Retention:
+    size_mb, minutes = applied.retention_size_in_mb, applied.retention_time_in_minutes
+    return Retention(
+        None if size_mb < 0 else size_mb * _MB,
+        None if minutes < 0 else minutes * _MILLISECONDS_A_MINUTE,
+    )

@@ -14,15 +14,15 @@ from typing import Any
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.answers import Receipt, Uint8s
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.control import decode_policy, encode
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import Sessions
-from seqdedupe.topic.snapshotter import Intervals, Snapshotter
+from seqdedupe.topic.snapshotter import Snapshotter
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -69,7 +69,8 @@ class Counters:
 class TopicBase(ABC):
     """A topic of this process, without its way of appending.
 
-    `loaded` is its newest snapshot; without one it begins at `first_index`. `on_state` is told each change of state.
+    `loaded` is its newest snapshot; without one it begins at `first_index`. `applied` is the policy that it inherits.
+    `on_state` is told each change of state.
     """
 
     def __init__(
@@ -81,12 +82,16 @@ class TopicBase(ABC):
         loaded: Loaded | None,
         *,
         first_index: int,
-        intervals: Intervals,
+        applied: Applied,
         on_state: Callable[[Any], None],
     ) -> None:
         self.name = name
         self.incarnation = incarnation
         self.policy = Policy()
+        """What is set for this topic."""
+        self.applied = applied
+        """What is in force."""
+        self._inherited = applied
         self.counters = Counters()
         self.state = State.RECOVERING
         self.why = "the log is being read"
@@ -96,15 +101,19 @@ class TopicBase(ABC):
         self.producers = Producers()
         self.confirmed_index = first_index
         """All messages below it are in the log for good, and in the producers' numbers."""
+        self.last_message_id: MessageId | None = None
+        """That of the last confirmed message; None if there is none."""
         self.last_ownership = 0
         """That of the last confirmed message; 0 if there is none or it is not known."""
         if loaded is not None:
             self.producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
+            self.last_message_id = loaded.message_id
             self.last_ownership = loaded.ownership
             if loaded.policy:
                 self.policy = decode_policy(loaded.policy)
+                self.applied = applied.under(self.policy)
         self.sessions = Sessions(self.producers)
         self.confirmed = Broadcast()
         self.damage: SeqdedupeError | None = None
@@ -118,14 +127,19 @@ class TopicBase(ABC):
             self.producers,
             lambda: (self.term, self.last_position, encode(self.policy), self._opaque_position()),
             next_index=self.confirmed_index,
-            intervals=intervals,
+            applied=self.applied,
             on_durable=self._snapshot_is_durable,
         )
 
     @property
+    @abstractmethod
     def last_position(self) -> Position:
         """The position of the last confirmed message."""
-        return self.position_before(self.confirmed_index)
+
+    @property
+    def certain_position(self) -> Position:
+        """That of the last message that may be shown to readers, or of an earlier one where that would take a read."""
+        return self.last_position
 
     def _opaque_position(self) -> bytes:
         """That of the last confirmed entry, where the log is a broker's own."""
@@ -146,12 +160,17 @@ class TopicBase(ABC):
         """The bytes of the log on disk; 0 if it is none of ours."""
 
     @abstractmethod
-    def position_before(self, index: int) -> Position:
-        """The position after which the message with this index stands."""
+    async def position_before(self, index: int) -> Position:
+        """The position after which the message with this index stands. It may take a read: raises as `Log.locate`."""
 
     @abstractmethod
     async def recover(self) -> None:
         """Begins to serve, now or when that is possible."""
+
+    @property
+    def newest_policy(self) -> Policy:
+        """What will be set for this topic when all that is under way has settled."""
+        return self.policy
 
     @abstractmethod
     async def set_policy(self, policy: Policy) -> None:
@@ -164,6 +183,16 @@ class TopicBase(ABC):
     @abstractmethod
     async def delete(self) -> None:
         """Closes it for good: whoever still uses the topic is told that it is not there."""
+
+    def inherit(self, applied: Applied) -> None:
+        """This is what the topic inherits from now on."""
+        self._inherited = applied
+        self._put_in_force(self.policy)
+
+    def _put_in_force(self, policy: Policy) -> None:
+        self.policy = policy
+        self.applied = self._inherited.under(policy)
+        self.snapshotter.apply(self.applied)
 
     # -- state -------------------------------------------------------------------------------------------------
 

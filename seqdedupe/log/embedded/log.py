@@ -17,14 +17,13 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import Entries, Location, Outcome
+from seqdedupe.log.contract import Entries, Location, Outcome, Retention
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.reader import Reader
 from seqdedupe.log.embedded.segment import Segment
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.window import ReadAhead
 from seqdedupe.log.embedded.writer import Append, Opening, Writer, Written
-from seqdedupe.message_id import MessageId
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -35,8 +34,6 @@ class Shared:
 
     clock_ms: Callable[[], int]
     segment_bytes: int
-    retention_size_bytes: int | None
-    retention_time_ms: int | None
     committer: Callable[[], Committer]
     threads: ThreadPoolExecutor
     read_ahead: ReadAhead
@@ -137,19 +134,19 @@ class EmbeddedLog:
         return await self._reader.locate(index)
 
     async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        return self.message_ids(indexes)
+        for index in (indexes.min(), indexes.max()) if len(indexes) else ():
+            self._reader.check_is_there(int(index))
+            self._reader.check_is_there(int(index) + 1)
+        return self.known_message_ids(indexes)
 
-    def message_id(self, index: int) -> MessageId:
-        return MessageId.of(self.incarnation, index)
-
-    def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+    def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         return np.full(len(indexes), self.incarnation), indexes, np.full(len(indexes), -1, np.int32)
 
     # Retention.
 
-    async def may_trim_to(self, covered_index: int) -> int:
+    async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         segments = list(self._reader.segments)
-        size_bytes, age_ms = self._shared.retention_size_bytes, self._shared.retention_time_ms
+        size_bytes, age_ms = retention
         left = sum(segment.end for segment in segments)
         count = 0
         while count + 1 < len(segments) and segments[count + 1].base_index < covered_index:
