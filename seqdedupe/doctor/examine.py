@@ -87,6 +87,7 @@ def _open_store(folder: Path, found: Findings, opened: ExitStack) -> tuple[Store
     try:
         store = opened.enter_context(opened_copy(folder))
         check_all(store)
+        found.namespace_policies = store.namespace_policies()
         return store, store.topics()
     except DamagedError as e:
         is_missing = e.reason == "STORE_MISSING"

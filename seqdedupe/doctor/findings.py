@@ -94,6 +94,8 @@ class Findings:
     store_why: str = ""
     topics: list[TopicFindings] = field(default_factory=list)
     cures: list[str] = field(default_factory=list)
+    namespace_policies: list[tuple[str, bytes]] = field(default_factory=list)
+    """By name, in the bytes of control records. Only the store has them."""
 
     @property
     def is_whole(self) -> bool:

@@ -143,7 +143,7 @@ async def _fill(directory: Path, to: Path) -> Salvage:
         why = "the topics are on a broker's own log: there is nothing to salvage here"
         raise error("INVALID_CONFIGURATION", why, hint="Restore the store, or let the broker replay its log.")
     # Last: logs without a store are refused at the start.
-    await _make_store(to / "store", topics)
+    await _make_store(to / "store", topics, findings.namespace_policies)
     made = Salvage(findings, topics)
     with (to / REPORT_FILE).open("x") as file:
         json.dump(made.to_json(), file, indent=1)
@@ -207,9 +207,11 @@ def _write_batches(log: NewLog, part: Intact, kept: list[Kept]) -> None:
         log.append(appends, publish_time_ms)
 
 
-async def _make_store(folder: Path, topics: list[SalvagedTopic]) -> None:
+async def _make_store(folder: Path, topics: list[SalvagedTopic], policies: list[tuple[str, bytes]]) -> None:
     store = Store.open(folder)
     try:
+        for namespace, policy in policies:
+            await store.put_namespace_policy(namespace, policy)
         for topic in topics:
             if topic.loaded is not None:
                 snapshots = Snapshots(store, topic.record.incarnation)

@@ -13,10 +13,10 @@ from seqdedupe.store.db import Store
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.policy import NO_LIMIT, Applied
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import read_on
-from seqdedupe.topic.snapshotter import Intervals
 from tests.batches import Row, batch
 from tests.log.conformance import parsed
 
@@ -96,7 +96,7 @@ class Opened:
 
 @asynccontextmanager
 async def opened(
-    directory: Path, *, retention_size_bytes: int | None = None, rebuild_store: bool = False
+    directory: Path, *, retention_size_in_mb: int = NO_LIMIT, rebuild_store: bool = False
 ) -> AsyncIterator[Opened]:
     """A data directory for the length of a block; then it is as after kill -9, as far as snapshots are concerned."""
     made: list[Opened] = []
@@ -106,17 +106,19 @@ async def opened(
         clock_ms=lambda: made[0].clock_ms,
         fatal=_fatal,
         segment_bytes=SEGMENT_BYTES,
-        retention_size_bytes=retention_size_bytes,
     )
     topics: Topics[Topic] = Topics(
         store,
-        lambda told: PublishedTopics(
-            store, logs, intervals=Intervals(2**62), on_state=told, rebuild_store=rebuild_store
-        ),
+        lambda told: PublishedTopics(store, logs, on_state=told, rebuild_store=rebuild_store),
         max_topics=100,
         allow_auto_topic_creation=True,
         on_state=lambda name, state: None,
         rebuild_store=rebuild_store,
+        applied=Applied(
+            deduplication_entries_interval=2**31 - 1,
+            deduplication_snapshot_interval_seconds=0,
+            retention_size_in_mb=retention_size_in_mb,
+        ),
     )
     made.append(Opened(topics))
     try:

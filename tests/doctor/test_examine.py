@@ -15,6 +15,7 @@ from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
 from seqdedupe.doctor.salvage import UNFINISHED, salvage
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.store.db import Store
+from seqdedupe.topic.policy import GapPolicy, Policy
 from tests.doctor.directories import Opened, fingerprint, opened, segments
 
 TOPIC = "persistent://public/default/t"
@@ -74,7 +75,7 @@ async def test_a_torn_end_is_named_and_is_no_damage_and_is_left_alone(directory:
 
 
 async def test_it_knows_what_retention_has_dropped(tmp_path: Path) -> None:
-    async with opened(tmp_path, retention_size_bytes=1) as data:
+    async with opened(tmp_path, retention_size_in_mb=0) as data:
         await publish(data, 3, "old")
         await publish(data, 30)
         topic = data.topics.get(TOPIC)
@@ -239,11 +240,16 @@ async def test_salvage_refuses_what_is_there(directory: Path, tmp_path: Path, wh
     await asyncio.to_thread(salvage, directory, tmp_path / "empty")
 
 
-async def test_a_copied_topic_keeps_its_positions_and_its_policy(directory: Path, tmp_path: Path) -> None:
+async def test_what_is_copied_keeps_positions_and_policies(directory: Path, tmp_path: Path) -> None:
+    policy, other = Policy(gap=GapPolicy.REJECT), Policy(deduplication_entries_interval=17)
     async with opened(directory) as data:
         position = data.topics.get(TOPIC).last_position
+        await data.topics.get(TOPIC).set_policy(policy)
+        await data.topics.namespaces.change("public/default", lambda before: other)
     made = await asyncio.to_thread(salvage, directory, tmp_path / "new")
     assert [topic.is_copied for topic in made.topics] == [True]
     async with opened(tmp_path / "new") as data:
         assert data.topics.get(TOPIC).last_position == position
+        assert data.topics.get(TOPIC).policy == policy
+        assert data.topics.namespaces.policy("public/default") == other
         assert await data.persisted(TOPIC, "p") == 20 * ROWS - 1
