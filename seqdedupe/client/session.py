@@ -214,7 +214,7 @@ class Session:
                     numbers = {"producer_name": self._name, "current_epoch": str(refusal.current_epoch)}
                     raise error_of_reason(refusal.reason, refusal.message, NEVER, numbers)
         except InvalidRequestError as e:
-            if self._epochs and e.reason == "INVALID_EPOCH":
+            if self._epochs and e.reason in ("INVALID_EPOCH", "TOPIC_NOT_FOUND"):
                 raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e
             raise
         self.outbox.open(answer.incarnation, answer.term, answer.epochs[0], answer.persisted[0])

@@ -233,7 +233,7 @@ async def test_answers_of_a_lower_term_are_ignored(fake: FakeSidecar) -> None:
         ({"persisted": 1, "incarnation": INCARNATION + 1}, DataLossError),
         (Refused(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_EPOCH"), DataLossError),
         (Refused(grpc.StatusCode.FAILED_PRECONDITION, "FENCED"), FencedError),
-        (Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND"), InvalidRequestError),
+        (Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND"), DataLossError),
     ],
 )
 async def test_a_resume_that_cannot_be_right_ends_the_producer(
