@@ -33,7 +33,8 @@ LAST_ANSWERS_SECONDS = 1.0
 
 ANSWER_FACTOR = 2
 """A receipt of old rows is so many times as long as its batch at most, and takes the batch's place:
-33 bytes a row at most, of which the batch has at least 12."""
+33 bytes a row at most (an old one whose place is known; a new one that is a run of its own takes 25), of which the
+batch has at least 12."""
 
 NO_MESSAGE_ID = MessageId(-1, -1, -1)
 

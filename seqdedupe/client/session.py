@@ -161,7 +161,10 @@ class Session:
                     if task is not asyncio.current_task():
                         task.cancel()
                 return
-            await asyncio.sleep(max(left_seconds, _SHORTEST_WAIT_SECONDS))
+            due_at = loop.time() + max(left_seconds, _SHORTEST_WAIT_SECONDS)
+            await asyncio.sleep(due_at - loop.time())
+            # While this process stood still nothing was sent and no answer was read: that is made up for first.
+            await asyncio.sleep(min(loop.time() - due_at, timeout_seconds))
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

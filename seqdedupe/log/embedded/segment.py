@@ -30,8 +30,11 @@ from seqdedupe.log.contract import REPLAY_STEP_ENTRIES
 SUFFIX = ".log"
 MAX_RECORD_BYTES = HEADER_BYTES + MAX_BATCH_BYTES
 
-CHUNK_BYTES = max(4 * 1024 * 1024, MAX_RECORD_BYTES)
-"""What a scan reads at once. The largest record fits."""
+CHUNK_BYTES = MAX_RECORD_BYTES
+"""What is read at once where it must hold a whole record, however large."""
+
+SCAN_BYTES = 2 * 1024 * 1024
+"""What a scan of whole segments reads at once, where a record fits: little enough to stay in the processor's cache."""
 
 POINT_INTERVAL_BYTES = 64 * 1024
 """How far apart the points of the sparse index are, at least."""
@@ -187,7 +190,7 @@ def read_step(
     end: int,
     next_index: int,
     ownership: int,
-    size: int = CHUNK_BYTES,
+    size: int = SCAN_BYTES,
     read: Callable[[int, int, int], bytes] | None = None,
 ) -> Step:
     """The entries from an offset of an open file on: about `size` bytes of them, at least one, none beyond `end`."""
@@ -208,7 +211,7 @@ def read_step(
         at += taken
     if why == records.INCOMPLETE and offset + len(raw) < end:
         if not at and size < CHUNK_BYTES:
-            return read_step(file, identity, offset, end, next_index, ownership, read=read)
+            return read_step(file, identity, offset, end, next_index, ownership, CHUNK_BYTES, read)
         why = records.END if at else records.DAMAGED
     return Step(parts, offset + at, next_index, int(result[2]), why)
 
