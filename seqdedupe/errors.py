@@ -226,7 +226,10 @@ REASONS: dict[str, Reason] = {
     "DATA_LOSS": Reason(
         DataLossError, "DATA_LOSS", "Acknowledged messages are missing: was an old copy of the data restored?"
     ),
-    "LOG_DAMAGED": _damaged("Restore the log from a copy. Nothing was changed; do not start on it in the meantime."),
+    "LOG_DAMAGED": _damaged(
+        "Nothing was changed, and other topics serve. Stop the sidecar and put logs and store back from one backup; "
+        "without one keep a copy, and see docs/backup.md."
+    ),
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."
@@ -246,6 +249,7 @@ REASONS: dict[str, Reason] = {
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),
     "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
+    "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or not there, within a file system."),
     "INVALID_SOURCE": _configuration("Correct the file, or name the column and format that it has."),
     "SOURCE_CHANGED": _configuration(
         "If it is another file, publish it under another producer name. If it is the same one, corrected, do not: "
@@ -263,12 +267,14 @@ REASONS: dict[str, Reason] = {
     ),
     "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it goes on."),
     # Spark jobs.
-    "INVALID_OPTION": _configuration("Correct the option that the message names; docs/spark.md lists all."),
+    "INVALID_OPTION": _configuration(
+        "Correct the option that the message names; docs/spark-source.md and docs/spark-job.md list all."
+    ),
     "INVALID_OUTPUT": _configuration("Change the table or the transformation, so that columns and types fit."),
     "UNSUPPORTED_PLAN": _configuration(
         "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
     ),
-    "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark.md says what each can do."),
+    "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark-stores.md says what each can do."),
     "JOB_CHANGED": _configuration(
         "Run the job as it was begun, or give it another name (and table): then it reads from the start."
     ),

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
 from seqdedupe.cli.policy import policy
 from seqdedupe.cli.publish import publish
@@ -25,7 +26,7 @@ def cli() -> None:
     """Effectively-once publishing: run a sidecar, publish files, read topics."""
 
 
-for _command in (serve, publish, read, topics, policy, producers, snapshot, job, version):
+for _command in (serve, publish, read, topics, policy, producers, snapshot, job, doctor, version):
     cli.add_command(_command)
 
 

@@ -60,8 +60,7 @@ def publish(
     with Source(
         file, is_csv=is_csv, sequence_id_column=sequence_id_column, key_column=key_column, final=final, follow=follow
     ) as source:
-        if sequence_id_column is not None:
-            source.check()
+        source.check()
         with connect_to(address, topic) as client, client.producer(topic, name) as producer:
             numbers_are_ids = sequence_id_column is None
             resume = Resume(client, producer, numbers_are_ids=numbers_are_ids, trust_source=trust_source)

@@ -36,7 +36,7 @@ _MOST_NAMES_SHOWN = 5
 _MOST_DIGITS = len(str(MAX_SEQUENCE_ID))
 _WAIT_SECONDS = 0.2
 
-_HINT_BEFORE = "Sort the file by that column, or publish by record numbers. Nothing was sent."
+_HINT_BEFORE = "Sort the file by that column, or publish by record numbers."
 _HINT_TOO_LATE = (
     "Under this producer name no record can follow one with a higher ID. Publish those that come too late, in order, "
     "under a producer name of their own."
@@ -119,7 +119,7 @@ class Source:
         self._records = self._csv_records() if is_csv else self._line_records()
 
     def check(self) -> None:
-        """Reads a file once and begins anew, so that what is wrong with it is known before anything is sent.
+        """Reads a file once and begins anew: what is wrong with it is raised before anything is sent, and says so.
 
         What can be read only once (a pipe), or grows, is not looked at.
         """
@@ -310,7 +310,8 @@ class Source:
 
     def _bad(self, what: str, reason: str = "INVALID_SOURCE", hint: str | None = None) -> SeqdedupeError:
         place = f", line {self._line}," if self._line else ""
-        return error(reason, f"{self._path}{place} {what}", hint=hint)
+        sent = "; nothing was sent" if self._checking else ""
+        return error(reason, f"{self._path}{place} {what}{sent}", hint=hint)
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
