@@ -7,6 +7,7 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
 from seqdedupe.cli.operate import in_flight, message_state, reset_producer
 from seqdedupe.cli.policy import policy
@@ -38,6 +39,7 @@ for _command in (
     reset_producer,
     snapshot,
     job,
+    doctor,
     version,
 ):
     cli.add_command(_command)
