@@ -225,7 +225,7 @@ REASONS: dict[str, Reason] = {
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),
     "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
-    "INVALID_SOURCE": _configuration("Correct the file, or name the column and format that it has."),
+    "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that it has."),
     "SOURCE_CHANGED": _configuration(
         "If it is another file, publish it under another producer name. If it is the same one, corrected, do not: "
         "another name publishes the whole file, and what is there already twice. Then publish only what is new, from a "
