@@ -237,6 +237,10 @@ REASONS: dict[str, Reason] = {
     "SOURCE_INCOMPLETE": _configuration(
         "If the file is complete, say --final. If it still grows, say --follow, or start the command again when it has."
     ),
+    "SOURCE_DIFFERS": _configuration(
+        "What is missing at the end is published by the same command without --verify. For all else: were the file or "
+        "the options changed, or has something else published under this producer name?"
+    ),
     "STANDARD_OUTPUT_FAILED": _configuration(
         "Is the disk full? What the command has done stands; only what it prints is missing."
     ),

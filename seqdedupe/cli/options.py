@@ -64,11 +64,12 @@ def print_json(value: Any) -> None:
 
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns as wide as needed; numbers stand to the right."""
+    """Columns as wide as needed; numbers, and `-` for none, stand to the right."""
     cells_of = [tuple(f"{c:,}" if isinstance(c, int) else printable(str(c)) for c in row) for row in rows]
     table = [tuple(heads), *cells_of]
     numeric = [
-        all(cell.replace(",", "").lstrip("-").isdigit() for cell in column[1:]) for column in zip(*table, strict=True)
+        all((cell.replace(",", "").lstrip("-") or "0").isdigit() for cell in column[1:])
+        for column in zip(*table, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:

@@ -13,6 +13,7 @@ from seqdedupe.cli.json_lines import JsonPath
 from seqdedupe.cli.options import common, connect_to, print_json
 from seqdedupe.cli.resume import RECORD_PROPERTY, Resume
 from seqdedupe.cli.source import STANDARD_INPUT, Form, Source
+from seqdedupe.cli.verify import verify
 from seqdedupe.client import Verdict
 from seqdedupe.client.blocking import Producer, Receipt
 from seqdedupe.command import echo
@@ -52,6 +53,7 @@ class _PathType(click.ParamType[JsonPath]):
 @click.option("--final", is_flag=True, help="The file is complete: its last line counts without an end, too.")
 @click.option("--follow", is_flag=True, help="The file grows: at its end wait for more.")
 @click.option("--trust-source", is_flag=True, help="Go on also where the file cannot be compared with the topic.")
+@click.option("--verify", "verifies", is_flag=True, help="Publish nothing: compare the file with what the topic holds.")
 @common
 def publish(
     file: Path,
@@ -65,6 +67,7 @@ def publish(
     final: bool,
     follow: bool,
     trust_source: bool,
+    verifies: bool,
     address: str,
     as_json: bool,
 ) -> None:
@@ -76,7 +79,9 @@ def publish(
     """
     if follow and (final or file == STANDARD_INPUT):
         raise click.UsageError("--follow is for a file that grows: not for a final one, nor for standard input.")
-    if (sequence_id_column or key_column) and (sequence_id_path or key_path):
+    if verifies and (follow or trust_source):
+        raise click.UsageError("--verify compares the file as it is: it goes with neither --follow nor --trust-source.")
+    if (sequence_id_column, key_column) != (None, None) != (sequence_id_path, key_path):
         raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
     with Source(
         file,
@@ -89,6 +94,9 @@ def publish(
         follow=follow,
     ) as source:
         source.check()
+        if verifies:
+            _verify(source, topic, name, address, as_json=as_json)
+            return
         with connect_to(address, topic) as client, client.producer(topic, name) as producer:
             resume = Resume(client, producer, numbers_are_ids=source.numbers_are_ids, trust_source=trust_source)
             run = _Publishing(producer, source, resume, with_numbers=not source.numbers_are_ids)
@@ -99,6 +107,19 @@ def publish(
             echo(run.text())
         if source.unfinished_line:
             raise source.incomplete()
+
+
+def _verify(source: Source, topic: str, name: str, address: str, *, as_json: bool) -> None:
+    with connect_to(address, topic) as client:
+        comparison = verify(client, topic, name, source)
+    if as_json:
+        print_json(comparison.summary())
+    else:
+        comparison.print_text()
+    if source.unfinished_line:
+        raise source.incomplete("compared")
+    if failure := comparison.failure():
+        raise failure
 
 
 class _Publishing:

@@ -126,17 +126,17 @@ class Source:
         if self._follow and self._file is not self._raw:
             raise self._bad("is compressed, and cannot be followed")
         form = self._form or self._told_form(name)
-        for wanted, is_wanted, what in (("csv", any(self._columns), "columns"), ("jsonl", any(self._paths), "paths")):
-            if is_wanted and form != wanted:
+        for wanted, places, what in (("csv", self._columns, "columns"), ("jsonl", self._paths, "paths")):
+            if places != (None, None) and form != wanted:
                 raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}")
         records = {"lines": self._line_records, "csv": self._csv_records, "jsonl": self._json_records}
         self._records = records[form]()
 
     def _told_form(self, name: str) -> Form:
         """The form that the options or else the file's name tell."""
-        if any(self._columns):
+        if self._columns != (None, None):
             return "csv"
-        return "jsonl" if any(self._paths) else _FORMS_BY_SUFFIX.get(Path(name.lower()).suffix, "lines")
+        return "jsonl" if self._paths != (None, None) else _FORMS_BY_SUFFIX.get(Path(name.lower()).suffix, "lines")
 
     @property
     def numbers_are_ids(self) -> bool:
@@ -239,21 +239,20 @@ class Source:
         if not os.path.samestat(own, now) or (self._is_regular() and own.st_size < self._raw.tell()):
             raise self._bad("was cut or replaced while it was followed", reason="SOURCE_CHANGED")
 
-    def incomplete(self) -> SeqdedupeError:
-        """The error of an `unfinished_line`."""
+    def incomplete(self, done: str = "published") -> SeqdedupeError:
+        """The error of an `unfinished_line`, which was not done what is done with the others."""
         if self._quotes_are_open:
             return error(
                 "SOURCE_INCOMPLETE",
                 f"{self._path}, line {self.unfinished_line}, where the last record begins: its quotes are still open "
-                "at the end of the file; it was not published",
+                f"at the end of the file; it was not {done}",
                 hint="If the file is complete, close the quotes. If it still grows, say --follow, or start the command "
                 "again when it has.",
                 line=self.unfinished_line,
             )
         return error(
             "SOURCE_INCOMPLETE",
-            f"{self._path}, line {self.unfinished_line}, the last one, does not end with a newline; "
-            "it was not published",
+            f"{self._path}, line {self.unfinished_line}, the last one, does not end with a newline; it was not {done}",
             line=self.unfinished_line,
         )
 
