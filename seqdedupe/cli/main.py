@@ -7,6 +7,7 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.bench import bench
 from seqdedupe.cli.job import job
 from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
@@ -24,7 +25,7 @@ def cli() -> None:
     """Effectively-once publishing: run a sidecar, publish files, read topics."""
 
 
-for _command in (serve, publish, read, topics, producers, snapshot, job, version):
+for _command in (serve, publish, read, topics, producers, snapshot, bench, job, version):
     cli.add_command(_command)
 
 
