@@ -22,6 +22,7 @@ FIGURES = (
     "half_old",
     "many_names",
     "reading",
+    "decisions",
     "snapshot_pause",
     "start",
     "tag",

@@ -39,8 +39,8 @@ async def _pauses(folder: Path) -> tuple[float, float]:
 
     index = 0
 
-    def describe() -> tuple[int, Position, bytes]:
-        return 1, Position(1, MessageId(1, index), index), b""
+    def describe() -> tuple[int, Position, bytes, bytes]:
+        return 1, Position(1, MessageId(1, index), index), b"", b""
 
     incarnation = store.next_incarnation(1)
     snapshotter = Snapshotter(

@@ -26,7 +26,7 @@ async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int =
     """A data directory with a snapshot of so many producers and so many messages behind it."""
     config = Config(data_directory=str(data), deduplication_entries_interval=2**62)
     opened_data = Data(config, lambda name, state: None)
-    topic = await opened_data.topics.create(setup.TOPIC)
+    topic = await opened_data.all_topics.create(setup.TOPIC)
     for first in range(0, producers, 50_000):
         names = [f"producer-{i:07d}" for i in range(first, min(first + 50_000, producers))]
         await topic.open_sessions(names, None)

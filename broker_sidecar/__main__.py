@@ -36,7 +36,8 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = ["--" + item.name.replace("_", "-") for item in fields(Config)]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1)
+        typed = unknown[0].partition("=")[0]
+        near = [flag for flag in flags if flag.startswith(typed)] or difflib.get_close_matches(typed, flags, 1)
         parser.error(f"there is no {unknown[0]}" + (f": do you mean {near[0]}?" if near else ""))
     given = vars(found)
     file, rebuild_store = given.pop("config"), given.pop("rebuild_store")

@@ -15,8 +15,8 @@ from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.topic.directory import Closed, Topics
-from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.policy import OverlapPolicy, Policy
+from seqdedupe.topic.state import TopicBase
 from seqdedupe.v1 import admin_pb2
 
 SERVICE = "seqdedupe.v1.AdminService"
@@ -28,7 +28,7 @@ PAGE_ITEMS = 1_000
 class AdminService:
     """The handlers of AdminService."""
 
-    def __init__(self, topics: Topics) -> None:
+    def __init__(self, topics: Topics[Any]) -> None:
         self._topics = topics
         self._began = time.monotonic()
 
@@ -48,7 +48,7 @@ class AdminService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
-        policy = Policy(request.policy.deduplication_enabled) if request.HasField("policy") else Policy()
+        policy = _policy(request.policy) if request.HasField("policy") else Policy()
         topic = await self._topics.create(request.topic, policy=policy)
         return admin_pb2.CreateTopicResponse(topic=_topic(topic))
 
@@ -72,7 +72,7 @@ class AdminService:
         if not request.HasField("policy"):
             raise error("INVALID_REQUEST", "policy is missing: say the whole policy")
         topic = self._topics.get(request.topic)
-        await topic.set_policy(Policy(request.policy.deduplication_enabled))
+        await topic.set_policy(_policy(request.policy))
         return admin_pb2.SetTopicPolicyResponse(topic=_topic(topic))
 
     async def _producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
@@ -102,7 +102,7 @@ class AdminService:
         topic = self._topics.get(request.topic)
         topic.check_serving()
         await topic.snapshot()
-        return admin_pb2.SnapshotResponse(position=topic.position_before(topic.snapshot_index).to_proto())
+        return admin_pb2.SnapshotResponse(position=(await topic.position_before(topic.snapshot_index)).to_proto())
 
     async def _version(self, request: admin_pb2.GetVersionRequest) -> admin_pb2.GetVersionResponse:
         return admin_pb2.GetVersionResponse(
@@ -114,11 +114,19 @@ class AdminService:
         )
 
 
-def _name(topic: Topic | Closed) -> str:
+def _policy(message: admin_pb2.TopicPolicy) -> Policy:
+    """Raises INVALID_REQUEST for a value that this version does not know."""
+    try:
+        return Policy(message.deduplication_enabled, OverlapPolicy(message.overlap))
+    except ValueError as e:
+        raise error("INVALID_REQUEST", f"policy.overlap is {message.overlap}: no such policy is known") from e
+
+
+def _name(topic: TopicBase | Closed) -> str:
     return topic.record.name if isinstance(topic, Closed) else topic.name
 
 
-def _topic(topic: Topic | Closed) -> admin_pb2.Topic:
+def _topic(topic: TopicBase | Closed) -> admin_pb2.Topic:
     if isinstance(topic, Closed):
         return admin_pb2.Topic(
             name=topic.record.name,
@@ -132,11 +140,14 @@ def _topic(topic: Topic | Closed) -> admin_pb2.Topic:
         incarnation=topic.incarnation,
         term=topic.term,
         state=topic.state.value,  # type: ignore[arg-type]
-        policy=admin_pb2.TopicPolicy(deduplication_enabled=topic.policy.deduplication_enabled),
-        first_index=topic.log.first_index,
-        last=topic.position_before(topic.readable_index).to_proto(),
+        policy=admin_pb2.TopicPolicy(
+            deduplication_enabled=topic.policy.deduplication_enabled,
+            overlap=topic.policy.overlap.value,  # type: ignore[arg-type]
+        ),
+        first_index=topic.first_index,
+        last=topic.certain_position.to_proto(),
         producers=len(topic.producers),
-        log_bytes=topic.log.size_bytes,
+        log_bytes=topic.log_bytes,
         snapshot_index=topic.snapshot_index,
         not_dup=counters.not_dup,
         dup=counters.dup,
@@ -146,7 +157,7 @@ def _topic(topic: Topic | Closed) -> admin_pb2.Topic:
     )
 
 
-def _producer(topic: Topic, name: bytes, number: int) -> admin_pb2.Producer:
+def _producer(topic: TopicBase, name: bytes, number: int) -> admin_pb2.Producer:
     numbers = topic.producers.numbers[number]
     return admin_pb2.Producer(
         name=name.decode(),

@@ -37,13 +37,22 @@ class Config:
         False, "Listen on an address that is not loopback, though nothing is encrypted or authenticated."
     )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
-    allow_auto_topic_creation: bool = _key(True, "Create a topic when somebody opens a producer on it.")
+    log: str = _key(
+        "embedded",
+        "What holds the messages: `embedded`, the sidecar itself; `broker`, a broker that attaches (`DedupeService`).",
+    )
+    allow_auto_topic_creation: bool = _key(
+        True, "Create a topic when somebody opens a producer on it, or a broker attaches it."
+    )
     deduplication_entries_interval: int = _key(1000, "Take a snapshot of a topic every so many stored batches.")
     deduplication_snapshot_interval_seconds: int = _key(
         120, "Take a snapshot of a topic with news every so many seconds. 0: not by time."
     )
     default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's log. -1: no limit.")
     default_retention_time_in_minutes: int = _key(-1, "Keep each message so long. -1: no limit.")
+    admission_timeout_seconds: int = _key(
+        30, "Detach a broker that does not report within so long what became of a message that was new."
+    )
     max_topics: int = _key(10_000, "Refuse to create more topics than this.")
     max_streams: int = _key(1_000, "Serve at most so many streams of all kinds at once.")
     drain_timeout_seconds: int = _key(30, "At SIGTERM, wait at most so long for what is in flight.")
@@ -58,6 +67,7 @@ class Config:
             "deduplication_entries_interval": 1,
             "default_retention_size_in_mb": -1,
             "default_retention_time_in_minutes": -1,
+            "admission_timeout_seconds": 1,
             "max_topics": 1,
             "max_streams": 1,
         }
@@ -69,6 +79,8 @@ class Config:
             raise _invalid("log_level", f"is {self.log_level!r}: it should be debug, info, warning or error")
         if self.log_format not in ("json", "text"):
             raise _invalid("log_format", f"is {self.log_format!r}: it should be json or text")
+        if self.log not in ("embedded", "broker"):
+            raise _invalid("log", f"is {self.log!r}: it should be embedded or broker")
         if not re.fullmatch("0?[0-7]{3}", self.socket_mode):
             raise _invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
         self._check_listen()

@@ -6,11 +6,16 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from broker_sidecar.config import Config
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
+from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.of_brokers import BrokersTopics
+from seqdedupe.topic.published import PublishedTopics
+from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State
 
@@ -34,33 +39,68 @@ def _fatal(why: str) -> None:
 
 
 class Data:
-    """The data directory of a sidecar. Raises what `Store.open` raises."""
+    """The data directory of a sidecar: `topics` if the logs are its own, `brokers_topics` if they are a broker's.
+
+    Raises what `Store.open` raises.
+    """
 
     def __init__(
         self, config: Config, on_state: Callable[[str, State | None], None], *, rebuild_store: bool = False
     ) -> None:
         folder = Path(config.data_directory)
-        size = config.default_retention_size_in_mb
-        minutes = config.default_retention_time_in_minutes
-        self._store = Store.open(folder / "store")
-        self._logs = EmbeddedLogs(
-            folder / "logs",
-            clock_ms=_clock_ms,
-            fatal=_fatal,
-            retention_size_bytes=None if size < 0 else size * MB,
-            retention_time_ms=None if minutes < 0 else minutes * MILLISECONDS_A_MINUTE,
-        )
+        self._store = store = Store.open(folder / "store")
+        self._logs: EmbeddedLogs | None = None
+        self.topics: Topics[Topic] | None = None
+        self.brokers_topics: Topics[AttachedTopic] | None = None
+        intervals = Intervals(config.deduplication_entries_interval, config.deduplication_snapshot_interval_seconds)
+        limits: dict[str, Any] = {
+            "max_topics": config.max_topics,
+            "allow_auto_topic_creation": config.allow_auto_topic_creation,
+        }
+        if config.log == "broker":
+            self.brokers_topics = Topics(
+                store,
+                lambda told: BrokersTopics(
+                    store,
+                    intervals=intervals,
+                    admission_timeout_seconds=config.admission_timeout_seconds,
+                    on_state=told,
+                ),
+                on_state=on_state,
+                **limits,
+            )
+            return
+        self._logs = logs = _embedded_logs(folder / "logs", config)
         self.topics = Topics(
-            self._store,
-            self._logs,
-            max_topics=config.max_topics,
-            allow_auto_topic_creation=config.allow_auto_topic_creation,
-            intervals=Intervals(config.deduplication_entries_interval, config.deduplication_snapshot_interval_seconds),
+            store,
+            lambda told: PublishedTopics(store, logs, intervals=intervals, on_state=told, rebuild_store=rebuild_store),
             on_state=on_state,
             rebuild_store=rebuild_store,
+            **limits,
         )
+
+    @property
+    def all_topics(self) -> Topics[Any]:
+        """Whichever there are."""
+        topics = self.topics or self.brokers_topics
+        if topics is None:
+            raise RuntimeError("a data directory has topics of one kind")
+        return topics
 
     async def close(self) -> None:
         """Lets go of files, locks and threads."""
-        await self._logs.close()
+        if self._logs is not None:
+            await self._logs.close()
         await asyncio.to_thread(self._store.close)
+
+
+def _embedded_logs(folder: Path, config: Config) -> EmbeddedLogs:
+    size = config.default_retention_size_in_mb
+    minutes = config.default_retention_time_in_minutes
+    return EmbeddedLogs(
+        folder,
+        clock_ms=_clock_ms,
+        fatal=_fatal,
+        retention_size_bytes=None if size < 0 else size * MB,
+        retention_time_ms=None if minutes < 0 else minutes * MILLISECONDS_A_MINUTE,
+    )

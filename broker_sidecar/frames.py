@@ -120,7 +120,7 @@ def _receipt_message(topic: Topic, receipt: Receipt) -> Any:
         message.run_entry_ids = np.array(entry_ids, np.int64).tobytes()
         message.run_batch_indexes = np.array(places, np.int32).tobytes()
     if len(receipt.known_rows):
-        ledgers, entries, batch_indexes = topic.log.message_ids(receipt.known_indexes)
+        ledgers, entries, batch_indexes = topic.log.known_message_ids(receipt.known_indexes)
         message.known_rows = receipt.known_rows.astype(np.uint32).tobytes()
         message.known_indexes = receipt.known_indexes.tobytes()
         message.known_ledger_ids = ledgers.tobytes()

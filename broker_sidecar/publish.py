@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from broker_sidecar.budget import Share
 from broker_sidecar.frames import encode_receipt, encode_refusal, parse_frames, parse_publish
@@ -32,6 +33,8 @@ LAST_ANSWERS_SECONDS = 1.0
 ANSWER_FACTOR = 2
 """A receipt of old rows is so many times as long as its batch at most, and takes the batch's place:
 33 bytes a row at most, of which the batch has at least 12."""
+
+NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
 _STATE_OF_TOPIC = struct.Struct("<BqBq")
 _STATE_OF_STREAM = struct.Struct("<BqBqBq")
@@ -117,7 +120,7 @@ class _Publishing:
 class PublishService:
     """The handlers of PublishService."""
 
-    def __init__(self, all_topics: Topics, streams: Streams) -> None:
+    def __init__(self, all_topics: Topics[Topic], streams: Streams) -> None:
         self._topics = all_topics
         self._streams = streams
 
@@ -145,8 +148,9 @@ class PublishService:
         for place, e in sorted(opened.refusals.items()):
             current = int(e.numbers.get("current_epoch", "0"))
             response.refusals.add(index=place, reason=e.reason, message=e.message, current_epoch=current)
-        for index in opened.indexes:
-            message_id = topic.log.message_id(index) if index >= 0 else MessageId(-1, -1, -1)
+        for one in zip(*topic.log.known_message_ids(np.array(opened.indexes, np.int64)), opened.indexes, strict=True):
+            ledger_id, entry_id, batch_index, index = one
+            message_id = MessageId(int(ledger_id), int(entry_id), int(batch_index)) if index >= 0 else NO_MESSAGE_ID
             response.persisted_message_ids.append(message_id.to_proto())
         return response
 

@@ -51,7 +51,7 @@ async def _start(topic: Topic, start: read_pb2.ReadStart) -> int:
 class ReadService:
     """The handlers of ReadService."""
 
-    def __init__(self, topics: Topics, streams: Streams) -> None:
+    def __init__(self, topics: Topics[Topic], streams: Streams) -> None:
         self._topics = topics
         self._streams = streams
 
@@ -139,8 +139,8 @@ class ReadService:
 
     async def _last(self, request: read_pb2.GetLastMessageIdRequest) -> read_pb2.GetLastMessageIdResponse:
         topic = self._topics.get(request.topic)
-        last = topic.position_before(end_index(topic))
-        return read_pb2.GetLastMessageIdResponse(last=last.to_proto(), first_index=topic.log.first_index)
+        end_index(topic)
+        return read_pb2.GetLastMessageIdResponse(last=topic.last_position.to_proto(), first_index=topic.log.first_index)
 
 
 def _page_bytes(share: Share) -> int:

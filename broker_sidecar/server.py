@@ -12,10 +12,11 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
-from broker_sidecar import admin, directory, health, logs, publish, read, reflection
+from broker_sidecar import admin, dedupe, directory, health, logs, publish, read, reflection
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from broker_sidecar.descriptors import connections_within, raise_limit
@@ -62,7 +63,7 @@ class Sidecar:
     async def listen(self) -> None:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
         self._data = Data(self._config, self._topic_changed, rebuild_store=self._rebuild_store)
-        self._topics = self._data.topics
+        self._topics = self._data.all_topics
         try:
             await self._topics.open_all()
             await self._listen()
@@ -83,16 +84,14 @@ class Sidecar:
         )
         self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *limits, *_PINGS])
         streams = self._streams
-        names = (publish.SERVICE, read.SERVICE, admin.SERVICE, health.SERVICE, reflection.SERVICE)
-        self._server.add_generic_rpc_handlers(
-            (
-                publish.PublishService(self._topics, streams).handlers(),
-                read.ReadService(self._topics, streams).handlers(),
-                admin.AdminService(self._topics).handlers(),
-                self._health.handlers(),
-                reflection.Reflection(names, streams).handlers(),
-            )
-        )
+        services: dict[str, Any] = {admin.SERVICE: admin.AdminService(self._topics), health.SERVICE: self._health}
+        if (topics := self._data.topics) is not None:
+            services[publish.SERVICE] = publish.PublishService(topics, streams)
+            services[read.SERVICE] = read.ReadService(topics, streams)
+        if (brokers_topics := self._data.brokers_topics) is not None:
+            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
+        services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
+        self._server.add_generic_rpc_handlers([service.handlers() for service in services.values()])
         address = SidecarAddress.parse(self._config.listen)
         try:
             port = self._server.add_insecure_port(str(address))

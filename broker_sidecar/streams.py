@@ -37,6 +37,19 @@ class Stream:
         self.writing_since: float | None = None
         self.ended_because: SeqdedupeError | None = None
         self._context = context
+        self._task: asyncio.Task[None] | None = None
+        """Once it has begun."""
+
+    async def begin(self) -> None:
+        """Sends the initial metadata. Raises why the stream was ended meanwhile.
+
+        grpcio counts them as sent once they, or the first message, have been written: when that is cancelled, they
+        would go out again with the status, and the client would never see the call's end. So they go by themselves,
+        and are waited for.
+        """
+        await self._context.send_initial_metadata(())
+        if self.ended_because is not None:
+            raise self.ended_because
         self._task = asyncio.current_task()
 
     async def read(self) -> Any:
@@ -86,9 +99,7 @@ class Streams:
         async def handle(request: Any, context: Context) -> None:
             try:
                 with self._serving(context) as stream:
-                    # grpcio counts it as sent once the first message has been written: when that write is cancelled,
-                    # it would go out again with the status, and the client would never see the call's end.
-                    await context.send_initial_metadata(())
+                    await stream.begin()
                     await serve(request, context, stream)
             except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
                 await abort(context, e)

@@ -138,7 +138,21 @@ REASONS: dict[str, Reason] = {
     "PREDECESSOR_MISSING": Reason(
         UnavailableError, "FAILED_PRECONDITION", "Resend from the first message without a receipt.", 0
     ),
+    "OVERLAP": Reason(
+        InvalidRequestError,
+        "FAILED_PRECONDITION",
+        "Split the range after the highest persisted ID, or let the topic's policy answer as Pulsar does.",
+    ),
+    "REPLAY_GAP": Reason(
+        DataLossError,
+        "FAILED_PRECONDITION",
+        "Replay every entry after the position that Attached answered, in the log's order. If some of them are gone, "
+        "delete the topic here and replay the log from its beginning.",
+    ),
     # Not now.
+    "NOT_ATTACHED": Reason(
+        UnavailableError, "UNAVAILABLE", "Attach the topic; until then tell producers to send again.", 100
+    ),
     "RECOVERING": Reason(UnavailableError, "UNAVAILABLE", "Wait: the topic's log is being read.", 100),
     "DRAINING": Reason(UnavailableError, "UNAVAILABLE", "Wait for the sidecar's successor.", 200),
     "LOG_REFUSED": Reason(

@@ -17,4 +17,6 @@ MAX_BATCH_ROWS = 65_536
 MAX_PAYLOAD_BYTES = 5 * 1024 * 1024
 """Pulsar's `maxMessageSize`."""
 MAX_OPEN_NAMES = 65_536
-"""Names in one `Open`."""
+"""Names in one `Open` or `Register`."""
+MAX_POSITION_BYTES = 255
+"""A position in a broker's own log, which is the broker's own bytes."""

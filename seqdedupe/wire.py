@@ -13,7 +13,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
+from seqdedupe.v1 import admin_pb2, batch_pb2, dedupe_pb2, publish_pb2, read_pb2
 
 _PACKABLE = {
     descriptor_pb2.FieldDescriptorProto.TYPE_SFIXED32,
@@ -25,7 +25,7 @@ _PACKABLE = {
 
 def _alias_pool() -> descriptor_pool.DescriptorPool:
     pool = descriptor_pool.DescriptorPool()
-    for module in (batch_pb2, publish_pb2, read_pb2):
+    for module in (batch_pb2, publish_pb2, read_pb2, admin_pb2, dedupe_pb2):
         file = descriptor_pb2.FileDescriptorProto()
         module.DESCRIPTOR.CopyToProto(file)
         file.package = "seqdedupe.alias"
@@ -53,13 +53,27 @@ def _alias(name: str) -> Any:
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"seqdedupe.alias.{name}"))
 
 
+AttachRequest = _alias("AttachRequest")
+AttachResponse = _alias("AttachResponse")
+Attached = _alias("Attached")
 Batch = _alias("Batch")
+Begin = _alias("Begin")
+Check = _alias("Check")
+CheckRefusal = _alias("CheckRefusal")
+Checked = _alias("Checked")
 Control = _alias("Control")
+EndReplay = _alias("EndReplay")
 PublishRequest = _alias("PublishRequest")
 PublishStreamRequest = _alias("PublishStreamRequest")
 PublishStreamResponse = _alias("PublishStreamResponse")
-Receipt = _alias("Receipt")
 ReadStreamResponse = _alias("ReadStreamResponse")
+Ready = _alias("Ready")
+Receipt = _alias("Receipt")
+Register = _alias("Register")
+Release = _alias("Release")
+Replay = _alias("Replay")
+Report = _alias("Report")
+Reset = _alias("Reset")
 
 
 # `PublishStreamRequest.frames`, and in it `Frame.number` and `Frame.batch`.

@@ -2,6 +2,7 @@
 
 from seqdedupe.batch import Batch, Binary
 from seqdedupe.client.admin import Admin
+from seqdedupe.client.broker import Attachment, BrokerClient, Entry, ProducerNumbers, Range
 from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.outbox import Counters
@@ -23,14 +24,17 @@ from seqdedupe.message_id import MessageId, Position
 
 __all__ = [
     "Admin",
+    "Attachment",
     "Batch",
     "BatchReceipt",
     "BatchResult",
     "Binary",
+    "BrokerClient",
     "Client",
     "Counters",
     "DamagedError",
     "DataLossError",
+    "Entry",
     "FencedError",
     "InvalidRequestError",
     "Located",
@@ -42,7 +46,9 @@ __all__ = [
     "PositionError",
     "Producer",
     "ProducerConfig",
+    "ProducerNumbers",
     "Published",
+    "Range",
     "Reader",
     "Receipt",
     "SeqdedupeError",

@@ -126,7 +126,8 @@ class Reader:
     reads on by itself, and for a topic that recovers it waits, for as long as it takes, without skipping or doubling a
     message: `position` is that of the last one handed out.
 
-    Raises `PositionError` if that cannot be (the messages are trimmed, or the topic was recreated), `NotFoundError`
+    Raises `PositionError` if that cannot be (the messages are trimmed, the topic was recreated, or ends before where it
+    ended when the reader connected), `NotFoundError`
     for an unknown topic, `DamagedError` for what is damaged where it reads.
     """
 
@@ -149,6 +150,7 @@ class Reader:
         self._incarnation: int | None = None
         self._next_index: int | None = None  # None: not known before the first message
         self._stop_index = stop_index
+        self._stops_at_end = stop_index is None and not follow  # where that is the first connection tells
         self._after: Position | None = None
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
@@ -272,9 +274,9 @@ class Reader:
     async def _connect(self) -> bool:
         """Begins to read at the next index; false if there is nothing to read."""
         self._channel = new_channel(self._address)
-        if self._incarnation is None or (self._stop_index is None and not self._follow):
+        if self._incarnation is None or (self._stops_at_end and not self._is_at_stop):
             await self._look_at_the_ends(self._channel)
-        if self._stop_index is not None and (self._next_index or 0) >= self._stop_index:
+        if self._is_at_stop:
             return False
         request = read_pb2.ReadStreamRequest(topic=self.topic, start=self._read_start())
         if self._stop_index is None:
@@ -288,6 +290,10 @@ class Reader:
         )(request)
         return True
 
+    @property
+    def _is_at_stop(self) -> bool:
+        return self._stop_index is not None and (self._next_index or 0) >= self._stop_index
+
     async def _look_at_the_ends(self, channel: grpc.aio.Channel) -> None:
         """Fixes what "latest" and the end stand for, so that a new connection means the same."""
         request = read_pb2.GetLastMessageIdRequest(topic=self.topic)
@@ -296,8 +302,17 @@ class Reader:
         self._check_incarnation(last.incarnation)
         if self._start == "latest" and self._after is None:
             self._read_on_after(last)
-        if not self._follow and self._stop_index is None:
-            self._stop_index = last.index + 1
+        if self._stops_at_end:
+            if self._stop_index is not None and self._stop_index > last.index + 1:
+                raise error(
+                    "POSITION_AFTER_END",
+                    f"{self.topic} ended with index {self._stop_index - 1} when this reader began, and ends with index "
+                    f"{last.index} now",
+                    index=self._stop_index,
+                    end_index=last.index + 1,
+                )
+            if self._stop_index is None:
+                self._stop_index = last.index + 1
             if self._next_index is not None and self._next_index > self._stop_index:
                 asked = f"index {self._next_index}" if self._after is None else f"the position {self._after}"
                 raise error(
@@ -324,7 +339,7 @@ class Reader:
             return False
         answer: Any = await call.read()
         if answer is grpc.aio.EOF:
-            if self._stop_index is not None and (self._next_index or 0) >= self._stop_index:
+            if self._is_at_stop:
                 return False
             raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream before its end")
         self._check_incarnation(answer.incarnation)

@@ -112,9 +112,12 @@ class Session:
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if len(self.outbox):
-            self._fail(self.outbox.outcome_unknown(f"producer {self._name!r} was closed"))
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            # Also when this is cancelled: others wait for receipts.
+            if len(self.outbox):
+                self._fail(self.outbox.outcome_unknown(f"producer {self._name!r} was closed"))
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

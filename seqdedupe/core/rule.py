@@ -51,6 +51,10 @@ LINK_REQUIRED = 3
 PREDECESSOR_MISSING = 4
 
 
+NO_PASSES: Bytes = np.zeros(0, np.uint8)
+"""Of a batch, every row is a message of its own."""
+
+
 @kernel(inline=True)
 def reason(epoch: int, link: int, first: int, pushed: int, persisted: int, current: int, lone: bool) -> int:
     """Why what one producer sends is not admitted, or ADMITTED. `first` is its first ID, `current` the epoch in force.
@@ -112,6 +116,7 @@ def decide(
     indexes: Int32Column,
     lowest: Int64Column,
     highest: Int64Column,
+    passes: Bytes,
     numbers: Int64s2,
     deduplicate: bool,
     verdicts: Uint8s,
@@ -119,11 +124,15 @@ def decide(
     """The verdict of each row; what is new counts as pushed from now on. Returns how many rows are new.
 
     With `deduplicate` off every row is new; the numbers move as ever, by maximum. A range's highest ID is not below
-    its lowest.
+    its lowest. Rows that `passes` marks (empty: none) are no messages of their own: they are new, and change nothing.
     """
     producer_row = producer_rows[0]
     new = 0
     for row in range(lowest.shape[0]):
+        if passes.shape[0] != 0 and passes[row] != 0:
+            verdicts[row] = NOT_DUP
+            new += 1
+            continue
         if indexes.shape[0] != 0:
             producer_row = producer_rows[indexes[row]]
         if deduplicate and lowest[row] <= numbers[producer_row, PUSHED]:
@@ -142,7 +151,38 @@ def decide_batch(
     """`decide` for a frame that `refusal` lets pass."""
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
-    return decide(producer_rows, indexes, ids, ids, numbers, deduplicate, verdicts)
+    return decide(producer_rows, indexes, ids, ids, NO_PASSES, numbers, deduplicate, verdicts)
+
+
+@kernel(inline=True)
+def confirm_rows(
+    producer_rows: Int64s,
+    indexes: Int32Column,
+    highest: Int64Column,
+    passes: Bytes,
+    stated: int,
+    numbers: Int64s2,
+    dirty: Uint8s,
+) -> int:
+    """These rows are in the log, which states them from the index `stated` on (-1: not known): merges by maximum.
+
+    A record that says less than is known, of a topic that does not deduplicate, does not state what is in force.
+    Returns how many rows there are.
+    """
+    producer_row = producer_rows[0]
+    for row in range(highest.shape[0]):
+        if passes.shape[0] != 0 and passes[row] != 0:
+            continue
+        if indexes.shape[0] != 0:
+            producer_row = producer_rows[indexes[row]]
+        dirty[producer_row] = CHANGED
+        if highest[row] >= numbers[producer_row, PERSISTED]:
+            numbers[producer_row, PERSISTED] = highest[row]
+            if highest[row] > numbers[producer_row, PUSHED]:
+                numbers[producer_row, PUSHED] = highest[row]
+            if stated > numbers[producer_row, STATED]:
+                numbers[producer_row, STATED] = stated
+    return len(highest)
 
 
 @kernel(inline=True)
@@ -162,24 +202,13 @@ def confirm(
     stated = index
     for p in range(producer_rows.shape[0]):
         producer_row = producer_rows[p]
-        dirty[producer_row] |= CHANGED
+        dirty[producer_row] = CHANGED
         if epochs[p] < numbers[producer_row, DURABLE_EPOCH]:
             # The epoch in force stands in another record, which may be an older one.
             stated = -1
         numbers[producer_row, DURABLE_EPOCH] = max(numbers[producer_row, DURABLE_EPOCH], epochs[p])
         numbers[producer_row, EPOCH] = max(numbers[producer_row, EPOCH], epochs[p])
-    producer_row = producer_rows[0]
-    for row in range(highest.shape[0]):
-        if indexes.shape[0] != 0:
-            producer_row = producer_rows[indexes[row]]
-        # A record that says less, of a topic that does not deduplicate, does not state what is in force.
-        if highest[row] >= numbers[producer_row, PERSISTED]:
-            numbers[producer_row, PERSISTED] = highest[row]
-            if highest[row] > numbers[producer_row, PUSHED]:
-                numbers[producer_row, PUSHED] = highest[row]
-            if stated > numbers[producer_row, STATED]:
-                numbers[producer_row, STATED] = stated
-    return len(highest)
+    return int(confirm_rows(producer_rows, indexes, highest, NO_PASSES, stated, numbers, dirty))
 
 
 @kernel(inline=True)

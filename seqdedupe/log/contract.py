@@ -59,6 +59,11 @@ Runs = tuple[Run, ...]
 for a marker or a control record."""
 
 
+def last_of(runs: Runs) -> MessageId:
+    """The message ID of an entry's last row, where it has any."""
+    return runs[-1].message_id(runs[-1].rows - 1)
+
+
 class Failure(Enum):
     """Why nothing more is taken until the log is opened for writing again."""
 
@@ -189,6 +194,9 @@ class Log(Protocol):
     async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         """The message IDs at many indexes, as columns: ledgers, entries, batch indexes. Raises as `locate`."""
 
+    def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        """As `message_ids_at`, at once: those that are known without a read, and -1 in all columns for the others."""
+
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
         """The index of the first message below `stop_index` published at or after that time, or `stop_index`."""
 
@@ -212,14 +220,6 @@ class Log(Protocol):
 
     async def close(self) -> None:
         """Lets go of files and threads. What is in flight must have settled."""
-
-    # Until the topic keeps the runs that it is told of.
-
-    def message_id(self, index: int) -> MessageId:
-        """The message ID at an index."""
-
-    def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        """The message IDs at many indexes, as columns: ledgers, entries, batch indexes."""
 
 
 class LogName(NamedTuple):

@@ -30,7 +30,7 @@ NOT_STATED = -1
 Numbers = NDArray[np.int64]
 Slots = NDArray[np.int32]
 
-_POSITION = struct.Struct("<QQQBqqqQH")
+_POSITION = struct.Struct("<QQQBqqqQHH")
 _HEADER = struct.Struct("<QQ")
 _COUNT = struct.Struct("<I")
 
@@ -40,7 +40,8 @@ class StoredPosition:
     """Up to where a snapshot goes: term, the log's next index, number of producers, last message; and the policy.
 
     `ownership` is that of the last message's record, 0 if there is no message yet. `policy` is what is in force
-    there, in the bytes of its control record; empty if none was ever set.
+    there, in the bytes of its control record; empty if none was ever set. `opaque` (at most 65,535 bytes) is the
+    position in a broker's own log, empty for other logs and where there is no entry.
     """
 
     term: int
@@ -49,6 +50,7 @@ class StoredPosition:
     message_id: MessageId | None
     ownership: int = 0
     policy: bytes = b""
+    opaque: bytes = b""
 
     def encode(self) -> bytes:
         return (
@@ -60,8 +62,10 @@ class StoredPosition:
                 *(self.message_id or (0, 0, 0)),
                 self.ownership,
                 len(self.policy),
+                len(self.opaque),
             )
             + self.policy
+            + self.opaque
         )
 
     @staticmethod
@@ -70,15 +74,19 @@ class StoredPosition:
         policy = at + _POSITION.size
         if len(body) < policy:
             raise damaged(key, "it is too short")
-        term, next_index, producers, present, *message_id, ownership, policy_bytes = _POSITION.unpack_from(body, at)
-        end = policy + policy_bytes
+        term, next_index, producers, present, *message_id, ownership, policy_bytes, opaque_bytes = (
+            _POSITION.unpack_from(body, at)
+        )
+        opaque = policy + policy_bytes
+        end = opaque + opaque_bytes
         return StoredPosition(
             term,
             next_index,
             producers,
             MessageId(*message_id) if present else None,
             ownership,
-            body[policy:end],
+            body[policy:opaque],
+            body[opaque:end],
         ), end
 
     def falls_short_of(self, other: "StoredPosition") -> bool:

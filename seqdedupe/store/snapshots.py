@@ -61,6 +61,7 @@ class Delta:
 
     `ownership` (64 bits, unsigned) is that of the same message's record, 0 if there is none. `policy` is what is
     in force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set.
+    `opaque` (at most 65,535 bytes) is the position in a broker's own log.
     """
 
     term: int
@@ -74,6 +75,7 @@ class Delta:
     stated: Numbers
     ownership: int = 0
     policy: bytes = b""
+    opaque: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Loaded:
     stated: Numbers
     ownership: int = 0
     policy: bytes = b""
+    opaque: bytes = b""
 
 
 class Snapshots:
@@ -153,6 +156,7 @@ class Snapshots:
             stated,
             position.ownership,
             position.policy,
+            position.opaque,
         )
 
     def write_delta(self, delta: Delta) -> int:
@@ -165,7 +169,7 @@ class Snapshots:
         known = self._position.producers
         producers = delta.first_name + len(delta.names)
         position = StoredPosition(
-            delta.term, delta.next_index, producers, delta.message_id, delta.ownership, delta.policy
+            delta.term, delta.next_index, producers, delta.message_id, delta.ownership, delta.policy, delta.opaque
         )
         stored = StoredDelta(position, delta.slots, delta.persisted, delta.epochs, delta.stated)
         if delta.first_name > known or position.falls_short_of(self._position) or not stored.is_sound():

@@ -6,7 +6,7 @@ from enum import Enum
 
 from seqdedupe.store.records import damaged, unseal
 
-_BODY = struct.Struct("<QBB")
+_BODY = struct.Struct("<QBBB")
 
 
 class TopicState(Enum):
@@ -19,9 +19,17 @@ class TopicState(Enum):
     """The log is perhaps gone already, the record goes last."""
 
 
+class LogKind(Enum):
+    """What kind of log a topic is on. All topics of a store are on one kind."""
+
+    EMBEDDED = 1
+    BROKER = 2
+    """A broker's own, of which the store has the numbers alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class TopicRecord:
-    """A topic: full name, incarnation (creation time in µs, its id everywhere), state, and secret.
+    """A topic: full name, incarnation (creation time in µs, its id everywhere), state, secret, and kind of log.
 
     `secret` are the 16 bytes that make the records of this incarnation's log its own, for nobody's eyes; empty where
     they are not known here.
@@ -31,19 +39,21 @@ class TopicRecord:
     incarnation: int
     state: TopicState
     secret: bytes = field(default=b"", repr=False)
+    log: LogKind = LogKind.EMBEDDED
 
     def encode(self) -> bytes:
         """The body of its record."""
-        return _BODY.pack(self.incarnation, self.state.value, len(self.secret)) + self.secret + self.name.encode()
+        fixed = _BODY.pack(self.incarnation, self.state.value, self.log.value, len(self.secret))
+        return fixed + self.secret + self.name.encode()
 
     @staticmethod
     def decode(key: bytes, value: bytes) -> "TopicRecord":
         """The topic in a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
         body = unseal(key, value)
         try:
-            incarnation, state, secret_bytes = _BODY.unpack_from(body)
+            incarnation, state, log, secret_bytes = _BODY.unpack_from(body)
             name = _BODY.size + secret_bytes
             secret = body[_BODY.size : name]
-            return TopicRecord(body[name:].decode(), incarnation, TopicState(state), secret)
+            return TopicRecord(body[name:].decode(), incarnation, TopicState(state), secret, LogKind(log))
         except (struct.error, ValueError) as e:
             raise damaged(key, str(e)) from e

@@ -13,7 +13,7 @@ from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import OverlapPolicy, Policy
 
 STATED_A_RECORD = 8192
 """So many producers are stated again at once before retention goes on."""
@@ -66,6 +66,7 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
     control = wire.Control(id=record_id, term=term)
     if isinstance(change, Policy):
         control.policy.deduplication_enabled = change.deduplication_enabled
+        control.policy.overlap = change.overlap.value
         control.policy.SetInParent()
     else:
         offsets = np.zeros(len(change.names) + 1, np.int32)
@@ -85,7 +86,8 @@ def decode(body: bytes) -> tuple[Change, int]:
         control = wire.Control.FromString(body)
         match control.WhichOneof("kind"):
             case "policy":
-                return Policy(control.policy.deduplication_enabled), control.term
+                policy = control.policy
+                return Policy(policy.deduplication_enabled, OverlapPolicy(policy.overlap)), control.term
             case "sessions":
                 return _sessions(control.sessions), control.term
     except (DecodeError, ValueError) as e:

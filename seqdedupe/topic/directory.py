@@ -10,24 +10,23 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.tag import SECRET_BYTES
-from seqdedupe.log.contract import LogName, Logs
+from seqdedupe.log.contract import LogName
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
-from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.snapshotter import Intervals
-from seqdedupe.topic.state import State, damaged_topic
+from seqdedupe.topic.state import State, TopicBase, damaged_topic
 
 logger = logging.getLogger("seqdedupe.topics")
 
-T = TypeVar("T")
+R = TypeVar("R")
+T = TypeVar("T", bound=TopicBase)
 
 
 @dataclass(slots=True)
@@ -45,35 +44,36 @@ class Closed:
         return error("RECOVERING", f"topic {self.record.name} cannot be opened now: {self.why.message}")
 
 
-class Topics:
-    """The topics by full name. `on_state` is told when a topic's state changes, or None when it is gone."""
+class Topics(Generic[T]):
+    """The topics by full name, all of one kind.
+
+    `make_kind` is given whom the kind tells of a topic's changes; `on_state` is told them, and None when one is gone.
+    """
 
     def __init__(
         self,
         store: Store,
-        logs: Logs,
+        make_kind: Callable[[Callable[[Any], None]], TopicKind[T]],
         *,
         max_topics: int,
         allow_auto_topic_creation: bool,
-        intervals: Intervals,
         on_state: Callable[[str, State | None], None],
         rebuild_store: bool = False,
     ) -> None:
         self._store = store
-        self._logs = logs
+        self._kind = make_kind(self._topic_changed)
         self._max_topics = max_topics
         self._allow_auto_topic_creation = allow_auto_topic_creation
-        self._intervals = intervals
         self._on_state = on_state
         self._rebuild_store = rebuild_store
-        self._live: dict[str, Topic] = {}
+        self._live: dict[str, T] = {}
         self._closed: dict[str, Closed] = {}
         self._records: dict[str, TopicRecord] = {}
-        self._creating: dict[str, asyncio.Task[Topic]] = {}
+        self._creating: dict[str, asyncio.Task[T]] = {}
         self._deleting: dict[str, asyncio.Task[None]] = {}
         self._unwritten: dict[str, SeqdedupeError] = {}
         """Names whose record could not be written: the store may have it all the same, and it is being put right."""
-        self._opened_at_start: list[Topic] = []
+        self._opened_at_start: list[T] = []
         self._background: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
@@ -84,8 +84,16 @@ class Topics:
 
         Raises STORE_MISSING if there is a log without a record, and what `Logs.list` raises.
         """
-        known = {record.incarnation for record in self._store.topics()}
-        for log in await self._logs.list():
+        records = self._store.topics()
+        if other := next((record for record in records if record.log is not self._kind.log), None):
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"log = {self._kind.log.name.lower()!r}: the data directory has topics on the log "
+                f"{other.log.name.lower()!r}, of which {other.name} is one",
+                key="log",
+            )
+        known = {record.incarnation for record in records}
+        for log in await self._kind.list():
             if log.incarnation not in known:
                 await self._orphan(log)
         await asyncio.gather(*(self._open_at_start(record) for record in self._store.topics()))
@@ -130,7 +138,7 @@ class Topics:
         """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
         before = self._closed.get(record.name)
         try:
-            topic = await self._open(record)
+            topic = await self._kind.open(record)
         except Exception as e:
             # Whatever it is: one topic never keeps the others down.
             if not isinstance(e, SeqdedupeError | OSError):
@@ -151,32 +159,7 @@ class Topics:
         logger.error("topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
         self._on_state(name, closed.state)
 
-    async def _open(self, record: TopicRecord) -> Topic:
-        snapshots = Snapshots(self._store, record.incarnation)
-        loaded = await asyncio.to_thread(snapshots.load)
-        log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0, record.secret or None)
-        if loaded is None and log.first_index > 0 and not self._rebuild_store:
-            # Retention only drops what a snapshot covers.
-            await log.close()
-            raise error(
-                "STORE_MISSING",
-                f"the log of topic {record.name} begins with index {log.first_index}, but the store has no snapshot "
-                "that covers what came before",
-                topic=record.name,
-                first_index=log.first_index,
-            )
-        return Topic(
-            record.name,
-            log,
-            self._store,
-            snapshots,
-            loaded,
-            intervals=self._intervals,
-            random_bytes=secrets.token_bytes,
-            on_state=self._topic_changed,
-        )
-
-    def _topic_changed(self, topic: Topic) -> None:
+    def _topic_changed(self, topic: T) -> None:
         logger.info("topic %s is %s%s", topic.name, topic.state.name, f": {topic.why}" if topic.why else "")
         if self._live.get(topic.name) is topic:
             self._on_state(topic.name, topic.state)
@@ -208,12 +191,12 @@ class Topics:
 
     # -- topics ------------------------------------------------------------------------------------------------
 
-    def all(self) -> list[Topic | Closed]:
+    def all(self) -> list[T | Closed]:
         """All topics by name: live ones, and those that cannot be opened."""
-        every: dict[str, Topic | Closed] = {**self._closed, **self._live}
+        every: dict[str, T | Closed] = {**self._closed, **self._live}
         return [every[name] for name in sorted(every)]
 
-    def look_at(self, name: str) -> Topic | Closed:
+    def look_at(self, name: str) -> T | Closed:
         """A topic, whether or not it can be used. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND."""
         full = topic_name(name)
         found = self._live.get(full) or self._closed.get(full)
@@ -221,21 +204,21 @@ class Topics:
             raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
         return found
 
-    def get(self, name: str) -> Topic:
+    def get(self, name: str) -> T:
         """The live topic. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND, and what a topic that cannot be opened says."""
         found = self.look_at(name)
         if isinstance(found, Closed):
             raise found.error()
         return found
 
-    async def get_or_create(self, name: str) -> Topic:
+    async def get_or_create(self, name: str) -> T:
         """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
         full = topic_name(name)
         if full in self._live or full in self._closed or not self._allow_auto_topic_creation:
             return self.get(full)
         return await self.create(full, exists_ok=True)
 
-    async def create(self, name: str, *, policy: Policy | None = None, exists_ok: bool = False) -> Topic:
+    async def create(self, name: str, *, policy: Policy | None = None, exists_ok: bool = False) -> T:
         """Makes a topic; returns when it serves.
 
         Raises INVALID_TOPIC_NAME, TOPIC_EXISTS, TOO_MANY_TOPICS; LOG_DAMAGED if one of that name is damaged; DRAINING,
@@ -263,17 +246,14 @@ class Topics:
             )
         return await _shielded(self._creating, full, self._create(full, policy or Policy()))
 
-    async def _create(self, full: str, policy: Policy) -> Topic:
+    async def _create(self, full: str, policy: Policy) -> T:
         incarnation = self._store.next_incarnation(time.time_ns() // 1000)
-        secret = secrets.token_bytes(SECRET_BYTES)
-        record = TopicRecord(full, incarnation, TopicState.CREATING, secret)
-        topic: Topic | None = None
+        secret = secrets.token_bytes(SECRET_BYTES) if self._kind.log is LogKind.EMBEDDED else b""
+        record = TopicRecord(full, incarnation, TopicState.CREATING, secret, self._kind.log)
+        topic: T | None = None
         try:
             await self._store.put_topic(record)
-            await self._logs.create(incarnation, full, secret)
-            topic = await self._open(record)
-            await topic.recover()
-            topic.check_serving()
+            topic = await self._kind.make(record)
             if policy != Policy():
                 await topic.set_policy(policy)
             record = replace(record, state=TopicState.ACTIVE)
@@ -305,7 +285,7 @@ class Topics:
         topic.check_not_damaged()
         await _shielded(self._deleting, full, self._delete(topic))
 
-    async def _delete(self, topic: Topic) -> None:
+    async def _delete(self, topic: T) -> None:
         topic.hold(error("DRAINING", f"topic {topic.name} is being deleted"))
         deleting = replace(self._records[topic.name], state=TopicState.DELETING)
         await self._write_record(topic, deleting)
@@ -324,7 +304,7 @@ class Topics:
         if why := self._unwritten.get(full):
             raise error("STORE_UNAVAILABLE", f"what was begun with topic {full} is still being undone: {why.message}")
 
-    async def _write_record(self, topic: Topic, record: TopicRecord) -> None:
+    async def _write_record(self, topic: T, record: TopicRecord) -> None:
         """Makes a live topic's new record durable.
 
         If that fails the store may have it all the same, and at the next start it would be in force. So the topic
@@ -340,7 +320,7 @@ class Topics:
             self._in_background(self._write_again(topic, self._records[topic.name]))
             raise
 
-    async def _write_again(self, topic: Topic, record: TopicRecord) -> None:
+    async def _write_again(self, topic: T, record: TopicRecord) -> None:
         await again_until(lambda: self._is_durable(record))
         topic.release()
 
@@ -375,7 +355,7 @@ class Topics:
 
     async def _cleaned_up(self, record: TopicRecord) -> bool:
         try:
-            await self._logs.delete(record.incarnation)
+            await self._kind.delete(record.incarnation)
             await self._store.remove_topic(record.incarnation)
         except SeqdedupeError as e:
             logger.warning("what is left of topic %s cannot be removed now: %s", record.name, e)
@@ -383,10 +363,10 @@ class Topics:
         return True
 
 
-async def _shielded(tasks: dict[str, asyncio.Task[T]], name: str, work: Coroutine[Any, Any, T]) -> T:
+async def _shielded(tasks: dict[str, asyncio.Task[R]], name: str, work: Coroutine[Any, Any, R]) -> R:
     """Runs something in a task of its own, listed while it runs, which goes on when the caller is cancelled."""
 
-    async def run() -> T:
+    async def run() -> R:
         try:
             return await work
         finally:

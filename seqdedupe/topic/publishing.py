@@ -9,12 +9,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import numpy as np
+
 from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import Failure, Log, Outcome
-from seqdedupe.message_id import Position
+from seqdedupe.log.contract import Failure, Log, Outcome, last_of
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import admission, control, recovery
@@ -83,15 +85,32 @@ class Topic(TopicBase):
         self._retention: asyncio.Task[None] | None = None
 
     @property
-    def last_position(self) -> Position:
-        return self.position_before(self.confirmed_index)
+    def first_index(self) -> int:
+        return self.log.first_index
 
-    def position_before(self, index: int) -> Position:
-        """The position after which reading begins at this index. Its ownership is known at the confirmed end only."""
+    @property
+    def log_bytes(self) -> int:
+        return self.log.size_bytes
+
+    @property
+    def last_position(self) -> Position:
+        return Position(self.incarnation, self.last_message_id, self.confirmed_index - 1, self.last_ownership)
+
+    @property
+    def certain_position(self) -> Position:
+        index = self.readable_index - 1
+        known = MessageId(*(int(column[0]) for column in self.log.known_message_ids(np.array([index]))))
+        if index < self.confirmed_index or known.ledger_id < 0:
+            return self.last_position
+        return Position(self.incarnation, known, index)
+
+    async def position_before(self, index: int) -> Position:
+        if index == self.confirmed_index:
+            return self.last_position
         if index == 0:
-            return Position.start(self.log.incarnation)
-        ownership = self.last_ownership if index == self.confirmed_index else 0
-        return Position(self.log.incarnation, self.log.message_id(index - 1), index - 1, ownership)
+            return Position.start(self.incarnation)
+        location = await self.log.locate(index - 1)
+        return Position(self.incarnation, location.message_id, index - 1, location.ownership)
 
     @property
     def readable_index(self) -> int:
@@ -187,8 +206,9 @@ class Topic(TopicBase):
             self._apply(change, int(places[BASE_INDEX]))
         # What is merged again may stand before the last message that is known.
         self.confirmed_index = max(self.confirmed_index, int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS]))
-        for last in table[:count][table[:count, ROWS] > 0][-1:]:
-            self.last_ownership = ownership(last)
+        for last in np.flatnonzero(table[:count, ROWS] > 0)[-1:].tolist():
+            self.last_ownership = ownership(table[last])
+            self.last_message_id = last_of(runs_of(last))
         found: list[Admitted | Changing] = []
         for k, places in enumerate(table[:count] if len(self._flight) else ()):
             oldest = self._flight.oldest
@@ -281,6 +301,7 @@ class Topic(TopicBase):
                 self._apply(item.change, self.confirmed_index)
         if rows:
             self.last_ownership = self._own_ownership
+            self.last_message_id = last_of(next(runs for runs in reversed(outcome.runs) if runs))
             self.confirmed.tell()
         for item in confirmed:
             self._answer(item)

@@ -68,29 +68,32 @@ async def index_after(topic: Topic, position: Position) -> int:
             f"the position {position} is after the end of topic {topic.name}, whose next message gets index {end}",
             end_index=end,
         )
-    if position.message_id is not None and topic.log.message_id(position.index) != position.message_id:
-        raise error(
-            "POSITION_DIVERGED",
-            f"the message at index {position.index} of topic {topic.name} is not {position.message_id}",
-            index=position.index,
-        )
-    await _check_history(topic, position)
+    await _check_is_the_same(topic, position)
     return position.index + 1
 
 
-async def _check_history(topic: Topic, position: Position) -> None:
-    if not position.ownership or position.index < topic.log.first_index:
+async def _check_is_the_same(topic: Topic, position: Position) -> None:
+    """Raises POSITION_DIVERGED if another message stands there than the position's. Of one that is gone none knows."""
+    if position.index < max(0, topic.log.first_index):
         return
     try:
-        ownership = (await topic.log.locate(position.index)).ownership
+        there = await topic.log.locate(position.index)
     except PositionError:
         # Retention was faster.
         return
-    if ownership != position.ownership:
+    if there.message_id != position.message_id:
+        raise error(
+            "POSITION_DIVERGED",
+            f"the message at index {position.index} of topic {topic.name} is {there.message_id}, not "
+            f"{position.message_id}",
+            index=position.index,
+        )
+    if position.ownership and there.ownership != position.ownership:
         raise error(
             "POSITION_DIVERGED",
             f"the message at index {position.index} of topic {topic.name} is not that of the position {position}: it "
-            f"was written under {ownership:016x}; the topic was restored to an older copy, and has grown again since",
+            f"was written under {there.ownership:016x}; the topic was restored to an older copy, and has grown again "
+            "since",
             index=position.index,
         )
 

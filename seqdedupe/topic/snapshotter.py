@@ -28,9 +28,9 @@ class Intervals:
 class Snapshotter:
     """Takes snapshots of a topic's producers: when asked to, and by itself when there is news (`stored`).
 
-    `describe` gives the term, the position of the last confirmed message and the policy's bytes at that moment. That
-    and the numbers are copied in one step of the event loop, so that position and state belong together; syncing
-    happens beside serving.
+    `describe` gives, at that moment, the term, the position of the last confirmed message, the policy's bytes and those
+    of the position in a broker's own log. That and the numbers are copied in one step of the event loop, so that
+    position and state belong together; syncing happens beside serving.
     `on_durable` is told what each snapshot covers once it is durable.
     """
 
@@ -39,7 +39,7 @@ class Snapshotter:
         store: Store,
         snapshots: Snapshots,
         producers: Producers,
-        describe: Callable[[], tuple[int, Position, bytes]],
+        describe: Callable[[], tuple[int, Position, bytes, bytes]],
         *,
         next_index: int,
         intervals: Intervals,
@@ -106,7 +106,7 @@ class Snapshotter:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            term, position, policy = self._describe()
+            term, position, policy, opaque = self._describe()
             changed, persisted, epochs, stated = self._producers.collect_dirty()
             known = len(self._producers)
             try:
@@ -123,6 +123,7 @@ class Snapshotter:
                         epochs=epochs,
                         stated=stated,
                         policy=policy,
+                        opaque=opaque,
                     )
                 )
                 await self._store.flush(opening)

@@ -14,10 +14,10 @@ from typing import Any
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic.answers import Receipt
+from seqdedupe.topic.answers import Receipt, Uint8s
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.control import decode_policy, encode
 from seqdedupe.topic.policy import Policy
@@ -52,12 +52,18 @@ class Counters:
 
     def count(self, receipt: Receipt, new_rows: int) -> None:
         """A frame has its receipt; so many of its rows were stored."""
-        self.not_dup += new_rows
-        if receipt.verdicts is not None:
-            verdicts = receipt.verdicts.tobytes()
-            dup = verdicts.count(DUP)
-            self.dup += dup
-            self.unknown += len(verdicts) - verdicts.count(NOT_DUP) - dup
+        if receipt.verdicts is None:
+            self.not_dup += new_rows
+        else:
+            self.count_verdicts(receipt.verdicts)
+
+    def count_verdicts(self, verdicts: Uint8s) -> None:
+        """These verdicts were given."""
+        marks = verdicts.tobytes()
+        new, dup = marks.count(NOT_DUP), marks.count(DUP)
+        self.not_dup += new
+        self.dup += dup
+        self.unknown += len(marks) - new - dup
 
 
 class TopicBase(ABC):
@@ -90,12 +96,15 @@ class TopicBase(ABC):
         self.producers = Producers()
         self.confirmed_index = first_index
         """All messages below it are in the log for good, and in the producers' numbers."""
+        self.last_message_id: MessageId | None = None
+        """That of the last confirmed message; None if there is none."""
         self.last_ownership = 0
         """That of the last confirmed message; 0 if there is none or it is not known."""
         if loaded is not None:
             self.producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
+            self.last_message_id = loaded.message_id
             self.last_ownership = loaded.ownership
             if loaded.policy:
                 self.policy = decode_policy(loaded.policy)
@@ -110,7 +119,7 @@ class TopicBase(ABC):
             store,
             snapshots,
             self.producers,
-            lambda: (self.term, self.last_position, encode(self.policy)),
+            lambda: (self.term, self.last_position, encode(self.policy), self._opaque_position()),
             next_index=self.confirmed_index,
             intervals=intervals,
             on_durable=self._snapshot_is_durable,
@@ -121,9 +130,48 @@ class TopicBase(ABC):
     def last_position(self) -> Position:
         """The position of the last confirmed message."""
 
+    @property
+    def certain_position(self) -> Position:
+        """That of the last message that may be shown to readers, or of an earlier one where that would take a read."""
+        return self.last_position
+
+    def _opaque_position(self) -> bytes:
+        """That of the last confirmed entry, where the log is a broker's own."""
+        return b""
+
     @abstractmethod
     def _snapshot_is_durable(self, next_index: int) -> None:
         """All below this index is covered by a durable snapshot: retention may go on."""
+
+    @property
+    @abstractmethod
+    def first_index(self) -> int:
+        """The index of the first message that is left in the log."""
+
+    @property
+    @abstractmethod
+    def log_bytes(self) -> int:
+        """The bytes of the log on disk; 0 if it is none of ours."""
+
+    @abstractmethod
+    async def position_before(self, index: int) -> Position:
+        """The position after which the message with this index stands. It may take a read: raises as `Log.locate`."""
+
+    @abstractmethod
+    async def recover(self) -> None:
+        """Begins to serve, now or when that is possible."""
+
+    @abstractmethod
+    async def set_policy(self, policy: Policy) -> None:
+        """Sets the policy, as a whole: durable and in force on return. Raises why it could not be."""
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Takes nothing more, settles what is in flight, takes a last snapshot, and lets go of everything."""
+
+    @abstractmethod
+    async def delete(self) -> None:
+        """Closes it for good: whoever still uses the topic is told that it is not there."""
 
     # -- state -------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,28 @@ TOPIC_STATE_DAMAGED: TopicState.ValueType  # 5
 """For good, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
 Global___TopicState: _TypeAlias = TopicState  # noqa: Y015
 
+class _OverlapPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OverlapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OverlapPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OVERLAP_POLICY_UNSPECIFIED: _OverlapPolicy.ValueType  # 0
+    """It is refused with `OVERLAP`: the broker or its producer has to split it."""
+    OVERLAP_POLICY_PULSAR: _OverlapPolicy.ValueType  # 1
+    """Pulsar's own answer: `DUP`. The IDs that are new are lost."""
+
+class OverlapPolicy(_OverlapPolicy, metaclass=_OverlapPolicyEnumTypeWrapper):
+    """What becomes of a range of sequence IDs that begins at or below `persisted` and ends above it, where the log is a
+    broker's own (see `DedupeService`).
+    """
+
+OVERLAP_POLICY_UNSPECIFIED: OverlapPolicy.ValueType  # 0
+"""It is refused with `OVERLAP`: the broker or its producer has to split it."""
+OVERLAP_POLICY_PULSAR: OverlapPolicy.ValueType  # 1
+"""Pulsar's own answer: `DUP`. The IDs that are new are lost."""
+Global___OverlapPolicy: _TypeAlias = OverlapPolicy  # noqa: Y015
+
 @_typing.final
 class TopicPolicy(_message.Message):
     """What an operator may set per topic."""
@@ -67,16 +89,20 @@ class TopicPolicy(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DEDUPLICATION_ENABLED_FIELD_NUMBER: _builtins.int
+    OVERLAP_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """False: rows that would be `DUP` or `UNKNOWN` are appended as `NOT_DUP`. Sessions, links and numbers stay."""
+    overlap: Global___OverlapPolicy.ValueType
+    """What becomes of ranges that are persisted in part."""
     def __init__(
         self,
         *,
         deduplication_enabled: _builtins.bool = ...,
+        overlap: Global___OverlapPolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_enabled", b"deduplication_enabled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_enabled", b"deduplication_enabled", "overlap", b"overlap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -291,16 +291,20 @@ class ControlPolicy(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DEDUPLICATION_ENABLED_FIELD_NUMBER: _builtins.int
+    OVERLAP_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """Whether `DUP` and `UNKNOWN` rows are left out."""
+    overlap: _builtins.int
+    """`OverlapPolicy` in admin.proto, as a number."""
     def __init__(
         self,
         *,
         deduplication_enabled: _builtins.bool = ...,
+        overlap: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_enabled", b"deduplication_enabled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_enabled", b"deduplication_enabled", "overlap", b"overlap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

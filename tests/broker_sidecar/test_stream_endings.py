@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from broker_sidecar.rpc import Context
+from broker_sidecar.rpc import Context, abort
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 
@@ -55,16 +55,55 @@ def _without_metadata(streams: Streams) -> Any:
     return without
 
 
-@pytest.mark.parametrize("make", [_as_it_is, _without_metadata])
-async def test_a_stream_that_fails_while_its_first_message_is_written_says_why(make: Any) -> None:
+async def _code_of(handler: Any) -> grpc.StatusCode:
+    """With which code a call of this handler ends."""
     server = grpc.aio.server()
-    methods: dict[str, Any] = {"Stream": grpc.stream_stream_rpc_method_handler(make(Streams(10)))}
+    methods: dict[str, Any] = {"Stream": grpc.stream_stream_rpc_method_handler(handler)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        code = await _code(f"127.0.0.1:{port}")
-        lost = make is _without_metadata
-        assert code is (grpc.StatusCode.DEADLINE_EXCEEDED if lost else grpc.StatusCode.INVALID_ARGUMENT)
+        return await _code(f"127.0.0.1:{port}")
     finally:
         await server.stop(0)
+
+
+@pytest.mark.parametrize("make", [_as_it_is, _without_metadata])
+async def test_a_stream_that_fails_while_its_first_message_is_written_says_why(make: Any) -> None:
+    code = await _code_of(make(Streams(10)))
+    lost = make is _without_metadata
+    assert code is (grpc.StatusCode.DEADLINE_EXCEEDED if lost else grpc.StatusCode.INVALID_ARGUMENT)
+
+
+async def _is_silent(_requests: Any, _context: Context, stream: Stream) -> None:
+    await stream.read()
+
+
+def _ended_before_it_has_begun(streams: Streams) -> Any:
+    handle = streams.handler(_is_silent)
+
+    async def ended(requests: Any, context: Context) -> None:
+        asyncio.get_running_loop().call_soon(streams.drain)
+        await handle(requests, context)
+
+    return ended
+
+
+def _with_metadata_given_up(_streams: Streams) -> Any:
+    """The control arm: the metadata are not waited for."""
+
+    async def given_up(_requests: Any, context: Context) -> None:
+        sending = asyncio.ensure_future(context.send_initial_metadata(()))
+        await asyncio.sleep(0)
+        sending.cancel()
+        await abort(context, error("DRAINING", "no"))
+
+    return given_up
+
+
+@pytest.mark.parametrize("make", [_ended_before_it_has_begun, _with_metadata_given_up])
+async def test_a_stream_that_is_ended_before_it_has_begun_says_why(make: Any) -> None:
+    """As one that gives way on a connection that takes nothing for a while."""
+    code = await _code_of(make(Streams(10)))
+    lost = make is _with_metadata_given_up
+    assert code is (grpc.StatusCode.DEADLINE_EXCEEDED if lost else grpc.StatusCode.UNAVAILABLE)

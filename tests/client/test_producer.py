@@ -286,6 +286,22 @@ async def test_a_cancelled_close_leaves_nobody_waiting(shared_sidecar: Sidecar, 
             await receipt
 
 
+async def test_nor_does_a_cancelled_abort(shared_sidecar: Sidecar, topic: str) -> None:
+    async with Proxy(shared_sidecar.address) as proxy, Client(proxy.address) as client:
+        producer = client.producer(topic, "p")
+        await producer.open()
+        proxy.refuses = True
+        proxy.cut()
+        receipt = await producer.send(b"")
+        aborting = asyncio.create_task(producer.abort())
+        await asyncio.sleep(0)
+        aborting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await aborting
+        with pytest.raises(OutcomeUnknownError):
+            await asyncio.wait_for(receipt, 30)
+
+
 async def test_the_delivery_timeout_ends_the_waiting(shared_sidecar: Sidecar, topic: str) -> None:
     config = ProducerConfig(delivery_timeout_seconds=0.3)
     async with Proxy(shared_sidecar.address) as proxy, Client(proxy.address) as client:

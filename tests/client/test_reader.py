@@ -1,6 +1,7 @@
 """The reader against a real sidecar: every message once, in order, from where it was told to."""
 
 import asyncio
+import shutil
 
 import pytest
 
@@ -141,6 +142,32 @@ async def test_the_end_is_fixed_when_it_connects(shared_sidecar: Sidecar, topic:
         assert [message.index async for message in reader] == list(range(1, 400))
     async with Client(shared_sidecar.address) as client, client.reader(topic) as reader:
         assert [message.index async for message in reader] == list(range(405))
+
+
+@pytest.mark.parametrize("restored", [True, False])
+async def test_an_end_that_is_gone_is_not_waited_for(sidecar: Sidecar, restored: bool) -> None:
+    """The control arm restarts with the data that it had, and reads up to the end."""
+    copy = sidecar.folder / "copy"
+    await publish(sidecar, "t", 2)
+    await asyncio.to_thread(sidecar.kill)
+    await asyncio.to_thread(shutil.copytree, sidecar.data, copy)
+    await asyncio.to_thread(sidecar.start)
+    await publish(sidecar, "t", 58, size_bytes=1_000_000, batch_rows=1)
+    async with Client(sidecar.address) as client, client.reader("t") as reader, asyncio.timeout(60):
+        await take(reader, 1)
+        await asyncio.to_thread(sidecar.kill)
+        if restored:
+            await asyncio.to_thread(shutil.rmtree, sidecar.data)
+            await asyncio.to_thread(copy.rename, sidecar.data)
+        await asyncio.to_thread(sidecar.start)
+        if not restored:
+            assert len(await take(reader, 59)) == 59
+            with pytest.raises(StopAsyncIteration):
+                await take(reader, 1)
+            return
+        with pytest.raises(PositionError) as raised:
+            await take(reader, 60)
+    assert raised.value.reason == "POSITION_AFTER_END"
 
 
 async def test_it_stops_before_an_index_also_one_that_is_not_there_yet(shared_sidecar: Sidecar, topic: str) -> None:

@@ -262,7 +262,14 @@ class _Ranges:
         verdicts = np.zeros(len(ranges), np.uint8)
         rows = np.arange(3)
         new = self.rule.decide(
-            rows, owners.astype(np.int32), lowest.copy(), lowest + lengths, numbers, deduplicate, verdicts
+            rows,
+            owners.astype(np.int32),
+            lowest.copy(),
+            lowest + lengths,
+            np.zeros(0, np.uint8),
+            numbers,
+            deduplicate,
+            verdicts,
         )
         assert new == (verdicts == N).sum()
         return list(verdicts)

@@ -29,6 +29,9 @@ from seqdedupe.format.tag import key_of
 from seqdedupe.log.contract import Entries, Failure, Location, Outcome, Run, Runs
 from seqdedupe.message_id import MessageId
 
+KNOWN_MESSAGE_IDS = 10
+"""Those of so many newest messages are known without a read."""
+
 OTHER_OWNERS_TOKEN = b"another owner..."
 KEY = key_of(b"of the tests....")
 Append = tuple[bytes, int, int]
@@ -393,13 +396,19 @@ class FaultyLog:
 
     async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         await asyncio.sleep(0)
-        return self.message_ids(indexes)
+        for index in indexes.tolist():
+            self._check_is_there(index)
+            self._check_is_there(index + 1)
+        return self._columns([self.storage.message_id(index) for index in indexes.tolist()])
 
-    def message_id(self, index: int) -> MessageId:
-        return self.storage.message_id(index)
+    def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        known = max(0, self.storage.next_index - KNOWN_MESSAGE_IDS)
+        nowhere = MessageId(-1, -1, -1)
+        return self._columns(
+            [self.storage.message_id(index) if index >= known else nowhere for index in indexes.tolist()]
+        )
 
-    def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        found = [self.storage.message_id(index) for index in indexes.tolist()]
+    def _columns(self, found: list[MessageId]) -> tuple[Int64s, Int64s, Int32s]:
         return (
             np.array([one.ledger_id for one in found], np.int64),
             np.array([one.entry_id for one in found], np.int64),

@@ -1,6 +1,7 @@
 """A job's rounds, planned from the stored positions. The tasks run here, one after the other, without Spark."""
 
 import pickle
+import shutil
 import sqlite3
 import threading
 import time
@@ -250,6 +251,36 @@ def test_a_database_without_the_position_fails_loudly(address: str, database: Da
     with pytest.raises(DataLossError) as raised:
         running.run_round()
     assert raised.value.reason == "POSITION_WENT_BACK"
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_topic_that_loses_its_end_while_the_job_runs_fails_loudly(
+    database: Database, tmp_path: Path, restored: bool
+) -> None:
+    """Its position is still one of the topic; the end up to which it was to read is not. The control arm restarts with
+    the data that it had."""
+    with Sidecar(tmp_path) as sidecar:
+        full = publish(sidecar.address, "t", 20)
+        sidecar.kill()
+        copy = Path(shutil.copytree(sidecar.data, tmp_path / "copy"))
+        sidecar.start()
+        publish(sidecar.address, "t", 20, first=20)
+        running = job(sidecar.address, database, "t", maxOffsetsPerTrigger=10)
+
+        def restart(_: Round) -> None:
+            sidecar.kill()
+            if restored and copy.exists():
+                shutil.rmtree(sidecar.data)
+                copy.rename(sidecar.data)
+            sidecar.start()
+
+        if restored:
+            with pytest.raises(PositionError) as raised:
+                running.run(on_round=restart)
+            assert raised.value.reason == "POSITION_AFTER_END"
+        else:
+            assert running.run(on_round=restart).read == 40
+        each_once(database.indexes(full), 10 if restored else 40)
 
 
 def _make_anew(address: str, topic: str, count: int) -> None:

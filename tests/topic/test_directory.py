@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State
 from tests.batches import batch
@@ -61,14 +63,16 @@ class Process:
         self.logs = MemoryLogs(self.storages)
         self.topics = Topics(
             self.store,
-            self.logs,
+            self.kind,
             max_topics=10,
             allow_auto_topic_creation=True,
-            intervals=Intervals(1000),
             on_state=lambda name, state: self.states.append((name, state)),
         )
         await self.topics.open_all()
         await self.topics.recover_all()
+
+    def kind(self, told: Callable[[Any], None]) -> PublishedTopics:
+        return PublishedTopics(self.store, self.logs, intervals=Intervals(1000), on_state=told)
 
     async def stop(self) -> None:
         """An orderly end: the store's last writes become durable."""
@@ -280,10 +284,9 @@ async def test_a_log_that_cannot_be_opened_at_the_start_is_opened_later(process:
     process.logs = MemoryLogs(process.storages, fail)
     process.topics = Topics(
         process.store,
-        process.logs,
+        process.kind,
         max_topics=10,
         allow_auto_topic_creation=True,
-        intervals=Intervals(1000),
         on_state=lambda name, state: process.states.append((name, state)),
     )
     await process.topics.open_all()

@@ -24,7 +24,6 @@ from seqdedupe.log.embedded.segment import Segment
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.window import ReadAhead
 from seqdedupe.log.embedded.writer import Append, Opening, Writer, Written
-from seqdedupe.message_id import MessageId
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -137,12 +136,12 @@ class EmbeddedLog:
         return await self._reader.locate(index)
 
     async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        return self.message_ids(indexes)
+        for index in (indexes.min(), indexes.max()) if len(indexes) else ():
+            self._reader.check_is_there(int(index))
+            self._reader.check_is_there(int(index) + 1)
+        return self.known_message_ids(indexes)
 
-    def message_id(self, index: int) -> MessageId:
-        return MessageId.of(self.incarnation, index)
-
-    def message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+    def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         return np.full(len(indexes), self.incarnation), indexes, np.full(len(indexes), -1, np.int32)
 
     # Retention.

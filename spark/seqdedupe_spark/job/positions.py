@@ -41,12 +41,16 @@ class Standing(NamedTuple):
 
 @dataclass
 class Positions:
-    """The positions of one job, for one run of it. It remembers what it has seen stored: none of that may be undone."""
+    """The positions of one job, for one run of it.
+
+    It remembers what it has seen stored, and where the topics ended: none of that may be undone.
+    """
 
     job: str
     table: str
     source: Options
     seen: dict[str, Stored] = field(default_factory=dict)
+    ends: dict[str, Position] = field(default_factory=dict)
     accepted: set[str] = field(default_factory=set)
     """Topics that were deleted, and that a warning was logged for."""
 
@@ -65,8 +69,9 @@ class Positions:
         """The listing, and where each selected topic stands; a topic without a position is given one first.
 
         Raises POSITION_WENT_BACK if the database has become an older one, POSITION_RESET if an operator has reset a
-        position, and unless `fail_on_data_loss` is off PositionError or NotFoundError for a topic that cannot be read
-        on from its position. With it off a warning is logged and the position moved, for good, to what is left.
+        position, POSITION_AFTER_END if a topic has lost its end, and unless `fail_on_data_loss` is off PositionError or
+        NotFoundError for a topic that cannot be read on from its position. With it off a warning is logged and the
+        position moved, for good, to what is left.
         """
         stored = store.positions(self.job)
         self._check_against_seen(stored)
@@ -100,6 +105,17 @@ class Positions:
             if now.epoch > before.epoch:
                 raise error("POSITION_RESET", f"the position for {topic} was reset to {now.position}", epoch=now.epoch)
 
+    def _check_end(self, topic: str, end: Position) -> None:
+        before = self.ends.get(topic)
+        if before is not None and before.incarnation == end.incarnation and end.index < before.index:
+            raise error(
+                "POSITION_AFTER_END",
+                f"{topic} ended with index {before.index} when this run looked before, and ends with {end.index} now",
+                index=before.index,
+                end_index=end.index + 1,
+            )
+        self.ends[topic] = end
+
     def _start(
         self, listing: Listing, store: OutputStore, names: list[str], stored: dict[str, Stored]
     ) -> dict[str, Stored]:
@@ -118,6 +134,7 @@ class Positions:
         """Where one topic stands; None if it was deleted and that is accepted."""
         found = listing.look(topic, stored.position)
         if isinstance(found, Position):
+            self._check_end(topic, found)
             return Standing(stored, found)
         if self.source.fail_on_data_loss or not found.may_be_accepted:
             raise found.error()

@@ -1,0 +1,207 @@
+"""DedupeService: a broker with a log of its own, and its topics, an attachment a stream."""
+
+import asyncio
+import secrets
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from broker_sidecar.rpc import Context, parse, unary
+from broker_sidecar.streams import Stream, Streams
+from seqdedupe import wire
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
+from seqdedupe.topic.attached import AttachedTopic
+from seqdedupe.topic.attachment import Attachment, Columns
+from seqdedupe.topic.directory import Topics
+from seqdedupe.v1 import dedupe_pb2
+
+SERVICE = "seqdedupe.v1.DedupeService"
+
+MAX_TOKEN = 2**64 - 1
+
+_INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
+
+MAX_CHECKS = 256
+"""In one message."""
+
+ADMISSION_BYTES = 24
+"""What one in flight takes, about: handle, IDs, and its part of what they came in."""
+
+
+class DedupeService:
+    """The handlers of DedupeService."""
+
+    def __init__(self, topics: Topics[AttachedTopic], streams: Streams) -> None:
+        self._topics = topics
+        self._streams = streams
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods: dict[str, Any] = {
+            "Attach": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._attach)),
+            "GetProducer": unary(dedupe_pb2.DedupeServiceGetProducerRequest, self._producer),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def _producer(
+        self, request: dedupe_pb2.DedupeServiceGetProducerRequest
+    ) -> dedupe_pb2.DedupeServiceGetProducerResponse:
+        pushed, persisted = self._topics.get(request.topic).numbers_of(request.producer_name)
+        return dedupe_pb2.DedupeServiceGetProducerResponse(pushed=pushed, persisted=persisted)
+
+    async def _attach(self, _requests: object, _context: Context, stream: Stream) -> None:
+        first = await stream.read_first()
+        if first is grpc.aio.EOF:
+            return
+        request = parse(wire.AttachRequest, first)
+        if not request.HasField("begin") or len(request.ListFields()) > 1:
+            raise error("INVALID_REQUEST", "the first message is begin, alone and without a token")
+        topic = await self._topics.get_or_create(request.begin.topic)
+        # It holds the topic: it never gives way to another stream because nobody publishes.
+        stream.frames_in_flight += 1
+        hold = _Hold(topic, stream)
+        try:
+            await hold.serve()
+        finally:
+            topic.detach(hold.attachment)
+            hold.close()
+
+
+class _Hold:
+    """One attachment, as messages of its stream."""
+
+    def __init__(self, topic: AttachedTopic, stream: Stream) -> None:
+        self._topic = topic
+        self._stream = stream
+        self._token = secrets.randbelow(MAX_TOKEN) + 1
+        self._writing = asyncio.Lock()
+        self._telling: asyncio.Task[None] | None = None
+        self._held_bytes = 0
+        """For admissions in flight, of the memory that all clients share."""
+        self.attachment: Attachment = topic.attach(stream.end, self._trim_moved)
+
+    async def serve(self) -> None:
+        """Answers what the broker says until it says no more."""
+        topic, attachment = self._topic, self.attachment
+        attached = wire.Attached(token=self._token, replay_after=attachment.position, incarnation=topic.incarnation)
+        await self._write(wire.AttachResponse(attached=attached))
+        while (data := await self._stream.read()) is not grpc.aio.EOF:
+            request = parse(wire.AttachRequest, data)
+            if request.token != self._token:
+                raise error("NOT_ATTACHED", "the token is not that of this attachment")
+            answer = wire.AttachResponse()
+            self._change(request, answer)
+            if len(request.checks) > MAX_CHECKS:
+                raise error("INVALID_REQUEST", f"a message has more than {MAX_CHECKS} checks")
+            for check in request.checks:
+                self._check(check, answer)
+            self._hold(attachment.in_flight * ADMISSION_BYTES)
+            if request.checks or request.HasField("end_replay"):
+                await self._write(answer)
+
+    def _change(self, request: Any, answer: Any) -> None:
+        """Does all that a message says beside its checks."""
+        topic, attachment = self._topic, self.attachment
+        if request.HasField("register"):
+            attachment.register(request.register.first_handle, _names(request.register))
+        if request.HasField("release"):
+            attachment.release(_values(request.release.handles, _INT32))
+        if request.HasField("replay"):
+            self._replay(request.replay)
+        if request.HasField("end_replay"):
+            attachment.end_replay(request.end_replay.last_position)
+            topic.ready()
+            answer.ready.replayed = attachment.replayed
+        if request.HasField("report"):
+            report = request.report
+            topic.report(attachment, report.first_admission, report.persisted, report.position, report.failed)
+        if request.HasField("reset"):
+            attachment.reset()
+
+    def _replay(self, replay: Any) -> None:
+        columns = _columns(replay)
+        self.attachment.replay(
+            columns,
+            replay.positions,
+            _values(replay.position_offsets, _INT32),
+            replay.previous_positions,
+            _values(replay.previous_position_offsets, _INT32),
+        )
+        self._topic.replayed(self.attachment, len(columns.lowest))
+
+    def _check(self, check: Any, answer: Any) -> None:
+        try:
+            columns = _columns(check)
+            if not self._stream.share.fits(len(columns.lowest) * ADMISSION_BYTES):
+                raise error("QUEUE_FULL", "this broker, or all clients together, have too much in flight")
+            checked = self._topic.check(self.attachment, columns)
+        except SeqdedupeError as e:
+            answer.refusals.add(
+                frame=check.frame,
+                reason=e.reason,
+                message=e.message,
+                row=int(e.numbers.get("row", -1)),
+                pushed=int(e.numbers.get("pushed", -1)),
+                persisted=int(e.numbers.get("persisted", -1)),
+                retry_delay_ms=e.retry_delay_ms,
+            )
+            return
+        answer.checked.add(
+            frame=check.frame, verdicts=checked.verdicts.tobytes(), first_admission=checked.first_admission
+        )
+
+    def _hold(self, size: int) -> None:
+        more = size - self._held_bytes
+        self._held_bytes = size
+        if more > 0:
+            self._stream.share.take(more)
+        elif more < 0:
+            self._stream.share.give_back(-more)
+
+    async def _write(self, answer: Any) -> None:
+        # gRPC takes one message at a time, and news of the trim position comes whenever it comes.
+        async with self._writing:
+            answer.trim_position = self._topic.trim_position
+            await self._stream.write(answer.SerializeToString())
+
+    def _trim_moved(self) -> None:
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.ensure_future(self._write(wire.AttachResponse()))
+            # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
+            self._telling.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def close(self) -> None:
+        self._hold(0)
+        if self._telling is not None:
+            self._telling.cancel()
+
+
+def _columns(message: Any) -> Columns:
+    """The columns of a `Check` or `Replay`. Raises INVALID_REQUEST, MALFORMED_MESSAGE."""
+    lowest = _values(message.sequence_ids, _INT64)
+    highest = _values(message.highest_sequence_ids, _INT64) if message.highest_sequence_ids else lowest
+    return Columns(_values(message.handles, _INT32), lowest, highest, np.frombuffer(message.passes, np.uint8))
+
+
+def _values(column: bytes, kind: Any) -> np.ndarray:
+    size = kind.itemsize
+    if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
+        raise error(
+            "INVALID_REQUEST", f"a column has {len(column)} bytes: values of {size} bytes, packed, are needed, and at "
+            f"most {MAX_BATCH_ROWS} of them",
+        )  # fmt: skip
+    return np.frombuffer(column, kind)
+
+
+def _names(register: Any) -> list[bytes]:
+    offsets = _values(register.producer_name_offsets, _INT32)
+    blob = register.producer_names
+    count = len(offsets) - 1
+    if not 1 <= count <= MAX_OPEN_NAMES:
+        raise error("INVALID_REQUEST", f"Register takes 1 to {MAX_OPEN_NAMES} names")
+    if offsets[0] != 0 or offsets[-1] != len(blob) or (offsets[1:] < offsets[:-1]).any():
+        raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
+    at = offsets.tolist()
+    return [blob[at[i] : at[i + 1]] for i in range(count)]

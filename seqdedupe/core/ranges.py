@@ -1,0 +1,91 @@
+"""Ranges of a broker with a log of its own, as columns: looked at, remembered while they are in flight, confirmed.
+
+A row is a range of sequence IDs that nobody looks into (lowest, highest), of the producer with this handle; the
+verdicts are `rule.decide`'s. `rows_of` has the producer row of each handle. Rows that `passes` marks (an empty column:
+none) are no messages of their own, and leave no trace.
+"""
+
+import numpy as np
+
+from seqdedupe.core.rule import PERSISTED, confirm_rows, decide
+from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel
+
+# What is wrong with a row, in the order in which it is looked for.
+SOUND = 0
+BAD_HANDLE = 1
+BAD_ID = 2
+OVERLAP = 3
+
+
+@kernel()
+def look(
+    handles: Int32Column,
+    lowest: Int64Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    numbers: Int64s2,
+    overlap: bool,
+    found: Int64s,
+) -> int:
+    """What is wrong with the first row that cannot be judged, which `found[0]` tells; SOUND if all can.
+
+    With `overlap` a range that straddles `persisted` cannot: none of the verdicts would be true of all of it.
+    """
+    for row in range(lowest.shape[0]):
+        if passes.shape[0] != 0 and passes[row] != 0:
+            continue
+        found[0] = row
+        handle = handles[row]
+        if handle < 0 or handle >= rows_of.shape[0] or rows_of[handle] < 0:
+            return BAD_HANDLE
+        if lowest[row] < 0 or highest[row] < lowest[row]:
+            return BAD_ID
+        if overlap and lowest[row] <= numbers[rows_of[handle], PERSISTED] < highest[row]:
+            return OVERLAP
+    return SOUND
+
+
+@kernel()
+def judge(
+    handles: Int32Column,
+    lowest: Int64Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    numbers: Int64s2,
+    overlap: bool,
+    deduplicate: bool,
+    found: Int64s,
+    verdicts: Uint8s,
+) -> int:
+    """The verdicts; returns how many rows are new.
+
+    If a row cannot be judged nothing is changed, and what `look` answers is returned below 0.
+    """
+    wrong = look(handles, lowest, highest, passes, rows_of, numbers, overlap, found)
+    if wrong != SOUND:
+        return -wrong
+    return int(decide(rows_of, handles, lowest, highest, passes, numbers, deduplicate, verdicts))
+
+
+@kernel()
+def confirm_ranges(
+    handles: Int32Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    numbers: Int64s2,
+    dirty: Uint8s,
+) -> int:
+    """These rows, which are sound, are in the log: merges them by maximum. Live and in replay the same.
+
+    Returns how many there are.
+    """
+    return int(confirm_rows(rows_of, handles, highest, passes, -1, numbers, dirty))
+
+
+def follow(last: bytes, positions: bytes, offsets: Int64s, previous: bytes, previous_offsets: Int64s) -> bool:
+    """Whether each of these entries names the one before it as its predecessor, and the first of them `last`."""
+    before = np.concatenate((np.zeros(1, np.int64), offsets[:-1] + len(last)))
+    return bool((previous_offsets == before).all()) and previous == last + positions[: int(offsets[-2])]

@@ -1,0 +1,326 @@
+"""A broker's hold on its topic: the replay of its log, then checks, and reports of what became of them.
+
+Nothing here waits, and nothing is half done: what is wrong raises, and has changed nothing. What the broker has to
+keep to stands in dedupe.proto.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from seqdedupe.core import ranges
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import NOT_DUP, PERSISTED, PUSHED, UNKNOWN
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_POSITION_BYTES
+from seqdedupe.names import new_producer_name, producer_name
+from seqdedupe.topic.policy import OverlapPolicy, Policy
+
+MAX_ADMISSIONS_IN_FLIGHT = 1 << 20
+"""Of one attachment; 16 bytes each."""
+
+NO_ADMISSION = -1
+NO_ROW = -1
+FIRST_HANDLES = 64
+"""There is room for; it grows."""
+_NO_PASSES: Uint8s = np.zeros(0, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Messages or entries, with one value each: handle (int32), lowest and highest sequence ID (int64), passes.
+
+    `highest` may be `lowest` itself, and `passes` empty. Of one length otherwise, or `check` raises INVALID_REQUEST.
+    """
+
+    handles: np.ndarray
+    lowest: np.ndarray
+    highest: np.ndarray
+    passes: np.ndarray = field(default_factory=lambda: _NO_PASSES)
+
+    def __getitem__(self, rows: Any) -> "Columns":
+        """Some of the rows."""
+        passes = self.passes[rows] if len(self.passes) else self.passes
+        return Columns(self.handles[rows], self.lowest[rows], self.highest[rows], passes)
+
+    def check(self) -> None:
+        """Raises INVALID_REQUEST unless there are rows, not too many, and a value in every column for each."""
+        rows = len(self.lowest)
+        if not 1 <= rows <= MAX_BATCH_ROWS:
+            raise error("INVALID_REQUEST", f"there are {rows} sequence IDs: 1 to {MAX_BATCH_ROWS} are taken at once")
+        if len(self.handles) != rows or len(self.highest) != rows or len(self.passes) not in (0, rows):
+            raise error("INVALID_REQUEST", f"the columns do not have one value for each of the {rows} sequence IDs")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Verdicts, and the number of the first admission among them (NO_ADMISSION if there is none)."""
+
+    verdicts: Uint8s
+    first_admission: int
+
+
+@dataclass(slots=True)
+class _Admitted:
+    """The admissions of one check that are in flight."""
+
+    columns: Columns
+    at_seconds: float
+
+
+class Attachment:
+    """Replay, checks and reports. `position` is that of the last entry that is known to be stored."""
+
+    def __init__(self, producers: Producers, position: bytes) -> None:
+        self.position = position
+        self.replayed = 0
+        self.is_ready = False
+        """Whether the replay has ended: checks are answered."""
+        self.has_failed = False
+        """Whether an admission has failed, and nobody has reset yet."""
+        self._producers = producers
+        self._rows_of: Int64s = np.full(FIRST_HANDLES, NO_ROW, np.int64)
+        """The producer row of each handle."""
+        self._live_rows_of: Int64s = self._rows_of.copy()
+        """The same, but NO_ROW where the handle was released."""
+        self._handles = 0
+        self._found: Int64s = np.zeros(1, np.int64)
+        """Which row cannot be judged."""
+        self._in_flight: deque[_Admitted] = deque()
+        self._admitted = 0
+        self._settled = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Admissions of which nothing was reported."""
+        return self._admitted - self._settled
+
+    @property
+    def waits_since(self) -> float | None:
+        """When the oldest admission in flight was given; None if there is none."""
+        return self._in_flight[0].at_seconds if self._in_flight else None
+
+    # -- names -------------------------------------------------------------------------------------------------
+
+    def register(self, first_handle: int, names: list[bytes]) -> None:
+        """These names get the next handles. Raises INVALID_REQUEST, INVALID_NAME."""
+        if first_handle != self._handles:
+            raise error(
+                "INVALID_REQUEST", f"first_handle is {first_handle}: the next handle is {self._handles}",
+                next_handle=self._handles,
+            )  # fmt: skip
+        for name in names:
+            try:
+                shown = name.decode()
+            except UnicodeDecodeError as e:
+                raise error("INVALID_NAME", "a producer name is not UTF-8") from e
+            if producer_name(shown) not in self._producers:
+                new_producer_name(shown)
+        end = self._handles + len(names)
+        if end > len(self._rows_of):
+            more = np.full(max(end, 2 * len(self._rows_of)) - len(self._rows_of), NO_ROW, np.int64)
+            self._rows_of = np.concatenate((self._rows_of, more))
+            self._live_rows_of = np.concatenate((self._live_rows_of, more))
+        self._rows_of[self._handles : end] = self._producers.add_all(names)
+        self._live_rows_of[self._handles : end] = self._rows_of[self._handles : end]
+        self._handles = end
+
+    def release(self, handles: np.ndarray) -> None:
+        """These handles are not used any more. Raises INVALID_REQUEST."""
+        rows = self._live_rows_of[: self._handles]
+        if len(handles) and (handles.min() < 0 or handles.max() >= len(rows) or (rows[handles] < 0).any()):
+            raise error("INVALID_REQUEST", "handles are released that are not registered")
+        rows[handles] = NO_ROW
+
+    # -- replay ------------------------------------------------------------------------------------------------
+
+    def replay(
+        self,
+        columns: Columns,
+        positions: bytes,
+        offsets: np.ndarray,
+        previous: bytes,
+        previous_offsets: np.ndarray,
+    ) -> None:
+        """Entries that follow on `position` in the log. Raises REPLAY_GAP if they do not, INVALID_REQUEST, …"""
+        if self.is_ready:
+            raise error("INVALID_REQUEST", "the replay has ended already")
+        columns.check()
+        self._check_sound(columns, overlap=False)
+        starts = _offsets(offsets, len(positions), len(columns.lowest), "positions")
+        before = _offsets(previous_offsets, len(previous), len(columns.lowest), "previous_positions")
+        lengths = np.diff(starts)
+        if lengths.min() < 1 or lengths.max() > MAX_POSITION_BYTES:
+            raise error("INVALID_REQUEST", f"a position has 1 to {MAX_POSITION_BYTES} bytes")
+        if not ranges.follow(self.position, positions, starts, previous, before):
+            raise error(
+                "REPLAY_GAP",
+                f"after {self.replayed} entries, the last of which is at {_shown(self.position)}, comes one that was "
+                "not written right after it: entries are missing",
+                replayed=self.replayed,
+            )
+        self._confirm(columns)
+        self.replayed += len(columns.lowest)
+        self.position = positions[int(starts[-2]) :]
+
+    def end_replay(self, last_position: bytes) -> None:
+        """The log's last entry is at this position (empty: there is none). Raises REPLAY_GAP if that is another one."""
+        if self.is_ready:
+            raise error("INVALID_REQUEST", "the replay has ended already")
+        if last_position != self.position:
+            raise error(
+                "REPLAY_GAP",
+                f"the log ends with {_shown(last_position)}, but the last entry known is {_shown(self.position)}",
+                replayed=self.replayed,
+            )
+        self.is_ready = True
+
+    # -- verdicts ----------------------------------------------------------------------------------------------
+
+    def check(self, columns: Columns, policy: Policy, now_seconds: float) -> Checked:
+        """The verdicts; what is new is in flight from now on.
+
+        Raises NOT_ATTACHED before the replay has ended, INVALID_REQUEST, INVALID_SEQUENCE_ID, OVERLAP, QUEUE_FULL.
+        """
+        if not self.is_ready:
+            raise error("NOT_ATTACHED", "the replay has not ended yet")
+        columns.check()
+        rows = len(columns.lowest)
+        overlap = policy.overlap is OverlapPolicy.REJECT
+        if self.has_failed:
+            self._check_sound(columns, overlap=overlap)
+            return Checked(np.full(rows, UNKNOWN, np.uint8), NO_ADMISSION)
+        if self.in_flight + rows > MAX_ADMISSIONS_IN_FLIGHT:
+            raise error("QUEUE_FULL", f"of {self.in_flight} admissions nothing was reported yet")
+        verdicts = np.empty(rows, np.uint8)
+        new = ranges.judge(
+            columns.handles,
+            columns.lowest,
+            columns.highest,
+            columns.passes,
+            self._live_rows_of,
+            self._producers.numbers,
+            overlap,
+            policy.deduplication_enabled,
+            self._found,
+            verdicts,
+        )
+        if new < 0:
+            raise self._unsound(columns, -new, int(self._found[0]))
+        if not new:
+            return Checked(verdicts, NO_ADMISSION)
+        first = self._admitted
+        admitted = columns if new == rows else columns[verdicts == NOT_DUP]
+        self._in_flight.append(_Admitted(admitted, now_seconds))
+        self._admitted += new
+        return Checked(verdicts, first)
+
+    def _check_sound(self, columns: Columns, *, overlap: bool) -> None:
+        found, numbers = self._found, self._producers.numbers
+        wrong = ranges.look(
+            columns.handles,
+            columns.lowest,
+            columns.highest,
+            columns.passes,
+            self._live_rows_of,
+            numbers,
+            overlap,
+            found,
+        )
+        if wrong != ranges.SOUND:
+            raise self._unsound(columns, wrong, int(found[0]))
+
+    def _unsound(self, columns: Columns, wrong: int, row: int) -> SeqdedupeError:
+        handle, lowest, highest = (int(column[row]) for column in (columns.handles, columns.lowest, columns.highest))
+        if wrong == ranges.BAD_HANDLE:
+            return error("INVALID_REQUEST", f"message {row} has the handle {handle}, which is not registered", row=row)
+        if wrong == ranges.BAD_ID:
+            return error(
+                "INVALID_SEQUENCE_ID",
+                f"message {row} has the sequence IDs {lowest} to {highest}: they should be 0 or higher, and rise",
+                row=row,
+            )
+        numbers = self._producers.numbers[self._live_rows_of[handle]]
+        persisted = int(numbers[PERSISTED])
+        return error(
+            "OVERLAP",
+            f"message {row} has the sequence IDs {lowest} to {highest}, of which those up to {persisted} are "
+            "persisted: split it",
+            row=row,
+            pushed=int(numbers[PUSHED]),
+            persisted=persisted,
+        )
+
+    # -- outcomes ----------------------------------------------------------------------------------------------
+
+    def report(self, first_admission: int, persisted: int, position: bytes, failed: int) -> None:
+        """So many of the oldest admissions are persisted, the last at this position; so many after them have failed.
+
+        Raises NOT_ATTACHED if the report is out of order, or says that something was stored after a failure;
+        INVALID_REQUEST.
+        """
+        if bool(persisted) != bool(position) or len(position) > MAX_POSITION_BYTES:
+            raise error(
+                "INVALID_REQUEST", f"the last of {persisted} persisted admissions needs a position of 1 to "
+                f"{MAX_POSITION_BYTES} bytes",
+            )  # fmt: skip
+        if first_admission != self._settled or persisted + failed > self.in_flight:
+            raise error(
+                "NOT_ATTACHED",
+                f"{persisted + failed} admissions are reported from number {first_admission} on, but "
+                f"{self.in_flight} are in flight from number {self._settled} on",
+                first_admission=self._settled,
+                in_flight=self.in_flight,
+            )
+        if persisted and self.has_failed:
+            raise error("NOT_ATTACHED", "an admission is reported persisted after one that failed: the log has a hole")
+        for columns in self._take(persisted):
+            self._confirm(columns)
+        if persisted:
+            self.position = position
+        for _ in self._take(failed):
+            self.has_failed = True
+
+    def _confirm(self, columns: Columns) -> None:
+        producers = self._producers
+        ranges.confirm_ranges(
+            columns.handles, columns.highest, columns.passes, self._rows_of, producers.numbers, producers.dirty
+        )
+
+    def _take(self, count: int) -> list[Columns]:
+        """So many of the oldest admissions, which have settled."""
+        taken = []
+        self._settled += count
+        while count:
+            oldest = self._in_flight[0]
+            left = len(oldest.columns.lowest)
+            if left <= count:
+                taken.append(self._in_flight.popleft().columns)
+                count -= left
+            else:
+                taken.append(oldest.columns[:count])
+                oldest.columns, count = oldest.columns[count:], 0
+        return taken
+
+    def reset(self) -> None:
+        """Takes back what was pushed and is not persisted. Raises INVALID_REQUEST while anything is in flight."""
+        if self.in_flight:
+            raise error(
+                "INVALID_REQUEST", f"{self.in_flight} admissions are in flight: report them as failed before the reset"
+            )
+        self._producers.fail_in_flight()
+        self.has_failed = False
+
+
+def _offsets(offsets: np.ndarray, size: int, count: int, column: str) -> Int64s:
+    """Checked offsets of a column with so many values. Raises INVALID_REQUEST."""
+    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != size or (offsets[1:] < offsets[:-1]).any():
+        raise error("INVALID_REQUEST", f"the offsets of {column} do not fit {count} values of {size} bytes")
+    return offsets.astype(np.int64)
+
+
+def _shown(position: bytes) -> str:
+    return repr(position) if position else "its start"
