@@ -14,7 +14,8 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.snapshotter import Intervals, Snapshotter
+from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.snapshotter import Snapshotter
 
 PRODUCERS = 1_000_000
 CHANGED = 10_000
@@ -49,7 +50,7 @@ async def _pauses(folder: Path) -> tuple[float, float]:
         producers,
         describe,
         next_index=0,
-        intervals=Intervals(2**62),
+        applied=Applied(deduplication_entries_interval=2**62),
         on_durable=lambda _: None,
     )
     snapshotter._names_stored = 0

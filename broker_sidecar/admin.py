@@ -8,14 +8,15 @@ from typing import Any
 
 import grpc
 
+from broker_sidecar.policies import Policies, policy_of
 from broker_sidecar.rpc import unary
+from broker_sidecar.topics import topic_to_proto
 from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.topic.directory import Closed, Topics
-from seqdedupe.topic.policy import OverlapPolicy, Policy
 from seqdedupe.topic.state import TopicBase
 from seqdedupe.v1 import admin_pb2
 
@@ -30,6 +31,7 @@ class AdminService:
 
     def __init__(self, topics: Topics[Any]) -> None:
         self._topics = topics
+        self._policies = Policies(topics)
         self._began = time.monotonic()
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -38,7 +40,12 @@ class AdminService:
             ("DeleteTopic", admin_pb2.DeleteTopicRequest, self._delete),
             ("ListTopics", admin_pb2.ListTopicsRequest, self._list),
             ("GetTopic", admin_pb2.GetTopicRequest, self._get),
-            ("SetTopicPolicy", admin_pb2.SetTopicPolicyRequest, self._set_policy),
+            ("SetTopicPolicy", admin_pb2.SetTopicPolicyRequest, self._policies.set_of_topic),
+            ("GetTopicPolicy", admin_pb2.GetTopicPolicyRequest, self._policies.of_topic),
+            ("RemoveTopicPolicy", admin_pb2.RemoveTopicPolicyRequest, self._policies.remove_of_topic),
+            ("SetNamespacePolicy", admin_pb2.SetNamespacePolicyRequest, self._policies.set_of_namespace),
+            ("GetNamespacePolicy", admin_pb2.GetNamespacePolicyRequest, self._policies.of_namespace),
+            ("RemoveNamespacePolicy", admin_pb2.RemoveNamespacePolicyRequest, self._policies.remove_of_namespace),
             ("ListProducers", admin_pb2.ListProducersRequest, self._producers),
             ("GetProducer", admin_pb2.GetProducerRequest, self._producer),
             ("Snapshot", admin_pb2.SnapshotRequest, self._snapshot),
@@ -48,9 +55,8 @@ class AdminService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
-        policy = _policy(request.policy) if request.HasField("policy") else Policy()
-        topic = await self._topics.create(request.topic, policy=policy)
-        return admin_pb2.CreateTopicResponse(topic=_topic(topic))
+        topic = await self._topics.create(request.topic, policy=policy_of(request.policy))
+        return admin_pb2.CreateTopicResponse(topic=topic_to_proto(topic))
 
     async def _delete(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:
         await self._topics.delete(request.topic)
@@ -61,19 +67,12 @@ class AdminService:
         first = bisect_right(topics, topic_name(request.after), key=itemgetter(0)) if request.after else 0
         page = topics[first : first + PAGE_ITEMS]
         return admin_pb2.ListTopicsResponse(
-            topics=[_topic(topic) for _, topic in page],
+            topics=[topic_to_proto(topic) for _, topic in page],
             next=page[-1][0] if first + PAGE_ITEMS < len(topics) else "",
         )
 
     async def _get(self, request: admin_pb2.GetTopicRequest) -> admin_pb2.GetTopicResponse:
-        return admin_pb2.GetTopicResponse(topic=_topic(self._topics.look_at(request.topic)))
-
-    async def _set_policy(self, request: admin_pb2.SetTopicPolicyRequest) -> admin_pb2.SetTopicPolicyResponse:
-        if not request.HasField("policy"):
-            raise error("INVALID_REQUEST", "policy is missing: say the whole policy")
-        topic = self._topics.get(request.topic)
-        await topic.set_policy(_policy(request.policy))
-        return admin_pb2.SetTopicPolicyResponse(topic=_topic(topic))
+        return admin_pb2.GetTopicResponse(topic=topic_to_proto(self._topics.look_at(request.topic)))
 
     async def _producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
         topic = self._topics.get(request.topic)
@@ -114,47 +113,8 @@ class AdminService:
         )
 
 
-def _policy(message: admin_pb2.TopicPolicy) -> Policy:
-    """Raises INVALID_REQUEST for a value that this version does not know."""
-    try:
-        return Policy(message.deduplication_enabled, OverlapPolicy(message.overlap))
-    except ValueError as e:
-        raise error("INVALID_REQUEST", f"policy.overlap is {message.overlap}: no such policy is known") from e
-
-
 def _name(topic: TopicBase | Closed) -> str:
     return topic.record.name if isinstance(topic, Closed) else topic.name
-
-
-def _topic(topic: TopicBase | Closed) -> admin_pb2.Topic:
-    if isinstance(topic, Closed):
-        return admin_pb2.Topic(
-            name=topic.record.name,
-            incarnation=topic.record.incarnation,
-            state=topic.state.value,  # type: ignore[arg-type]
-            why=str(topic.why),
-        )
-    counters = topic.counters
-    return admin_pb2.Topic(
-        name=topic.name,
-        incarnation=topic.incarnation,
-        term=topic.term,
-        state=topic.state.value,  # type: ignore[arg-type]
-        policy=admin_pb2.TopicPolicy(
-            deduplication_enabled=topic.policy.deduplication_enabled,
-            overlap=topic.policy.overlap.value,  # type: ignore[arg-type]
-        ),
-        first_index=topic.first_index,
-        last=topic.certain_position.to_proto(),
-        producers=len(topic.producers),
-        log_bytes=topic.log_bytes,
-        snapshot_index=topic.snapshot_index,
-        not_dup=counters.not_dup,
-        dup=counters.dup,
-        unknown=counters.unknown,
-        refused=counters.refused,
-        why=topic.why,
-    )
 
 
 def _producer(topic: TopicBase, name: bytes, number: int) -> admin_pb2.Producer:

@@ -20,6 +20,15 @@ NO_KEYS = frozenset({"SEQDEDUPE_ADDRESS"})
 """Of the `seqdedupe` command: where its clients find the sidecar."""
 
 
+_WORDS = {
+    "log": ("embedded", "broker"),
+    "gap_policy": ("allow", "reject"),
+    "overlap_policy": ("reject", "pulsar"),
+    "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("json", "text"),
+}
+"""What the keys may say that take one of a few words."""
+
 _NEEDED = {bool: "true or false", int: "a whole number", str: "text in quotes"}
 
 
@@ -44,12 +53,19 @@ class Config:
     allow_auto_topic_creation: bool = _key(
         True, "Create a topic when somebody opens a producer on it, or a broker attaches it."
     )
+    deduplication_enabled: bool = _key(True, "Whether topics deduplicate.")
     deduplication_entries_interval: int = _key(1000, "Take a snapshot of a topic every so many stored batches.")
     deduplication_snapshot_interval_seconds: int = _key(
         120, "Take a snapshot of a topic with news every so many seconds. 0: not by time."
     )
     default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's log. -1: no limit.")
     default_retention_time_in_minutes: int = _key(-1, "Keep each message so long. -1: no limit.")
+    gap_policy: str = _key(
+        "allow", "Of a message whose ID is not the one after its producer's last one: `allow` or `reject` it."
+    )
+    overlap_policy: str = _key(
+        "reject", "Of a broker's range that is persisted in part: `reject` it, or answer Dup as `pulsar` does."
+    )
     admission_timeout_seconds: int = _key(
         30, "Detach a broker that does not report within so long what became of a message that was new."
     )
@@ -75,12 +91,10 @@ class Config:
             value = getattr(self, item.name)
             if isinstance(value, int) and value < least.get(item.name, 0):
                 raise _invalid(item.name, f"is {value}: at least {least.get(item.name, 0)} is needed")
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise _invalid("log_level", f"is {self.log_level!r}: it should be debug, info, warning or error")
-        if self.log_format not in ("json", "text"):
-            raise _invalid("log_format", f"is {self.log_format!r}: it should be json or text")
-        if self.log not in ("embedded", "broker"):
-            raise _invalid("log", f"is {self.log!r}: it should be embedded or broker")
+        for key, words in _WORDS.items():
+            if getattr(self, key) not in words:
+                *others, last = words
+                raise _invalid(key, f"is {getattr(self, key)!r}: it should be {', '.join(others)} or {last}")
         if not re.fullmatch("0?[0-7]{3}", self.socket_mode):
             raise _invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
         self._check_listen()

@@ -14,15 +14,13 @@ from seqdedupe.store.db import Store
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.of_brokers import BrokersTopics
+from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.server")
 
-MB = 1024 * 1024
-MILLISECONDS_A_MINUTE = 60_000
 EXIT_FATAL = 70
 """Exit status when the log can no longer be trusted: recovery at the next start decides."""
 
@@ -52,17 +50,16 @@ class Data:
         self._logs: EmbeddedLogs | None = None
         self.topics: Topics[Topic] | None = None
         self.brokers_topics: Topics[AttachedTopic] | None = None
-        intervals = Intervals(config.deduplication_entries_interval, config.deduplication_snapshot_interval_seconds)
         limits: dict[str, Any] = {
             "max_topics": config.max_topics,
             "allow_auto_topic_creation": config.allow_auto_topic_creation,
+            "applied": _applied(config),
         }
         if config.log == "broker":
             self.brokers_topics = Topics(
                 store,
                 lambda told: BrokersTopics(
                     store,
-                    intervals=intervals,
                     admission_timeout_seconds=config.admission_timeout_seconds,
                     on_state=told,
                 ),
@@ -70,10 +67,10 @@ class Data:
                 **limits,
             )
             return
-        self._logs = logs = _embedded_logs(folder / "logs", config)
+        self._logs = logs = EmbeddedLogs(folder / "logs", clock_ms=_clock_ms, fatal=_fatal)
         self.topics = Topics(
             store,
-            lambda told: PublishedTopics(store, logs, intervals=intervals, on_state=told, rebuild_store=rebuild_store),
+            lambda told: PublishedTopics(store, logs, on_state=told, rebuild_store=rebuild_store),
             on_state=on_state,
             rebuild_store=rebuild_store,
             **limits,
@@ -94,13 +91,14 @@ class Data:
         await asyncio.to_thread(self._store.close)
 
 
-def _embedded_logs(folder: Path, config: Config) -> EmbeddedLogs:
-    size = config.default_retention_size_in_mb
-    minutes = config.default_retention_time_in_minutes
-    return EmbeddedLogs(
-        folder,
-        clock_ms=_clock_ms,
-        fatal=_fatal,
-        retention_size_bytes=None if size < 0 else size * MB,
-        retention_time_ms=None if minutes < 0 else minutes * MILLISECONDS_A_MINUTE,
+def _applied(config: Config) -> Applied:
+    """What the sidecar's configuration says, and a topic or namespace may say otherwise."""
+    return Applied(
+        deduplication_enabled=config.deduplication_enabled,
+        overlap=OverlapPolicy[config.overlap_policy.upper()],
+        deduplication_entries_interval=config.deduplication_entries_interval,
+        deduplication_snapshot_interval_seconds=config.deduplication_snapshot_interval_seconds,
+        retention_size_in_mb=config.default_retention_size_in_mb,
+        retention_time_in_minutes=config.default_retention_time_in_minutes,
+        gap=GapPolicy[config.gap_policy.upper()],
     )

@@ -91,6 +91,8 @@ class _Hold:
             request = parse(wire.AttachRequest, data)
             if request.token != self._token:
                 raise error("NOT_ATTACHED", "the token is not that of this attachment")
+            if request.HasField("begin"):
+                raise error("INVALID_REQUEST", "begin is said once, in the first message")
             answer = wire.AttachResponse()
             self._change(request, answer)
             if len(request.checks) > MAX_CHECKS:

@@ -147,6 +147,7 @@ def encode_refusal(refusal: Refusal) -> bytes:
                 previous_sequence_id=p.previous_sequence_id,
                 pushed=p.pushed,
                 persisted=p.persisted,
+                expected_sequence_id=p.expected_sequence_id,
             )
             for p in refusal.producers
         ],

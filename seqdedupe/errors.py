@@ -105,6 +105,7 @@ REASONS: dict[str, Reason] = {
     # What a caller sent.
     "MALFORMED_MESSAGE": _invalid("Send the message that the published schema describes."),
     "INVALID_TOPIC_NAME": _invalid("Name the topic persistent://tenant/namespace/name, or with a short name."),
+    "INVALID_NAMESPACE": _invalid("Name the namespace tenant/namespace, as public/default."),
     "INVALID_NAME": _invalid("Give every producer a name of 1 to 255 bytes of UTF-8, each once in a request."),
     "INVALID_BATCH": _invalid("Lay the batch's columns out as Batch in batch.proto says."),
     "INVALID_SEQUENCE_ID": _invalid("Use sequence IDs from 0 to 2^63 - 1."),
@@ -137,6 +138,12 @@ REASONS: dict[str, Reason] = {
     ),
     "PREDECESSOR_MISSING": Reason(
         UnavailableError, "FAILED_PRECONDITION", "Resend from the first message without a receipt.", 0
+    ),
+    "GAP": Reason(
+        InvalidRequestError,
+        "FAILED_PRECONDITION",
+        "Send what is missing, in order; or, if nothing is, let the topic's policy allow gaps, and open the producer "
+        "again.",
     ),
     "OVERLAP": Reason(
         InvalidRequestError,

@@ -7,6 +7,7 @@ from seqdedupe.limits import MAX_NAME_BYTES
 
 _SHORT_NAME = re.compile(r"[\w.:=\-]+", re.ASCII)
 _FULL_NAME = re.compile(r"persistent://([\w.=\-]+)/([\w.=\-]+)/([\w.:=\-]+)", re.ASCII)
+_NAMESPACE = re.compile(r"[\w.=\-]+/[\w.=\-]+", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -24,6 +25,27 @@ def topic_name(name: str) -> str:
             f"of ASCII letters, digits and any of _-.=:, at most {MAX_NAME_BYTES} bytes in all",
         )
     return full
+
+
+def namespace_name(name: str) -> str:
+    """A namespace's name, `tenant/namespace`, if it is one. Raises INVALID_NAMESPACE."""
+    if not _NAMESPACE.fullmatch(name) or len(name) > MAX_NAME_BYTES:
+        raise error(
+            "INVALID_NAMESPACE",
+            f"{name[:80]!r} is not the name of a namespace: it should be tenant/namespace, of ASCII letters, digits "
+            f"and any of _-.=, at most {MAX_NAME_BYTES} bytes in all",
+        )
+    return name
+
+
+def is_namespace(name: str) -> bool:
+    """Whether this is the name of a namespace, and none of a topic."""
+    return _NAMESPACE.fullmatch(name) is not None
+
+
+def namespace_of(topic: str) -> str:
+    """The namespace of a topic's full name."""
+    return topic.removeprefix("persistent://").rpartition("/")[0]
 
 
 def producer_name(name: str) -> bytes:

@@ -49,7 +49,7 @@ def words_in(path: Path) -> Iterator[tuple[str, bool]]:
             if name in ("error", "damaged") and isinstance(node.args[0], ast.Constant):
                 given.add(id(node.args[0]))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[A-Z_]{4,}", node.value):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[A-Z_]{3,}", node.value):
             yield node.value, id(node) in given
 
 

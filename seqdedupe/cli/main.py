@@ -9,6 +9,7 @@ import click
 
 from seqdedupe.cli.bench import bench
 from seqdedupe.cli.job import job
+from seqdedupe.cli.policy import policy
 from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
@@ -25,7 +26,7 @@ def cli() -> None:
     """Effectively-once publishing: run a sidecar, publish files, read topics."""
 
 
-for _command in (serve, publish, read, topics, producers, snapshot, bench, job, version):
+for _command in (serve, publish, read, topics, policy, producers, snapshot, bench, job, version):
     cli.add_command(_command)
 
 

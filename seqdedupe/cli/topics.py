@@ -97,11 +97,11 @@ def _on_off(topic: admin_pb2.Topic) -> str | None:
     return "on" if topic.policy.deduplication_enabled else "off"
 
 
-@click.group(invoke_without_command=True, short_help="List, create, delete, show topics; set their policy.")
+@click.group(invoke_without_command=True, short_help="List, create, delete, show topics.")
 @common
 @click.pass_context
 def topics(context: click.Context, address: str, as_json: bool) -> None:
-    """List the topics. The commands below create, delete and show one, and set its policy."""
+    """List the topics. The commands below create, delete and show one."""
     if context.invoked_subcommand is not None:
         if any(context.get_parameter_source(name) is _GIVEN for name in ("address", "as_json")):
             raise click.UsageError(f"Options come after {context.invoked_subcommand!r}.", context)
@@ -126,9 +126,11 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
 
 @topics.command()
 @click.argument("name")
-@click.option("--deduplication/--no-deduplication", default=True, show_default=True, help="Whether it deduplicates.")
+@click.option(
+    "--deduplication/--no-deduplication", default=None, help="Whether it deduplicates, whatever its namespace says."
+)
 @common
-def create(name: str, deduplication: bool, address: str, as_json: bool) -> None:
+def create(name: str, deduplication: bool | None, address: str, as_json: bool) -> None:
     """Create a topic and show it."""
     with connect(address) as client:
         _print_topic(client.admin.create_topic(name, deduplication_enabled=deduplication), as_json)
@@ -154,16 +156,6 @@ def show(name: str, address: str, as_json: bool) -> None:
     """Show a topic."""
     with connect_to(address, name) as client:
         _print_topic(client.admin.topic(name), as_json)
-
-
-@topics.command()
-@click.argument("name")
-@click.option("--deduplication/--no-deduplication", required=True, help="Whether it deduplicates.")
-@common
-def policy(name: str, deduplication: bool, address: str, as_json: bool) -> None:
-    """Set a topic's policy, durable when this returns, and show the topic."""
-    with connect_to(address, name) as client:
-        _print_topic(client.admin.set_topic_policy(name, deduplication_enabled=deduplication), as_json)
 
 
 @click.command(short_help="List a topic's producers.")

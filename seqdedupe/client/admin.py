@@ -1,13 +1,28 @@
 """What operators ask a sidecar. Topics and producers are the messages of `admin.proto`."""
 
+from typing import Any, NamedTuple
+
 import grpc.aio
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import call
 from seqdedupe.message_id import Position
-from seqdedupe.names import topic_name
+from seqdedupe.names import is_namespace, topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
+
+
+class PolicyState(NamedTuple):
+    """A policy of a topic or a namespace."""
+
+    set: admin_pb2.TopicPolicy
+    """What is set there."""
+    applied: admin_pb2.TopicPolicy
+    """What is in force there, each value of it."""
+
+
+def _state(answer: Any) -> PolicyState:
+    return PolicyState(answer.policy, answer.applied)
 
 
 class Admin:
@@ -20,8 +35,8 @@ class Admin:
         self._address = address
         self._stub = AdminServiceStub(channel)
 
-    async def create_topic(self, topic: str, *, deduplication_enabled: bool = True) -> admin_pb2.Topic:
-        """Raises InvalidRequestError (TOPIC_EXISTS)."""
+    async def create_topic(self, topic: str, *, deduplication_enabled: bool | None = None) -> admin_pb2.Topic:
+        """`deduplication_enabled` None: it is inherited. Raises InvalidRequestError (TOPIC_EXISTS)."""
         request = admin_pb2.CreateTopicRequest(
             topic=topic_name(topic), policy=admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
         )
@@ -48,12 +63,34 @@ class Admin:
                 return topics
             request.after = page.next
 
-    async def set_topic_policy(self, topic: str, *, deduplication_enabled: bool) -> admin_pb2.Topic:
-        """In force, and durable, when it returns. Raises NotFoundError."""
-        request = admin_pb2.SetTopicPolicyRequest(
-            topic=topic_name(topic), policy=admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
-        )
-        return (await call(self._address, self._stub.SetTopicPolicy, request)).topic
+    async def policy(self, name: str) -> PolicyState:
+        """The policy of a topic, or of a namespace (`tenant/namespace`). Raises NotFoundError."""
+        if is_namespace(name):
+            of_namespace = admin_pb2.GetNamespacePolicyRequest(namespace=name)
+            return _state(await call(self._address, self._stub.GetNamespacePolicy, of_namespace))
+        request = admin_pb2.GetTopicPolicyRequest(topic=topic_name(name))
+        return _state(await call(self._address, self._stub.GetTopicPolicy, request))
+
+    async def set_policy(self, name: str, policy: admin_pb2.TopicPolicy) -> PolicyState:
+        """Sets these values for a topic or a namespace; the others stay. In force, and durable, when it returns.
+
+        Raises InvalidRequestError, NotFoundError.
+        """
+        if is_namespace(name):
+            of_namespace = admin_pb2.SetNamespacePolicyRequest(namespace=name, policy=policy)
+            return _state(await call(self._address, self._stub.SetNamespacePolicy, of_namespace))
+        request = admin_pb2.SetTopicPolicyRequest(topic=topic_name(name), policy=policy)
+        topic = (await call(self._address, self._stub.SetTopicPolicy, request)).topic
+        return PolicyState(topic.set_policy, topic.policy)
+
+    async def remove_policy(self, name: str, *values: str) -> PolicyState:
+        """These values (none: all) are inherited again. Otherwise as `set_policy`."""
+        if is_namespace(name):
+            of_namespace = admin_pb2.RemoveNamespacePolicyRequest(namespace=name, values=values)
+            return _state(await call(self._address, self._stub.RemoveNamespacePolicy, of_namespace))
+        request = admin_pb2.RemoveTopicPolicyRequest(topic=topic_name(name), values=values)
+        topic = (await call(self._address, self._stub.RemoveTopicPolicy, request)).topic
+        return PolicyState(topic.set_policy, topic.policy)
 
     async def producers(self, topic: str) -> list[admin_pb2.Producer]:
         """All producers of a topic in the order in which they first came. Raises NotFoundError."""

@@ -163,6 +163,7 @@ class Attachment:
         self._has_room = asyncio.Event()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ended: SeqdedupeError | None = None
+        self._over = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- attaching ---------------------------------------------------------------------------------------------
@@ -276,6 +277,11 @@ class Attachment:
         """Why it has ended; None while the topic is attached."""
         return self._ended
 
+    async def wait_until_ended(self) -> SeqdedupeError:
+        """Returns why it has ended, when it has."""
+        await self._over.wait()
+        return self._ended or error("NOT_ATTACHED", "the attachment has ended")
+
     def close(self) -> None:
         """Lets go of the topic."""
         self._end(error("NOT_ATTACHED", "the attachment was closed"))
@@ -285,6 +291,7 @@ class Attachment:
         if self._ended is not None:
             return
         self._ended = why
+        self._over.set()
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()

@@ -81,4 +81,6 @@ def refusal_error(refusal: Any) -> SeqdedupeError:
             "pushed": str(producer.pushed),
             "persisted": str(producer.persisted),
         }
+        if producer.HasField("expected_sequence_id"):
+            numbers["expected_sequence_id"] = str(producer.expected_sequence_id)
     return error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)

@@ -18,6 +18,7 @@ from seqdedupe.core.rule import (
     confirm,
     decide_batch,
     fail,
+    gaps,
     refusal,
 )
 from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, start
@@ -110,14 +111,20 @@ class Producers:
             return None
         return np.array(found, np.int64)
 
-    def refusal(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool) -> int:
+    def refusal(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool, gapless: bool = False) -> int:
         """Why a frame is not admitted, or ADMITTED. See `rule.refusal`."""
-        return refusal(view, places, producer_rows, self.numbers, lone, _NO_REASONS)
+        return refusal(view, places, producer_rows, self.numbers, lone, gapless, _NO_REASONS)
 
-    def reasons(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool) -> Uint8s:
+    def expected_ids(self, view: Uint8s, places: Int64s, producer_rows: Int64s) -> Int64s:
+        """Of each producer of a frame the ID that is missing at the first gap, -1 if none is."""
+        expected = np.empty(len(producer_rows), np.int64)
+        gaps(view, places, producer_rows, self.numbers, expected)
+        return expected
+
+    def reasons(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool, gapless: bool = False) -> Uint8s:
         """Of each producer of a frame, why what it sends is not admitted, or ADMITTED."""
         reasons = np.empty(len(producer_rows), np.uint8)
-        refusal(view, places, producer_rows, self.numbers, lone, reasons)
+        refusal(view, places, producer_rows, self.numbers, lone, gapless, reasons)
         return reasons
 
     def decide(self, view: Uint8s, places: Int64s, producer_rows: Int64s, deduplicate: bool) -> tuple[int, Uint8s]:

@@ -49,6 +49,7 @@ INVALID_PREDECESSOR = 1
 FENCED = 2
 LINK_REQUIRED = 3
 PREDECESSOR_MISSING = 4
+GAP = 5
 
 
 NO_PASSES: Bytes = np.zeros(0, np.uint8)
@@ -87,22 +88,54 @@ def first_ids(indexes: Int32Column, ids: Int64Column, producers: int) -> Int64s:
 
 
 @kernel()
-def refusal(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, lone: bool, reasons: Uint8s) -> int:
+def gaps(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, expected: Int64s) -> int:
+    """How many producers leave an ID out in what a frame has above PUSHED; after nothing any ID may come.
+
+    Fills `expected`, one a producer: the ID that is missing at its first gap, -1 if there is none.
+    """
+    ids = int64_column(raw, places, SEQUENCE_IDS)
+    indexes = int32_column(raw, places, PRODUCER_INDEXES)
+    last = np.empty(producer_rows.shape[0], np.int64)
+    for p in range(producer_rows.shape[0]):
+        last[p] = numbers[producer_rows[p], PUSHED]
+        expected[p] = -1
+    found = 0
+    p = 0
+    for row in range(ids.shape[0]):
+        if indexes.shape[0] != 0:
+            p = indexes[row]
+        if ids[row] > last[p]:
+            if last[p] >= 0 and ids[row] > last[p] + 1 and expected[p] < 0:
+                expected[p] = last[p] + 1
+                found += 1
+            last[p] = ids[row]
+    return found
+
+
+@kernel()
+def refusal(
+    raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, lone: bool, gapless: bool, reasons: Uint8s
+) -> int:
     """Why this frame is not admitted, or ADMITTED: of its producers' reasons the one that is looked for first.
 
-    Fills `reasons`, one a producer, unless that is empty; changes nothing else. `lone`: a link may be left out.
+    Fills `reasons`, one a producer, unless that is empty; changes nothing else. `lone`: a link may be left out;
+    `gapless`: no ID may.
     """
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
     epochs = int64_column(raw, places, EPOCHS)
     links = int64_column(raw, places, LINKS)
     first = first_ids(indexes, ids, producer_rows.shape[0])
+    expected = np.empty(producer_rows.shape[0] if gapless else 0, np.int64)
+    has_gaps = gapless and gaps(raw, places, producer_rows, numbers, expected) > 0
     why = ADMITTED
     for p in range(producer_rows.shape[0]):
         row = producer_rows[p]
         its = reason(
             epochs[p], links[p], first[p], numbers[row, PUSHED], numbers[row, PERSISTED], numbers[row, EPOCH], lone
         )
+        if has_gaps and its == ADMITTED and expected[p] >= 0:
+            its = GAP
         if reasons.shape[0] != 0:
             reasons[p] = its
         if its != ADMITTED and (why == ADMITTED or its < why):

@@ -115,6 +115,15 @@ class Entries:
         return int(self.table[-1, BASE_INDEX] + self.table[-1, ROWS])
 
 
+class Retention(NamedTuple):
+    """What is kept at least; None is no limit."""
+
+    size_bytes: int | None = None
+    """The oldest messages may go while those that are left take at least so much."""
+    age_ms: int | None = None
+    """Those may go that were published longer ago."""
+
+
 class Location(NamedTuple):
     """Where a message stands."""
 
@@ -203,8 +212,8 @@ class Log(Protocol):
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
         """The index up to which about so many bytes stand from `from_index` on; above it unless that is the end."""
 
-    async def may_trim_to(self, covered_index: int) -> int:
-        """The first index that would be left if retention went on now; changes nothing.
+    async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
+        """The first index that would be left if this retention went on now; changes nothing.
 
         Everything below `covered_index` is covered by a durable snapshot. The last message of those stays, so the
         answer is below `covered_index`, or `first_index`. A control record that stands at that index (no message is

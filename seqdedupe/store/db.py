@@ -27,7 +27,9 @@ from seqdedupe.store.mark import Mark
 from seqdedupe.store.records import (
     LAST_INCARNATION,
     MAX_NUMBER,
+    NAMESPACES,
     damaged,
+    namespace_key,
     seal,
     snapshot_range,
     topic_key,
@@ -145,6 +147,22 @@ class Store:
         batch = WriteBatch(raw_mode=True)
         batch.delete(topic_key(incarnation))
         batch.delete_range(*snapshot_range(incarnation))
+        await self.flush(self.write(batch))
+
+    # Namespaces.
+
+    def namespace_policies(self) -> list[tuple[str, bytes]]:
+        """The policies of namespaces, by name, each in the bytes of its control record."""
+        return [(key[1:].decode(), unseal(key, value)) for key, value in self.scan(*NAMESPACES)]
+
+    async def put_namespace_policy(self, namespace: str, policy: bytes | None) -> None:
+        """Writes a namespace's policy, or removes it (None). Durable on return."""
+        key = namespace_key(namespace)
+        batch = WriteBatch(raw_mode=True)
+        if policy is None:
+            batch.delete(key)
+        else:
+            batch.put(key, seal(key, policy))
         await self.flush(self.write(batch))
 
     def _stored_last_incarnation(self) -> int:

@@ -16,6 +16,9 @@ FORMAT_VERSION = 3
 LAST_INCARNATION = b"I"
 """The key of the last incarnation that a topic was written with."""
 
+NAMESPACES = (b"N", b"O")
+"""The keys of namespaces' policies, from the first to before the second."""
+
 # Parts of a topic's snapshot.
 HEADER = b"H"
 NAMES = b"N"
@@ -32,6 +35,11 @@ _SEAL = struct.Struct("<IB")
 def topic_key(incarnation: int) -> bytes:
     """Where the record of a topic is."""
     return _TOPIC.pack(b"T", incarnation)
+
+
+def namespace_key(namespace: str) -> bytes:
+    """Where a namespace's policy is."""
+    return NAMESPACES[0] + namespace.encode()
 
 
 def part_key(incarnation: int, part: bytes, number: int) -> bytes:

@@ -47,6 +47,7 @@ from seqdedupe.format.columns import (
 )
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.topic.answers import Int64s, ProducerNumbers, Receipt, Refusal, Uint8s
+from seqdedupe.topic.policy import Applied, GapPolicy
 from seqdedupe.topic.sessions import can_have_been_given
 
 MAX_PRODUCERS_IN_REFUSAL = 16
@@ -106,7 +107,7 @@ def admit(
     cache: NumbersCache,
     *,
     next_index: int,
-    deduplicate: bool,
+    applied: Applied,
     lone: bool,
 ) -> tuple[Frame | None, Receipt | Refusal]:
     """What is to be appended of a frame (None: nothing) and what to answer once that is stored, or at once.
@@ -118,10 +119,11 @@ def admit(
         frame = check(encoded, producers, cache)
     except SeqdedupeError as e:
         return None, Refusal(number, e)
-    why = producers.refusal(frame.view, frame.places, frame.slots, lone)
+    gapless = applied.gap is GapPolicy.REJECT
+    why = producers.refusal(frame.view, frame.places, frame.slots, lone, gapless)
     if why:
-        return None, Refusal(number, *refused(frame, producers, why, lone))
-    new, verdicts = producers.decide(frame.view, frame.places, frame.slots, deduplicate)
+        return None, Refusal(number, *refused(frame, producers, why, lone, gapless))
+    new, verdicts = producers.decide(frame.view, frame.places, frame.slots, applied.deduplication_enabled)
     if new == frame.rows:
         frame.places[BASE_INDEX] = next_index
         return frame, Receipt(number, None, next_index)
@@ -213,11 +215,14 @@ def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> Seqdedup
     return error("INVALID_EPOCH", f"producer {unknown!r} has no session on this topic: open it", producer_name=unknown)
 
 
-def refused(frame: Frame, producers: Producers, why: int, lone: bool) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
+def refused(
+    frame: Frame, producers: Producers, why: int, lone: bool, gapless: bool
+) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
     """The error for what `Producers.refusal` answered, and the numbers of the producers that were the cause."""
     epochs, links, first = _of_producers(frame)
     names = names_of(frame.encoded, frame.places)
-    reasons = producers.reasons(frame.view, frame.places, frame.slots, lone)
+    reasons = producers.reasons(frame.view, frame.places, frame.slots, lone, gapless)
+    expected = producers.expected_ids(frame.view, frame.places, frame.slots).tolist()
     listed = []
     for p in np.flatnonzero(reasons == why).tolist():
         numbers_of = producers.numbers[frame.slots[p]].tolist()
@@ -230,6 +235,7 @@ def refused(frame: Frame, producers: Producers, why: int, lone: bool) -> tuple[S
                 links[p],
                 numbers_of[rule.PUSHED],
                 numbers_of[rule.PERSISTED],
+                expected[p] if why == rule.GAP else None,
             )
         )
     one = listed[0]
@@ -277,6 +283,14 @@ def refused(frame: Frame, producers: Producers, why: int, lone: bool) -> tuple[S
             "LINK_REQUIRED",
             f"producer {one.name!r} leaves its previous sequence ID out: that is for a lone unary call",
             **numbers,
+        )
+    elif why == rule.GAP:
+        e = error(
+            "GAP",
+            f"producer {one.name!r} leaves sequence ID {one.expected_sequence_id} out, and the topic's policy rejects "
+            "gaps",
+            **numbers,
+            expected_sequence_id=one.expected_sequence_id,
         )
     else:
         e = error(

@@ -41,6 +41,8 @@ class ProducerNumbers:
     previous_sequence_id: int
     pushed: int
     persisted: int
+    expected_sequence_id: int | None = None
+    """With GAP: the one that is missing where the gap is."""
 
 
 @dataclass(frozen=True, slots=True)

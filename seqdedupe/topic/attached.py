@@ -11,8 +11,7 @@ from seqdedupe.names import producer_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.attachment import Attachment, Checked, Columns
-from seqdedupe.topic.policy import Policy
-from seqdedupe.topic.snapshotter import Intervals
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -35,14 +34,12 @@ class AttachedTopic(TopicBase):
         snapshots: Snapshots,
         loaded: Loaded | None,
         *,
-        intervals: Intervals,
+        applied: Applied,
         admission_timeout_seconds: float,
         now_seconds: Callable[[], float],
         on_state: Callable[["AttachedTopic"], None],
     ) -> None:
-        super().__init__(
-            name, incarnation, store, snapshots, loaded, first_index=0, intervals=intervals, on_state=on_state
-        )
+        super().__init__(name, incarnation, store, snapshots, loaded, first_index=0, applied=applied, on_state=on_state)
         self.position = loaded.opaque if loaded else b""
         """Of the last entry that is known to be in the log; empty: none."""
         self.trim_position = self.position
@@ -138,7 +135,7 @@ class AttachedTopic(TopicBase):
     def check(self, attachment: Attachment, columns: Columns) -> Checked:
         """See `Attachment.check`."""
         try:
-            checked = attachment.check(columns, self.policy, self._now_seconds())
+            checked = attachment.check(columns, self.applied, self._now_seconds())
         except SeqdedupeError:
             self.counters.refused += 1
             raise
@@ -188,7 +185,7 @@ class AttachedTopic(TopicBase):
     async def set_policy(self, policy: Policy) -> None:
         """Sets the policy, as a whole: in force at once, durable on return. Raises STORE_UNAVAILABLE: it will be tried
         again, and until then it is in force but not durable."""
-        self.policy = policy
+        self._put_in_force(policy)
         await self.snapshot()
 
     # -- the end -----------------------------------------------------------------------------------------------

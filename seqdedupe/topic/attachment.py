@@ -17,7 +17,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_POSITION_BYTES
 from seqdedupe.names import new_producer_name, producer_name
-from seqdedupe.topic.policy import OverlapPolicy, Policy
+from seqdedupe.topic.policy import Applied, OverlapPolicy
 
 MAX_ADMISSIONS_IN_FLIGHT = 1 << 20
 """Of one attachment; 16 bytes each."""
@@ -180,7 +180,7 @@ class Attachment:
 
     # -- verdicts ----------------------------------------------------------------------------------------------
 
-    def check(self, columns: Columns, policy: Policy, now_seconds: float) -> Checked:
+    def check(self, columns: Columns, policy: Applied, now_seconds: float) -> Checked:
         """The verdicts; what is new is in flight from now on.
 
         Raises NOT_ATTACHED before the replay has ended, INVALID_REQUEST, INVALID_SEQUENCE_ID, OVERLAP, QUEUE_FULL.

@@ -13,7 +13,7 @@ from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.topic.policy import OverlapPolicy, Policy
+from seqdedupe.topic.policy import Policy
 
 STATED_A_RECORD = 8192
 """So many producers are stated again at once before retention goes on."""
@@ -65,8 +65,7 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
     """The body of a control record, written in this term. With `record_id` it is unlike all others of the topic."""
     control = wire.Control(id=record_id, term=term)
     if isinstance(change, Policy):
-        control.policy.deduplication_enabled = change.deduplication_enabled
-        control.policy.overlap = change.overlap.value
+        change.fill(control.policy)
         control.policy.SetInParent()
     else:
         offsets = np.zeros(len(change.names) + 1, np.int32)
@@ -86,8 +85,7 @@ def decode(body: bytes) -> tuple[Change, int]:
         control = wire.Control.FromString(body)
         match control.WhichOneof("kind"):
             case "policy":
-                policy = control.policy
-                return Policy(policy.deduplication_enabled, OverlapPolicy(policy.overlap)), control.term
+                return Policy.of(control.policy), control.term
             case "sessions":
                 return _sessions(control.sessions), control.term
     except (DecodeError, ValueError) as e:
@@ -96,10 +94,10 @@ def decode(body: bytes) -> tuple[Change, int]:
 
 
 def decode_policy(body: bytes) -> Policy:
-    """The policy that a snapshot keeps. Raises as `decode`."""
+    """The policy that a snapshot or a namespace's record keeps. Raises as `decode`."""
     policy, _ = decode(body)
     if not isinstance(policy, Policy):
-        raise error("STORE_DAMAGED", "a snapshot has something else for its policy")
+        raise error("STORE_DAMAGED", "a record has something else for its policy")
     return policy
 
 

@@ -15,11 +15,12 @@ from typing import Any, Generic, TypeVar
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import LogName
-from seqdedupe.names import topic_name
+from seqdedupe.names import namespace_of, topic_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.kind import TopicKind
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.namespaces import Namespaces
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.state import State, TopicBase, damaged_topic
 
@@ -48,6 +49,7 @@ class Topics(Generic[T]):
     """The topics by full name, all of one kind.
 
     `make_kind` is given whom the kind tells of a topic's changes; `on_state` is told them, and None when one is gone.
+    `applied` is what namespaces inherit.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class Topics(Generic[T]):
         allow_auto_topic_creation: bool,
         on_state: Callable[[str, State | None], None],
         rebuild_store: bool = False,
+        applied: Applied | None = None,
     ) -> None:
         self._store = store
+        self.namespaces = Namespaces(store, applied or Applied(), self._inherit)
         self._kind = make_kind(self._topic_changed)
         self._max_topics = max_topics
         self._allow_auto_topic_creation = allow_auto_topic_creation
@@ -84,6 +88,7 @@ class Topics(Generic[T]):
 
         Raises STORE_MISSING if there is a log without a record, and what `Logs.list` raises.
         """
+        self.namespaces.load()
         records = self._store.topics()
         if other := next((record for record in records if record.log is not self._kind.log), None):
             raise error(
@@ -138,7 +143,7 @@ class Topics(Generic[T]):
         """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
         before = self._closed.get(record.name)
         try:
-            topic = await self._kind.open(record)
+            topic = await self._kind.open(record, self._inherited(record.name))
         except Exception as e:
             # Whatever it is: one topic never keeps the others down.
             if not isinstance(e, SeqdedupeError | OSError):
@@ -150,6 +155,7 @@ class Topics(Generic[T]):
             return is_damaged
         self._closed.pop(record.name, None)
         self._live[topic.name] = topic
+        topic.inherit(self._inherited(topic.name))
         self._topic_changed(topic)
         return True
 
@@ -175,6 +181,7 @@ class Topics(Generic[T]):
     async def drain(self) -> None:
         """Takes nothing more; settles what is in flight; durable snapshots. Reading goes on."""
         self.is_draining = True
+        await self.namespaces.close()
         under_way = [*self._creating.values(), *self._deleting.values()]
         if under_way:
             await asyncio.wait(under_way)
@@ -183,6 +190,15 @@ class Topics(Generic[T]):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await asyncio.gather(*(topic.drain() for topic in self._live.values()))
+
+    def _inherited(self, topic: str) -> Applied:
+        return self.namespaces.applied(namespace_of(topic))
+
+    def _inherit(self, namespace: str) -> None:
+        """The policy of this namespace has changed. A topic that is being opened looks again when it is there."""
+        for topic in self._live.values():
+            if namespace_of(topic.name) == namespace:
+                topic.inherit(self.namespaces.applied(namespace))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -253,7 +269,7 @@ class Topics(Generic[T]):
         topic: T | None = None
         try:
             await self._store.put_topic(record)
-            topic = await self._kind.make(record)
+            topic = await self._kind.make(record, self._inherited(full))
             if policy != Policy():
                 await topic.set_policy(policy)
             record = replace(record, state=TopicState.ACTIVE)
@@ -265,6 +281,7 @@ class Topics(Generic[T]):
             raise
         self._records[full] = record
         self._live[full] = topic
+        topic.inherit(self._inherited(full))
         self._on_state(full, topic.state)
         return topic
 

@@ -9,6 +9,7 @@ from seqdedupe.topic.admission import Frame
 from seqdedupe.topic.answers import Receipt, Reply
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.control import Change
+from seqdedupe.topic.policy import Policy
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 """Admitted and not settled, in one topic."""
@@ -56,6 +57,12 @@ class Flight:
         self._admitted.append(admitted)
         self._bytes += len(admitted.body)
         self._ever += 1
+
+    @property
+    def newest_policy(self) -> Policy | None:
+        """The one that will be set when all of these have settled; None if none of them sets it."""
+        changes = (item.change for item in reversed(self._admitted) if isinstance(item, Changing))
+        return next((change for change in changes if isinstance(change, Policy)), None)
 
     @property
     def oldest(self) -> Admitted | Changing | None:

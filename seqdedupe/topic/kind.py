@@ -4,6 +4,7 @@ from typing import Protocol, TypeVar
 
 from seqdedupe.log.contract import LogName
 from seqdedupe.store.topics import LogKind, TopicRecord
+from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.state import TopicBase
 
 T_co = TypeVar("T_co", bound=TopicBase, covariant=True)
@@ -17,11 +18,17 @@ class TopicKind(Protocol[T_co]):
     async def list(self) -> list[LogName]:
         """The logs that are there. See `Logs.list`."""
 
-    async def make(self, record: TopicRecord) -> T_co:
-        """A topic on a new log, ready to be used. Raises why there is none; then the log is `delete`d."""
+    async def make(self, record: TopicRecord, applied: Applied) -> T_co:
+        """A topic on a new log, ready to be used, which inherits this policy.
 
-    async def open(self, record: TopicRecord) -> T_co:
-        """A topic on the log that is there. Raises what is damaged, or why it cannot be opened now."""
+        Raises why there is none; then the log is `delete`d.
+        """
+
+    async def open(self, record: TopicRecord, applied: Applied) -> T_co:
+        """A topic on the log that is there, which inherits this policy.
+
+        Raises what is damaged, or why it cannot be opened now.
+        """
 
     async def delete(self, incarnation: int) -> None:
         """Removes a log that is not open, if it is there. See `Logs.delete`."""

@@ -9,7 +9,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.snapshotter import Intervals
+from seqdedupe.topic.policy import Applied
 
 
 class BrokersTopics:
@@ -21,22 +21,20 @@ class BrokersTopics:
         self,
         store: Store,
         *,
-        intervals: Intervals,
         admission_timeout_seconds: float,
         on_state: Callable[[AttachedTopic], None],
     ) -> None:
         self._store = store
-        self._intervals = intervals
         self._admission_timeout_seconds = admission_timeout_seconds
         self._on_state = on_state
 
     async def list(self) -> list[LogName]:
         return []
 
-    async def make(self, record: TopicRecord) -> AttachedTopic:
-        return await self.open(record)
+    async def make(self, record: TopicRecord, applied: Applied) -> AttachedTopic:
+        return await self.open(record, applied)
 
-    async def open(self, record: TopicRecord) -> AttachedTopic:
+    async def open(self, record: TopicRecord, applied: Applied) -> AttachedTopic:
         snapshots = Snapshots(self._store, record.incarnation)
         return AttachedTopic(
             record.name,
@@ -44,7 +42,7 @@ class BrokersTopics:
             self._store,
             snapshots,
             await asyncio.to_thread(snapshots.load),
-            intervals=self._intervals,
+            applied=applied,
             admission_timeout_seconds=self._admission_timeout_seconds,
             now_seconds=time.monotonic,
             on_state=self._on_state,

@@ -1,23 +1,123 @@
-"""What an operator may set per topic."""
+"""What an operator may set, for a topic, for a namespace, and for the sidecar: the topic's word counts first.
 
-from dataclasses import dataclass
+The names are those of the fields of `TopicPolicy` in admin.proto and of `ControlPolicy` in batch.proto, so that either
+message is read and filled here.
+"""
+
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import Any
+
+from seqdedupe.errors import error
+
+NO_LIMIT = -1
+"""As a retention."""
+
+LARGEST = 2**31 - 1
+
+LEAST = {
+    "deduplication_entries_interval": 1,
+    "deduplication_snapshot_interval_seconds": 0,
+    "retention_size_in_mb": NO_LIMIT,
+    "retention_time_in_minutes": NO_LIMIT,
+}
+"""Of the values that are numbers; the largest is LARGEST."""
+
+
+class GapPolicy(Enum):
+    """What becomes of a message whose ID is not the one after its producer's last one. Values as on the wire."""
+
+    ALLOW = 1
+    REJECT = 2
+    """Its frame is refused with GAP. A producer of which the topic has nothing may begin anywhere."""
 
 
 class OverlapPolicy(Enum):
     """What becomes of a range of a broker's log of which only the first IDs are persisted. Values as on the wire."""
 
-    REJECT = 0
-    """It is refused: retrying it never helps, its sender has to split it."""
     PULSAR = 1
     """Pulsar's answer: DUP, and the IDs that are new are lost."""
+    REJECT = 2
+    """It is refused: retrying it never helps, its sender has to split it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A topic's policy. It changes as a whole, between two frames."""
+    """What is set for one topic or one namespace, and changes as a whole. None: not set here, but inherited."""
+
+    deduplication_enabled: bool | None = None
+    overlap: OverlapPolicy | None = None
+    deduplication_entries_interval: int | None = None
+    deduplication_snapshot_interval_seconds: int | None = None
+    retention_size_in_mb: int | None = None
+    retention_time_in_minutes: int | None = None
+    gap: GapPolicy | None = None
+
+    def with_values_of(self, other: "Policy") -> "Policy":
+        """This one, but for the values that the other one sets."""
+        return replace(self, **_values(other))
+
+    def without(self, names: list[str]) -> "Policy":
+        """This one, but for the values of these names (none: all). Raises INVALID_REQUEST."""
+        for name in names:
+            if name not in NAMES:
+                raise error("INVALID_REQUEST", f"no policy is named {name!r}: there are {', '.join(NAMES)}")
+        return replace(self, **dict.fromkeys(names or NAMES))
+
+    def check(self) -> "Policy":
+        """Raises INVALID_REQUEST if a number is out of its range."""
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= LARGEST:
+                raise error("INVALID_REQUEST", f"{name} is {value}: it should be {least} to {LARGEST}")
+        return self
+
+    def fill(self, message: Any) -> None:
+        """Sets the fields of a `TopicPolicy` or `ControlPolicy`."""
+        for name, value in _values(self).items():
+            setattr(message, name, value.value if isinstance(value, Enum) else value)
+
+    @staticmethod
+    def of(message: Any) -> "Policy":
+        """What a `TopicPolicy` or `ControlPolicy` sets. Raises ValueError for a value that this version does not know.
+
+        Numbers are not checked.
+        """
+        values = {name: getattr(message, name) for name in NAMES if message.HasField(name)}
+        for name, kind in (("gap", GapPolicy), ("overlap", OverlapPolicy)):
+            if name in values:
+                values[name] = kind(values[name])
+        return Policy(**values)
+
+
+NAMES = tuple(item.name for item in fields(Policy))
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What is in force: as `Policy`, but every value is known."""
 
     deduplication_enabled: bool = True
     """False: rows that would be DUP or UNKNOWN are NOT_DUP. Sessions, links, failures and numbers stay as they are."""
     overlap: OverlapPolicy = OverlapPolicy.REJECT
-    """Only where the log is a broker's own."""
+    """Only where the log is a broker's own; what follows on gaps and retention, only where it is not."""
+    deduplication_entries_interval: int = 1000
+    """A snapshot is taken after so many stored batches."""
+    deduplication_snapshot_interval_seconds: float = 120
+    """A snapshot is taken so long after the first news since the last one; 0: not by time."""
+    retention_size_in_mb: int = NO_LIMIT
+    retention_time_in_minutes: int = NO_LIMIT
+    gap: GapPolicy = GapPolicy.ALLOW
+
+    def fill(self, message: Any) -> None:
+        """As `Policy.fill`."""
+        Policy(*(getattr(self, name) for name in NAMES)).fill(message)
+
+    def under(self, policy: Policy) -> "Applied":
+        """What is in force where this is inherited and that is set."""
+        return replace(self, **_values(policy))
+
+
+def _values(policy: Policy) -> dict[str, Any]:
+    """What is set, by name."""
+    return {name: value for name in NAMES if (value := getattr(policy, name)) is not None}

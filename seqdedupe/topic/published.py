@@ -9,8 +9,8 @@ from seqdedupe.log.contract import LogName, Logs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
+from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.snapshotter import Intervals
 
 
 class PublishedTopics:
@@ -23,22 +23,20 @@ class PublishedTopics:
         store: Store,
         logs: Logs,
         *,
-        intervals: Intervals,
         on_state: Callable[[Topic], None],
         rebuild_store: bool = False,
     ) -> None:
         self._store = store
         self._logs = logs
-        self._intervals = intervals
         self._on_state = on_state
         self._rebuild_store = rebuild_store
 
     async def list(self) -> list[LogName]:
         return await self._logs.list()
 
-    async def make(self, record: TopicRecord) -> Topic:
+    async def make(self, record: TopicRecord, applied: Applied) -> Topic:
         await self._logs.create(record.incarnation, record.name, record.secret)
-        topic = await self.open(record)
+        topic = await self.open(record, applied)
         try:
             await topic.recover()
             topic.check_serving()
@@ -47,7 +45,7 @@ class PublishedTopics:
             raise
         return topic
 
-    async def open(self, record: TopicRecord) -> Topic:
+    async def open(self, record: TopicRecord, applied: Applied) -> Topic:
         snapshots = Snapshots(self._store, record.incarnation)
         loaded = await asyncio.to_thread(snapshots.load)
         log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0, record.secret or None)
@@ -67,7 +65,7 @@ class PublishedTopics:
             self._store,
             snapshots,
             loaded,
-            intervals=self._intervals,
+            applied=applied,
             random_bytes=secrets.token_bytes,
             on_state=self._on_state,
         )

@@ -15,7 +15,7 @@ from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import Failure, Log, Outcome, last_of
+from seqdedupe.log.contract import Failure, Log, Outcome, Retention, last_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -25,13 +25,15 @@ from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.control import Change, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.originals import index_in_log
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.sessions import Opened
-from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
+
+_MB = 1024 * 1024
+_MILLISECONDS_A_MINUTE = 60_000
 
 MAX_LOOKED_UP = 64
 """Of so many names at most `Open` answers where their last message stands: that may take a read each."""
@@ -51,7 +53,7 @@ class Topic(TopicBase):
         snapshots: Snapshots,
         loaded: Loaded | None,
         *,
-        intervals: Intervals,
+        applied: Applied,
         random_bytes: Callable[[int], bytes],
         on_state: Callable[["Topic"], None] = lambda topic: None,
     ) -> None:
@@ -64,7 +66,7 @@ class Topic(TopicBase):
             loaded,
             # Without a snapshot everything that is left in the log is read.
             first_index=log.first_index,
-            intervals=intervals,
+            applied=applied,
             on_state=on_state,
         )
         self.next_index = self.confirmed_index
@@ -226,7 +228,7 @@ class Topic(TopicBase):
     def _apply(self, change: Change, index: int) -> None:
         """A control record is in the log, before the message with this index."""
         if isinstance(change, Policy):
-            self.policy = change
+            self._put_in_force(change)
             # It may stand at the end of a segment that is dropped with the message before it.
             self._policy_stated = index - 1
         else:
@@ -246,9 +248,8 @@ class Topic(TopicBase):
             self.counters.refused += 1
             reply(Refusal(frame, e))
             return
-        deduplicate = self.policy.deduplication_enabled
         new, answer = admission.admit(
-            encoded, frame, self.producers, cache, next_index=self.next_index, deduplicate=deduplicate, lone=lone
+            encoded, frame, self.producers, cache, next_index=self.next_index, applied=self.applied, lone=lone
         )
         if isinstance(answer, Refusal):
             self.counters.refused += 1
@@ -380,17 +381,29 @@ class Topic(TopicBase):
         """
         await self._append_change(policy)
 
+    @property
+    def newest_policy(self) -> Policy:
+        return self._flight.newest_policy or self.policy
+
+    def _put_in_force(self, policy: Policy) -> None:
+        before = _retention(self.applied)
+        super()._put_in_force(policy)
+        if self.knows_its_end and _retention(self.applied) != before:
+            self._snapshot_is_durable(self.snapshot_index)
+
     def _snapshot_is_durable(self, next_index: int) -> None:
         if self.state is not State.DRAINING and (self._retention is None or self._retention.done()):
             self._retention = self._spawn(self._trim())
 
     async def _trim(self) -> None:
         """Retention drops what it may; what is covered after this has begun waits for the next snapshot."""
+        retention = None
         try:
-            first = await self.log.may_trim_to(self.snapshot_index)
-            if first > self.log.first_index:
-                await self._state_again(first)
-                await self.log.trim(first)
+            while retention != (retention := _retention(self.applied)):
+                first = await self.log.may_trim_to(self.snapshot_index, retention)
+                if first > self.log.first_index:
+                    await self._state_again(first)
+                    await self.log.trim(first)
         except SeqdedupeError as e:
             logger.warning("topic %s: retention waits for the next snapshot: %s", self.name, e)
 
@@ -400,7 +413,7 @@ class Topic(TopicBase):
         The policy always is, and with it the term: the markers go too, and no term must ever come twice.
         """
         if self._policy_stated < first_index:
-            await self._append_change(self.policy)
+            await self._append_change(self.newest_policy)
         for part in control.stated_again(self.producers, first_index):
             await self._append_change(part)
 
@@ -425,3 +438,11 @@ class Topic(TopicBase):
         await self._end_tasks()
         await self.log.close()
         self._fail_in_flight("OUTCOME_UNKNOWN", why)
+
+
+def _retention(applied: Applied) -> Retention:
+    size_mb, minutes = applied.retention_size_in_mb, applied.retention_time_in_minutes
+    return Retention(
+        None if size_mb < 0 else size_mb * _MB,
+        None if minutes < 0 else minutes * _MILLISECONDS_A_MINUTE,
+    )

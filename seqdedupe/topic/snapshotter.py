@@ -3,26 +3,15 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Delta, Snapshots
+from seqdedupe.topic.policy import Applied
 
 logger = logging.getLogger("seqdedupe.snapshots")
-
-
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """When a snapshot is taken by itself."""
-
-    entries: int
-    """After so many stored batches."""
-
-    seconds: float = 0
-    """So long after the first news since the last one; 0: not by time."""
 
 
 class Snapshotter:
@@ -42,7 +31,7 @@ class Snapshotter:
         describe: Callable[[], tuple[int, Position, bytes, bytes]],
         *,
         next_index: int,
-        intervals: Intervals,
+        applied: Applied,
         on_durable: Callable[[int], None],
     ) -> None:
         self.next_index = next_index
@@ -51,7 +40,8 @@ class Snapshotter:
         self._snapshots = snapshots
         self._producers = producers
         self._describe = describe
-        self._intervals = intervals
+        self._every_entries = applied.deduplication_entries_interval
+        self._after_seconds = applied.deduplication_snapshot_interval_seconds
         self._on_durable = on_durable
         self._names_stored = len(producers)
         self._entries = 0
@@ -61,18 +51,32 @@ class Snapshotter:
         self._compaction: asyncio.Task[None] | None = None
         self._closed = False
 
+    def apply(self, applied: Applied) -> None:
+        """These intervals are in force from now on."""
+        entries, seconds = applied.deduplication_entries_interval, applied.deduplication_snapshot_interval_seconds
+        if (entries, seconds) == (self._every_entries, self._after_seconds):
+            return
+        self._every_entries, self._after_seconds = entries, seconds
+        has_news = self._timer is not None or self._entries > 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if has_news:
+            self._start_timer()
+        self.stored(0)
+
     def stored(self, entries: int) -> None:
         """So many more batches are confirmed."""
         self._entries += entries
-        if self._entries >= self._intervals.entries and self._next is None:
+        if self._entries >= self._every_entries and self._next is None:
             self._entries = 0
             self._take_by_itself()
         elif entries:
             self._start_timer()
 
     def _start_timer(self) -> None:
-        if self._timer is None and self._intervals.seconds and not self._closed:
-            self._timer = asyncio.get_running_loop().call_later(self._intervals.seconds, self._time_is_up)
+        if self._timer is None and self._after_seconds and not self._closed:
+            self._timer = asyncio.get_running_loop().call_later(self._after_seconds, self._time_is_up)
 
     def _time_is_up(self) -> None:
         self._timer = None

@@ -20,9 +20,9 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.answers import Receipt, Uint8s
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.control import decode_policy, encode
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import Sessions
-from seqdedupe.topic.snapshotter import Intervals, Snapshotter
+from seqdedupe.topic.snapshotter import Snapshotter
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -69,7 +69,8 @@ class Counters:
 class TopicBase(ABC):
     """A topic of this process, without its way of appending.
 
-    `loaded` is its newest snapshot; without one it begins at `first_index`. `on_state` is told each change of state.
+    `loaded` is its newest snapshot; without one it begins at `first_index`. `applied` is the policy that it inherits.
+    `on_state` is told each change of state.
     """
 
     def __init__(
@@ -81,12 +82,16 @@ class TopicBase(ABC):
         loaded: Loaded | None,
         *,
         first_index: int,
-        intervals: Intervals,
+        applied: Applied,
         on_state: Callable[[Any], None],
     ) -> None:
         self.name = name
         self.incarnation = incarnation
         self.policy = Policy()
+        """What is set for this topic."""
+        self.applied = applied
+        """What is in force."""
+        self._inherited = applied
         self.counters = Counters()
         self.state = State.RECOVERING
         self.why = "the log is being read"
@@ -108,6 +113,7 @@ class TopicBase(ABC):
             self.last_ownership = loaded.ownership
             if loaded.policy:
                 self.policy = decode_policy(loaded.policy)
+                self.applied = applied.under(self.policy)
         self.sessions = Sessions(self.producers)
         self.confirmed = Broadcast()
         self.damage: SeqdedupeError | None = None
@@ -121,7 +127,7 @@ class TopicBase(ABC):
             self.producers,
             lambda: (self.term, self.last_position, encode(self.policy), self._opaque_position()),
             next_index=self.confirmed_index,
-            intervals=intervals,
+            applied=self.applied,
             on_durable=self._snapshot_is_durable,
         )
 
@@ -161,6 +167,11 @@ class TopicBase(ABC):
     async def recover(self) -> None:
         """Begins to serve, now or when that is possible."""
 
+    @property
+    def newest_policy(self) -> Policy:
+        """What will be set for this topic when all that is under way has settled."""
+        return self.policy
+
     @abstractmethod
     async def set_policy(self, policy: Policy) -> None:
         """Sets the policy, as a whole: durable and in force on return. Raises why it could not be."""
@@ -172,6 +183,16 @@ class TopicBase(ABC):
     @abstractmethod
     async def delete(self) -> None:
         """Closes it for good: whoever still uses the topic is told that it is not there."""
+
+    def inherit(self, applied: Applied) -> None:
+        """This is what the topic inherits from now on."""
+        self._inherited = applied
+        self._put_in_force(self.policy)
+
+    def _put_in_force(self, policy: Policy) -> None:
+        self.policy = policy
+        self.applied = self._inherited.under(policy)
+        self.snapshotter.apply(self.applied)
 
     # -- state -------------------------------------------------------------------------------------------------
 

@@ -67,9 +67,11 @@ class _OverlapPolicy:
 class _OverlapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OverlapPolicy.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     OVERLAP_POLICY_UNSPECIFIED: _OverlapPolicy.ValueType  # 0
-    """It is refused with `OVERLAP`: the broker or its producer has to split it."""
+    """Never sent."""
     OVERLAP_POLICY_PULSAR: _OverlapPolicy.ValueType  # 1
     """Pulsar's own answer: `DUP`. The IDs that are new are lost."""
+    OVERLAP_POLICY_REJECT: _OverlapPolicy.ValueType  # 2
+    """It is refused with `OVERLAP`: the broker or its producer has to split it."""
 
 class OverlapPolicy(_OverlapPolicy, metaclass=_OverlapPolicyEnumTypeWrapper):
     """What becomes of a range of sequence IDs that begins at or below `persisted` and ends above it, where the log is a
@@ -77,34 +79,111 @@ class OverlapPolicy(_OverlapPolicy, metaclass=_OverlapPolicyEnumTypeWrapper):
     """
 
 OVERLAP_POLICY_UNSPECIFIED: OverlapPolicy.ValueType  # 0
-"""It is refused with `OVERLAP`: the broker or its producer has to split it."""
+"""Never sent."""
 OVERLAP_POLICY_PULSAR: OverlapPolicy.ValueType  # 1
 """Pulsar's own answer: `DUP`. The IDs that are new are lost."""
+OVERLAP_POLICY_REJECT: OverlapPolicy.ValueType  # 2
+"""It is refused with `OVERLAP`: the broker or its producer has to split it."""
 Global___OverlapPolicy: _TypeAlias = OverlapPolicy  # noqa: Y015
+
+class _GapPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GapPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GAP_POLICY_UNSPECIFIED: _GapPolicy.ValueType  # 0
+    """Never sent."""
+    GAP_POLICY_ALLOW: _GapPolicy.ValueType  # 1
+    """It is taken."""
+    GAP_POLICY_REJECT: _GapPolicy.ValueType  # 2
+    """Its frame is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
+
+class GapPolicy(_GapPolicy, metaclass=_GapPolicyEnumTypeWrapper):
+    """What becomes of a message whose sequence ID is above all of its producer, and is not the next one. Where the log is a
+    broker's own, gaps are always allowed.
+    """
+
+GAP_POLICY_UNSPECIFIED: GapPolicy.ValueType  # 0
+"""Never sent."""
+GAP_POLICY_ALLOW: GapPolicy.ValueType  # 1
+"""It is taken."""
+GAP_POLICY_REJECT: GapPolicy.ValueType  # 2
+"""Its frame is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
+Global___GapPolicy: _TypeAlias = GapPolicy  # noqa: Y015
 
 @_typing.final
 class TopicPolicy(_message.Message):
-    """What an operator may set per topic."""
+    """What an operator may set for a topic, for a namespace and, by its configuration, for a sidecar. For each value that of
+    the topic counts before that of its namespace, and that before the sidecar's. What is left out is not set.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DEDUPLICATION_ENABLED_FIELD_NUMBER: _builtins.int
     OVERLAP_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_ENTRIES_INTERVAL_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_SNAPSHOT_INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
+    RETENTION_SIZE_IN_MB_FIELD_NUMBER: _builtins.int
+    RETENTION_TIME_IN_MINUTES_FIELD_NUMBER: _builtins.int
+    GAP_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """False: rows that would be `DUP` or `UNKNOWN` are appended as `NOT_DUP`. Sessions, links and numbers stay."""
     overlap: Global___OverlapPolicy.ValueType
     """What becomes of ranges that are persisted in part."""
+    deduplication_entries_interval: _builtins.int
+    """A snapshot is taken after so many stored batches, 1 or more."""
+    deduplication_snapshot_interval_seconds: _builtins.int
+    """A snapshot is taken so many seconds after the first news since the last one; 0: not by time."""
+    retention_size_in_mb: _builtins.int
+    """At most so many MB of the log are kept; -1: no limit. Where the log is a broker's own, its retention is the broker's."""
+    retention_time_in_minutes: _builtins.int
+    """Messages are kept for so many minutes; -1: no limit. See `retention_size_in_mb`."""
+    gap: Global___GapPolicy.ValueType
+    """What becomes of gaps."""
     def __init__(
         self,
         *,
-        deduplication_enabled: _builtins.bool = ...,
-        overlap: Global___OverlapPolicy.ValueType = ...,
+        deduplication_enabled: _builtins.bool | None = ...,
+        overlap: Global___OverlapPolicy.ValueType | None = ...,
+        deduplication_entries_interval: _builtins.int | None = ...,
+        deduplication_snapshot_interval_seconds: _builtins.int | None = ...,
+        retention_size_in_mb: _builtins.int | None = ...,
+        retention_time_in_minutes: _builtins.int | None = ...,
+        gap: Global___GapPolicy.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_enabled", b"deduplication_enabled", "overlap", b"overlap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_entries_interval: _TypeAlias = _typing.Literal["deduplication_entries_interval"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_entries_interval: _TypeAlias = _typing.Literal["_deduplication_entries_interval", b"_deduplication_entries_interval"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["deduplication_snapshot_interval_seconds"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__gap: _TypeAlias = _typing.Literal["gap"]  # noqa: Y015
+    _WhichOneofArgType__gap: _TypeAlias = _typing.Literal["_gap", b"_gap"]  # noqa: Y015
+    _WhichOneofReturnType__overlap: _TypeAlias = _typing.Literal["overlap"]  # noqa: Y015
+    _WhichOneofArgType__overlap: _TypeAlias = _typing.Literal["_overlap", b"_overlap"]  # noqa: Y015
+    _WhichOneofReturnType__retention_size_in_mb: _TypeAlias = _typing.Literal["retention_size_in_mb"]  # noqa: Y015
+    _WhichOneofArgType__retention_size_in_mb: _TypeAlias = _typing.Literal["_retention_size_in_mb", b"_retention_size_in_mb"]  # noqa: Y015
+    _WhichOneofReturnType__retention_time_in_minutes: _TypeAlias = _typing.Literal["retention_time_in_minutes"]  # noqa: Y015
+    _WhichOneofArgType__retention_time_in_minutes: _TypeAlias = _typing.Literal["_retention_time_in_minutes", b"_retention_time_in_minutes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_enabled) -> _WhichOneofReturnType__deduplication_enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_entries_interval) -> _WhichOneofReturnType__deduplication_entries_interval | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_snapshot_interval_seconds) -> _WhichOneofReturnType__deduplication_snapshot_interval_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gap) -> _WhichOneofReturnType__gap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlap) -> _WhichOneofReturnType__overlap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_size_in_mb) -> _WhichOneofReturnType__retention_size_in_mb | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_time_in_minutes) -> _WhichOneofReturnType__retention_time_in_minutes | None: ...
 
 Global___TopicPolicy: _TypeAlias = TopicPolicy  # noqa: Y015
 
@@ -129,6 +208,7 @@ class Topic(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    SET_POLICY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The full name."""
     incarnation: _builtins.int
@@ -157,13 +237,17 @@ class Topic(_message.Message):
     """Why it does not serve; empty when it does."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """Its policy."""
+        """What is in force, each value of it."""
 
     @_builtins.property
     def last(self) -> _batch_pb2.Position:
         """The position of the last message, or, while it is not known where the topic ends, of the last one that is certain;
         its index is -1 if there is none.
         """
+
+    @_builtins.property
+    def set_policy(self) -> Global___TopicPolicy:
+        """What of the policy was set for this topic; the rest is inherited."""
 
     def __init__(
         self,
@@ -183,10 +267,11 @@ class Topic(_message.Message):
         unknown: _builtins.int = ...,
         refused: _builtins.int = ...,
         why: _builtins.str = ...,
+        set_policy: Global___TopicPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -238,7 +323,7 @@ class CreateTopicRequest(_message.Message):
     """The topic, see `OpenRequest.topic`."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """Its policy. Left out: deduplication is on."""
+        """Its policy. Left out: all of it is inherited."""
 
     def __init__(
         self,
@@ -425,7 +510,7 @@ class SetTopicPolicyRequest(_message.Message):
     """The topic, see `OpenRequest.topic`."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """The whole policy."""
+        """The values to set, at least one."""
 
     def __init__(
         self,
@@ -464,6 +549,278 @@ class SetTopicPolicyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetTopicPolicyResponse: _TypeAlias = SetTopicPolicyResponse  # noqa: Y015
+
+@_typing.final
+class GetTopicPolicyRequest(_message.Message):
+    """A policy to show."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTopicPolicyRequest: _TypeAlias = GetTopicPolicyRequest  # noqa: Y015
+
+@_typing.final
+class GetTopicPolicyResponse(_message.Message):
+    """A topic's policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    APPLIED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policy(self) -> Global___TopicPolicy:
+        """What is set for this topic."""
+
+    @_builtins.property
+    def applied(self) -> Global___TopicPolicy:
+        """What is in force, each value of it."""
+
+    def __init__(
+        self,
+        *,
+        policy: Global___TopicPolicy | None = ...,
+        applied: Global___TopicPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTopicPolicyResponse: _TypeAlias = GetTopicPolicyResponse  # noqa: Y015
+
+@_typing.final
+class RemoveTopicPolicyRequest(_message.Message):
+    """Values to be inherited again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields of `TopicPolicy` by name; none: all of them."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        values: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveTopicPolicyRequest: _TypeAlias = RemoveTopicPolicyRequest  # noqa: Y015
+
+@_typing.final
+class RemoveTopicPolicyResponse(_message.Message):
+    """The policy is in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def topic(self) -> Global___Topic:
+        """The topic as it is now."""
+
+    def __init__(
+        self,
+        *,
+        topic: Global___Topic | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveTopicPolicyResponse: _TypeAlias = RemoveTopicPolicyResponse  # noqa: Y015
+
+@_typing.final
+class SetNamespacePolicyRequest(_message.Message):
+    """A policy to set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """The namespace: `tenant/namespace`."""
+    @_builtins.property
+    def policy(self) -> Global___TopicPolicy:
+        """The values to set, at least one."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        policy: Global___TopicPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetNamespacePolicyRequest: _TypeAlias = SetNamespacePolicyRequest  # noqa: Y015
+
+@_typing.final
+class SetNamespacePolicyResponse(_message.Message):
+    """The policy is in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    APPLIED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policy(self) -> Global___TopicPolicy:
+        """What is set for this namespace now."""
+
+    @_builtins.property
+    def applied(self) -> Global___TopicPolicy:
+        """What its topics inherit, each value of it."""
+
+    def __init__(
+        self,
+        *,
+        policy: Global___TopicPolicy | None = ...,
+        applied: Global___TopicPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetNamespacePolicyResponse: _TypeAlias = SetNamespacePolicyResponse  # noqa: Y015
+
+@_typing.final
+class GetNamespacePolicyRequest(_message.Message):
+    """A policy to show."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """The namespace: `tenant/namespace`."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetNamespacePolicyRequest: _TypeAlias = GetNamespacePolicyRequest  # noqa: Y015
+
+@_typing.final
+class GetNamespacePolicyResponse(_message.Message):
+    """A namespace's policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    APPLIED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policy(self) -> Global___TopicPolicy:
+        """What is set for this namespace."""
+
+    @_builtins.property
+    def applied(self) -> Global___TopicPolicy:
+        """What its topics inherit, each value of it."""
+
+    def __init__(
+        self,
+        *,
+        policy: Global___TopicPolicy | None = ...,
+        applied: Global___TopicPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetNamespacePolicyResponse: _TypeAlias = GetNamespacePolicyResponse  # noqa: Y015
+
+@_typing.final
+class RemoveNamespacePolicyRequest(_message.Message):
+    """Values to be inherited again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """The namespace: `tenant/namespace`."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields of `TopicPolicy` by name; none: all of them."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        values: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveNamespacePolicyRequest: _TypeAlias = RemoveNamespacePolicyRequest  # noqa: Y015
+
+@_typing.final
+class RemoveNamespacePolicyResponse(_message.Message):
+    """The policy is in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    APPLIED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policy(self) -> Global___TopicPolicy:
+        """What is set for this namespace now."""
+
+    @_builtins.property
+    def applied(self) -> Global___TopicPolicy:
+        """What its topics inherit, each value of it."""
+
+    def __init__(
+        self,
+        *,
+        policy: Global___TopicPolicy | None = ...,
+        applied: Global___TopicPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveNamespacePolicyResponse: _TypeAlias = RemoveNamespacePolicyResponse  # noqa: Y015
 
 @_typing.final
 class ListProducersRequest(_message.Message):

@@ -60,6 +60,31 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.SetTopicPolicyRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SetTopicPolicyResponse.FromString,
                 _registered_method=True)
+        self.GetTopicPolicy = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/GetTopicPolicy',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetTopicPolicyRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetTopicPolicyResponse.FromString,
+                _registered_method=True)
+        self.RemoveTopicPolicy = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/RemoveTopicPolicy',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.RemoveTopicPolicyRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.RemoveTopicPolicyResponse.FromString,
+                _registered_method=True)
+        self.SetNamespacePolicy = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/SetNamespacePolicy',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.SetNamespacePolicyRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SetNamespacePolicyResponse.FromString,
+                _registered_method=True)
+        self.GetNamespacePolicy = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/GetNamespacePolicy',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetNamespacePolicyRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetNamespacePolicyResponse.FromString,
+                _registered_method=True)
+        self.RemoveNamespacePolicy = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/RemoveNamespacePolicy',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.RemoveNamespacePolicyRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.RemoveNamespacePolicyResponse.FromString,
+                _registered_method=True)
         self.ListProducers = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/ListProducers',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ListProducersRequest.SerializeToString,
@@ -118,7 +143,47 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetTopicPolicy(self, request, context):
-        """Sets a topic's policy. It is durable, and in force between two frames, when it is answered.
+        """Sets values of a topic's policy; those that are left out stay as they are. They are durable, and in force between
+        two frames, when it is answered. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and what a topic answers that takes
+        nothing now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTopicPolicy(self, request, context):
+        """What is set for a topic, and what is in force.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveTopicPolicy(self, request, context):
+        """Values of a topic's policy that are not set any more, but inherited. As `SetTopicPolicy`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetNamespacePolicy(self, request, context):
+        """Sets values for all topics of a namespace, those to come among them; those that are left out stay as they are. They
+        are durable, and in force in every topic, when it is answered. They are in the store, not in a log: who loses the
+        store has to set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then they are as
+        they were).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetNamespacePolicy(self, request, context):
+        """What is set for a namespace, and what its topics inherit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveNamespacePolicy(self, request, context):
+        """Values of a namespace's policy that are not set any more, but inherited. As `SetNamespacePolicy`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,6 +244,31 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetTopicPolicy,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SetTopicPolicyRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.SetTopicPolicyResponse.SerializeToString,
+            ),
+            'GetTopicPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTopicPolicy,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetTopicPolicyRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetTopicPolicyResponse.SerializeToString,
+            ),
+            'RemoveTopicPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveTopicPolicy,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.RemoveTopicPolicyRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.RemoveTopicPolicyResponse.SerializeToString,
+            ),
+            'SetNamespacePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetNamespacePolicy,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SetNamespacePolicyRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.SetNamespacePolicyResponse.SerializeToString,
+            ),
+            'GetNamespacePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetNamespacePolicy,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetNamespacePolicyRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetNamespacePolicyResponse.SerializeToString,
+            ),
+            'RemoveNamespacePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveNamespacePolicy,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.RemoveNamespacePolicyRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.RemoveNamespacePolicyResponse.SerializeToString,
             ),
             'ListProducers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListProducers,
@@ -337,6 +427,141 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/SetTopicPolicy',
             seqdedupe_dot_v1_dot_admin__pb2.SetTopicPolicyRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.SetTopicPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTopicPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/GetTopicPolicy',
+            seqdedupe_dot_v1_dot_admin__pb2.GetTopicPolicyRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.GetTopicPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveTopicPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/RemoveTopicPolicy',
+            seqdedupe_dot_v1_dot_admin__pb2.RemoveTopicPolicyRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.RemoveTopicPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetNamespacePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/SetNamespacePolicy',
+            seqdedupe_dot_v1_dot_admin__pb2.SetNamespacePolicyRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.SetNamespacePolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetNamespacePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/GetNamespacePolicy',
+            seqdedupe_dot_v1_dot_admin__pb2.GetNamespacePolicyRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.GetNamespacePolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveNamespacePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/RemoveNamespacePolicy',
+            seqdedupe_dot_v1_dot_admin__pb2.RemoveNamespacePolicyRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.RemoveNamespacePolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,7 +47,24 @@ class AdminServiceStub:
     GetTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTopicRequest, _admin_pb2.GetTopicResponse]
     """One topic."""
     SetTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetTopicPolicyRequest, _admin_pb2.SetTopicPolicyResponse]
-    """Sets a topic's policy. It is durable, and in force between two frames, when it is answered."""
+    """Sets values of a topic's policy; those that are left out stay as they are. They are durable, and in force between
+    two frames, when it is answered. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and what a topic answers that takes
+    nothing now.
+    """
+    GetTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTopicPolicyRequest, _admin_pb2.GetTopicPolicyResponse]
+    """What is set for a topic, and what is in force."""
+    RemoveTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveTopicPolicyRequest, _admin_pb2.RemoveTopicPolicyResponse]
+    """Values of a topic's policy that are not set any more, but inherited. As `SetTopicPolicy`."""
+    SetNamespacePolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetNamespacePolicyRequest, _admin_pb2.SetNamespacePolicyResponse]
+    """Sets values for all topics of a namespace, those to come among them; those that are left out stay as they are. They
+    are durable, and in force in every topic, when it is answered. They are in the store, not in a log: who loses the
+    store has to set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then they are as
+    they were).
+    """
+    GetNamespacePolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetNamespacePolicyRequest, _admin_pb2.GetNamespacePolicyResponse]
+    """What is set for a namespace, and what its topics inherit."""
+    RemoveNamespacePolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveNamespacePolicyRequest, _admin_pb2.RemoveNamespacePolicyResponse]
+    """Values of a namespace's policy that are not set any more, but inherited. As `SetNamespacePolicy`."""
     ListProducers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListProducersRequest, _admin_pb2.ListProducersResponse]
     """The producers of a topic in the order in which they first came, 1,000 a page."""
     GetProducer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetProducerRequest, _admin_pb2.GetProducerResponse]
@@ -76,7 +93,24 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTopicRequest, _admin_pb2.GetTopicResponse]  # type: ignore[assignment]
     """One topic."""
     SetTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetTopicPolicyRequest, _admin_pb2.SetTopicPolicyResponse]  # type: ignore[assignment]
-    """Sets a topic's policy. It is durable, and in force between two frames, when it is answered."""
+    """Sets values of a topic's policy; those that are left out stay as they are. They are durable, and in force between
+    two frames, when it is answered. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and what a topic answers that takes
+    nothing now.
+    """
+    GetTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTopicPolicyRequest, _admin_pb2.GetTopicPolicyResponse]  # type: ignore[assignment]
+    """What is set for a topic, and what is in force."""
+    RemoveTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveTopicPolicyRequest, _admin_pb2.RemoveTopicPolicyResponse]  # type: ignore[assignment]
+    """Values of a topic's policy that are not set any more, but inherited. As `SetTopicPolicy`."""
+    SetNamespacePolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetNamespacePolicyRequest, _admin_pb2.SetNamespacePolicyResponse]  # type: ignore[assignment]
+    """Sets values for all topics of a namespace, those to come among them; those that are left out stay as they are. They
+    are durable, and in force in every topic, when it is answered. They are in the store, not in a log: who loses the
+    store has to set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then they are as
+    they were).
+    """
+    GetNamespacePolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetNamespacePolicyRequest, _admin_pb2.GetNamespacePolicyResponse]  # type: ignore[assignment]
+    """What is set for a namespace, and what its topics inherit."""
+    RemoveNamespacePolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveNamespacePolicyRequest, _admin_pb2.RemoveNamespacePolicyResponse]  # type: ignore[assignment]
+    """Values of a namespace's policy that are not set any more, but inherited. As `SetNamespacePolicy`."""
     ListProducers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListProducersRequest, _admin_pb2.ListProducersResponse]  # type: ignore[assignment]
     """The producers of a topic in the order in which they first came, 1,000 a page."""
     GetProducer: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetProducerRequest, _admin_pb2.GetProducerResponse]  # type: ignore[assignment]
@@ -132,7 +166,54 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetTopicPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetTopicPolicyResponse, _abc.Awaitable[_admin_pb2.SetTopicPolicyResponse]]:
-        """Sets a topic's policy. It is durable, and in force between two frames, when it is answered."""
+        """Sets values of a topic's policy; those that are left out stay as they are. They are durable, and in force between
+        two frames, when it is answered. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and what a topic answers that takes
+        nothing now.
+        """
+
+    @_abc_1.abstractmethod
+    def GetTopicPolicy(
+        self,
+        request: _admin_pb2.GetTopicPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetTopicPolicyResponse, _abc.Awaitable[_admin_pb2.GetTopicPolicyResponse]]:
+        """What is set for a topic, and what is in force."""
+
+    @_abc_1.abstractmethod
+    def RemoveTopicPolicy(
+        self,
+        request: _admin_pb2.RemoveTopicPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RemoveTopicPolicyResponse, _abc.Awaitable[_admin_pb2.RemoveTopicPolicyResponse]]:
+        """Values of a topic's policy that are not set any more, but inherited. As `SetTopicPolicy`."""
+
+    @_abc_1.abstractmethod
+    def SetNamespacePolicy(
+        self,
+        request: _admin_pb2.SetNamespacePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetNamespacePolicyResponse, _abc.Awaitable[_admin_pb2.SetNamespacePolicyResponse]]:
+        """Sets values for all topics of a namespace, those to come among them; those that are left out stay as they are. They
+        are durable, and in force in every topic, when it is answered. They are in the store, not in a log: who loses the
+        store has to set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then they are as
+        they were).
+        """
+
+    @_abc_1.abstractmethod
+    def GetNamespacePolicy(
+        self,
+        request: _admin_pb2.GetNamespacePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetNamespacePolicyResponse, _abc.Awaitable[_admin_pb2.GetNamespacePolicyResponse]]:
+        """What is set for a namespace, and what its topics inherit."""
+
+    @_abc_1.abstractmethod
+    def RemoveNamespacePolicy(
+        self,
+        request: _admin_pb2.RemoveNamespacePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RemoveNamespacePolicyResponse, _abc.Awaitable[_admin_pb2.RemoveNamespacePolicyResponse]]:
+        """Values of a namespace's policy that are not set any more, but inherited. As `SetNamespacePolicy`."""
 
     @_abc_1.abstractmethod
     def ListProducers(

@@ -224,7 +224,7 @@ class Control(_message.Message):
 
     @_builtins.property
     def policy(self) -> Global___ControlPolicy:
-        """The policy that is in force from here on."""
+        """What is set for the topic from here on."""
 
     def __init__(
         self,
@@ -286,27 +286,74 @@ Global___ControlSessions: _TypeAlias = ControlSessions  # noqa: Y015
 
 @_typing.final
 class ControlPolicy(_message.Message):
-    """All of a topic's policy."""
+    """All that is set for a topic: `TopicPolicy` in admin.proto, its enums as numbers. What is left out is inherited."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DEDUPLICATION_ENABLED_FIELD_NUMBER: _builtins.int
     OVERLAP_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_ENTRIES_INTERVAL_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_SNAPSHOT_INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
+    RETENTION_SIZE_IN_MB_FIELD_NUMBER: _builtins.int
+    RETENTION_TIME_IN_MINUTES_FIELD_NUMBER: _builtins.int
+    GAP_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """Whether `DUP` and `UNKNOWN` rows are left out."""
     overlap: _builtins.int
-    """`OverlapPolicy` in admin.proto, as a number."""
+    """An `OverlapPolicy`."""
+    deduplication_entries_interval: _builtins.int
+    """See `TopicPolicy`."""
+    deduplication_snapshot_interval_seconds: _builtins.int
+    """See `TopicPolicy`."""
+    retention_size_in_mb: _builtins.int
+    """See `TopicPolicy`."""
+    retention_time_in_minutes: _builtins.int
+    """See `TopicPolicy`."""
+    gap: _builtins.int
+    """A `GapPolicy`."""
     def __init__(
         self,
         *,
-        deduplication_enabled: _builtins.bool = ...,
-        overlap: _builtins.int = ...,
+        deduplication_enabled: _builtins.bool | None = ...,
+        overlap: _builtins.int | None = ...,
+        deduplication_entries_interval: _builtins.int | None = ...,
+        deduplication_snapshot_interval_seconds: _builtins.int | None = ...,
+        retention_size_in_mb: _builtins.int | None = ...,
+        retention_time_in_minutes: _builtins.int | None = ...,
+        gap: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_enabled", b"deduplication_enabled", "overlap", b"overlap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_entries_interval: _TypeAlias = _typing.Literal["deduplication_entries_interval"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_entries_interval: _TypeAlias = _typing.Literal["_deduplication_entries_interval", b"_deduplication_entries_interval"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["deduplication_snapshot_interval_seconds"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__gap: _TypeAlias = _typing.Literal["gap"]  # noqa: Y015
+    _WhichOneofArgType__gap: _TypeAlias = _typing.Literal["_gap", b"_gap"]  # noqa: Y015
+    _WhichOneofReturnType__overlap: _TypeAlias = _typing.Literal["overlap"]  # noqa: Y015
+    _WhichOneofArgType__overlap: _TypeAlias = _typing.Literal["_overlap", b"_overlap"]  # noqa: Y015
+    _WhichOneofReturnType__retention_size_in_mb: _TypeAlias = _typing.Literal["retention_size_in_mb"]  # noqa: Y015
+    _WhichOneofArgType__retention_size_in_mb: _TypeAlias = _typing.Literal["_retention_size_in_mb", b"_retention_size_in_mb"]  # noqa: Y015
+    _WhichOneofReturnType__retention_time_in_minutes: _TypeAlias = _typing.Literal["retention_time_in_minutes"]  # noqa: Y015
+    _WhichOneofArgType__retention_time_in_minutes: _TypeAlias = _typing.Literal["_retention_time_in_minutes", b"_retention_time_in_minutes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_enabled) -> _WhichOneofReturnType__deduplication_enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_entries_interval) -> _WhichOneofReturnType__deduplication_entries_interval | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_snapshot_interval_seconds) -> _WhichOneofReturnType__deduplication_snapshot_interval_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gap) -> _WhichOneofReturnType__gap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlap) -> _WhichOneofReturnType__overlap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_size_in_mb) -> _WhichOneofReturnType__retention_size_in_mb | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_time_in_minutes) -> _WhichOneofReturnType__retention_time_in_minutes | None: ...
 
 Global___ControlPolicy: _TypeAlias = ControlPolicy  # noqa: Y015
 

@@ -497,6 +497,7 @@ class ProducerRefusal(_message.Message):
     PREVIOUS_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     PUSHED_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
+    EXPECTED_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     producer_name: _builtins.str
     """The name."""
     epoch: _builtins.int
@@ -511,6 +512,8 @@ class ProducerRefusal(_message.Message):
     """Its highest sequence ID handed to the log, -1 if there is none."""
     persisted: _builtins.int
     """Its highest sequence ID confirmed by the log, -1 if there is none."""
+    expected_sequence_id: _builtins.int
+    """With `GAP`, the sequence ID that should have come where a gap is."""
     def __init__(
         self,
         *,
@@ -521,11 +524,14 @@ class ProducerRefusal(_message.Message):
         previous_sequence_id: _builtins.int = ...,
         pushed: _builtins.int = ...,
         persisted: _builtins.int = ...,
+        expected_sequence_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_sequence_id", b"_expected_sequence_id", "expected_sequence_id", b"expected_sequence_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_epoch", b"current_epoch", "epoch", b"epoch", "persisted", b"persisted", "previous_sequence_id", b"previous_sequence_id", "producer_name", b"producer_name", "pushed", b"pushed", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_sequence_id", b"_expected_sequence_id", "current_epoch", b"current_epoch", "epoch", b"epoch", "expected_sequence_id", b"expected_sequence_id", "persisted", b"persisted", "previous_sequence_id", b"previous_sequence_id", "producer_name", b"producer_name", "pushed", b"pushed", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__expected_sequence_id: _TypeAlias = _typing.Literal["expected_sequence_id"]  # noqa: Y015
+    _WhichOneofArgType__expected_sequence_id: _TypeAlias = _typing.Literal["_expected_sequence_id", b"_expected_sequence_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_sequence_id) -> _WhichOneofReturnType__expected_sequence_id | None: ...
 
 Global___ProducerRefusal: _TypeAlias = ProducerRefusal  # noqa: Y015

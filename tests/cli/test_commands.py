@@ -96,13 +96,36 @@ def test_topics_are_made_shown_set_and_deleted(run: Run) -> None:
 
     name = "persistent://public/default/t:1"
     assert state("create", "t:1", "--no-deduplication") == (name, False)
-    assert state("policy", "t:1", "--deduplication") == (name, True)
-    assert state("show", name) == (name, True)
+    assert state("show", name) == (name, False)
     assert name in [topic["name"] for topic in json.loads(run("topics", "--json").stdout)]
     assert b"[TOPIC_EXISTS]" in run("topics", "create", "t:1", status=1).stderr
     assert json.loads(run("topics", "delete", "t:1", "--json").stdout) == {"deleted": name}
     for gone in (("topics", "delete", "t:1"), ("read", "t:1")):
         assert run(*gone, status=1).stderr.count(b"[TOPIC_NOT_FOUND]") == 1
+
+
+def test_policies_of_topics_and_namespaces(run: Run) -> None:
+    def policy(*arguments: str) -> tuple[dict[str, object], dict[str, object]]:
+        state = json.loads(run("policy", *arguments, "--json").stdout)
+        return {name: value for name, value in state["set"].items() if value is not None}, state["applied"]
+
+    topic = "persistent://shop/orders/t"
+    run("topics", "create", topic)
+    assert policy("get", topic)[0] == {}
+    policy("set", "shop/orders", "--gap", "reject", "--retention-size-in-mb", "7")
+    is_set, applied = policy("get", topic)
+    assert (is_set, applied["gap"], applied["retention_size_in_mb"]) == ({}, "REJECT", 7)
+    is_set, applied = policy("set", topic, "--gap", "ALLOW", "--no-deduplication")
+    assert is_set == {"gap": "ALLOW", "deduplication_enabled": False}
+    assert (applied["gap"], applied["retention_size_in_mb"]) == ("ALLOW", 7)
+    assert policy("remove", topic, "gap")[0] == {"deduplication_enabled": False}
+    assert policy("remove", topic)[0] == {}
+    assert policy("remove", "shop/orders")[0] == {}
+    shown = run("policy", "get", topic).stdout.decode().splitlines()
+    assert shown[0].split() == ["POLICY", "SET", "APPLIED"]
+    assert ["gap", "-", "ALLOW"] in [line.split() for line in shown]
+    assert b"[INVALID_REQUEST]" in run("policy", "set", topic, "--retention-size-in-mb=-2", status=1).stderr
+    assert b"[TOPIC_NOT_FOUND]" in run("policy", "get", "nobody", status=1).stderr
 
 
 def test_of_a_damaged_topic_nothing_is_shown_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +161,9 @@ def test_without_a_sidecar_it_says_so_at_once(run: Run, tmp_path: Path, command:
         ("publish", "a", "--topic", "t"),
         ("publish", "a", "--topic", "t", "--producer", "p", "--format", "xml"),
         ("topics", "show"),
-        ("topics", "policy", "t"),
+        ("policy", "set", "t"),
+        ("policy", "set", "t", "--gap", "maybe"),
+        ("policy", "remove", "t", "nix"),
         ("topics", "--address", "127.0.0.1:1", "show", "t"),
         ("publish", "-", "--topic", "t", "--producer", "p", "--follow"),
         ("publish", "a", "--topic", "t", "--producer", "p", "--follow", "--final"),

@@ -19,6 +19,7 @@ from seqdedupe.client import (
     blocking,
 )
 from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
 
 
 def read_ids(client: blocking.Client, topic: str) -> list[int]:
@@ -179,6 +180,27 @@ def test_closing_a_reader_ends_the_wait_of_another_thread(shared_sidecar: Sideca
         assert seen == [0]
 
 
+def test_a_gap_ends_the_producer(shared_sidecar: Sidecar, topic: str) -> None:
+    with blocking.Client(shared_sidecar.address) as client:
+        client.admin.create_topic(topic)
+        ended = client.producer(topic, "p")
+        ended.open()
+        ended.send(b"", 5).result(30)
+        client.admin.set_policy(topic, admin_pb2.TopicPolicy(gap=admin_pb2.GAP_POLICY_REJECT))
+        ended.send(b"", 6).result(30)
+        with pytest.raises(InvalidRequestError, match="leaves sequence ID 7 out") as gap:
+            ended.send(b"", 8).result(30)
+        assert (gap.value.reason, gap.value.numbers["expected_sequence_id"]) == ("GAP", "7")
+        with pytest.raises(InvalidRequestError, match="GAP"):
+            ended.send(b"", 9)
+        with pytest.raises(InvalidRequestError, match="GAP"):
+            ended.close()
+        assert client.admin.producer(topic, "p").persisted == 6
+        # Opened again it goes on where it was.
+        with client.producer(topic, "p") as producer:
+            producer.send(b"", 7).result(30)
+
+
 def test_admin(shared_sidecar: Sidecar, topic: str) -> None:
     with blocking.Client(shared_sidecar.address) as client:
         admin = client.admin
@@ -186,8 +208,13 @@ def test_admin(shared_sidecar: Sidecar, topic: str) -> None:
         assert made.policy.deduplication_enabled
         with pytest.raises(InvalidRequestError, match="TOPIC_EXISTS"):
             admin.create_topic(topic)
-        assert not admin.set_topic_policy(topic, deduplication_enabled=False).policy.deduplication_enabled
+        off = admin_pb2.TopicPolicy(deduplication_enabled=False)
+        set_, applied = admin.set_policy(topic, off)
+        assert set_ == off
+        assert not applied.deduplication_enabled
         assert not admin.topic(topic).policy.deduplication_enabled
+        assert admin.policy(topic) == (set_, applied)
+        assert admin.remove_policy(topic, "deduplication_enabled") == (admin_pb2.TopicPolicy(), made.policy)
         with client.producer(topic, "b") as b, client.producer(topic, "a"):
             b.send(b"", 41)
         assert [p.name for p in admin.producers(topic)] == ["b", "a"]

@@ -18,6 +18,7 @@ from seqdedupe.core.rule import (
     DURABLE_EPOCH,
     EPOCH,
     FENCED,
+    GAP,
     INVALID_PREDECESSOR,
     LINK_REQUIRED,
     NOT_DUP,
@@ -43,6 +44,7 @@ class OneTopic:
         self.both: list[Producers] = [Producers(), PLAIN["producers"].Producers()]
         self.stored = 0
         self.reasons: list[int] = []
+        self.expected: list[int] = []
         for producers in self.both:
             for name in names:
                 number = np.array([producers.add(name.encode())])
@@ -57,13 +59,14 @@ class OneTopic:
             assert slots is not None
             yield producers, view, places, slots
 
-    def refusal(self, b: Batch, lone: bool = False) -> int:
+    def refusal(self, b: Batch, lone: bool = False, gapless: bool = False) -> int:
         answers = []
         for producers, view, places, slots in self._each(b.encode()):
-            reasons = producers.reasons(view, places, slots, lone).tolist()
-            answers.append((producers.refusal(view, places, slots, lone), reasons))
+            reasons = producers.reasons(view, places, slots, lone, gapless).tolist()
+            expected = producers.expected_ids(view, places, slots).tolist()
+            answers.append((producers.refusal(view, places, slots, lone, gapless), reasons, expected))
         assert answers[0] == answers[1]
-        why, self.reasons = answers[0]
+        why, self.reasons, self.expected = answers[0]
         assert why == min(filter(None, self.reasons), default=ADMITTED)
         return why
 
@@ -210,6 +213,70 @@ def test_of_each_producer_the_reason_that_is_looked_for_first_is_told() -> None:
     assert topic.reasons == [ADMITTED, PREDECESSOR_MISSING, FENCED, FENCED]
     assert topic.refusal(batch(fine, links={"b": 0, "d": -2}), lone=True) == PREDECESSOR_MISSING
     assert topic.reasons == [ADMITTED, PREDECESSOR_MISSING, ADMITTED, ADMITTED]
+
+
+@pytest.mark.parametrize(
+    ("pushed", "persisted", "ids", "expected"),
+    [
+        (-1, -1, [0], -1),
+        (-1, -1, [100, 101], -1),
+        (-1, -1, [100, 102], 101),
+        (4, 4, [5, 6], -1),
+        (4, 4, [6], 5),
+        (4, 4, [5, 7, 9], 6),
+        (4, 2, [3, 4, 5], -1),
+        (4, 2, [1, 3], -1),
+        (4, 2, [1, 5], -1),
+        (4, 2, [3, 6], 5),
+        (4, -1, [0, 5], -1),
+        (2**63 - 2, 2**63 - 2, [2**63 - 1], -1),
+        (2**63 - 3, 0, [2**63 - 1], 2**63 - 2),
+        (2**63 - 1, 2**63 - 1, [5, 2**63 - 1], -1),
+    ],
+)
+def test_gaps_are_judged_above_what_was_pushed(pushed: int, persisted: int, ids: list[int], expected: int) -> None:
+    topic = OneTopic("other", "a")
+    if persisted >= 0:
+        topic.persist(batch([("a", persisted)]))
+    if pushed > persisted:
+        topic.decide(batch([("a", pushed)]))
+    link = max(min(pushed, ids[0] - 1), -1)
+    # Among rows of another producer, which has no gap.
+    frame = batch([("other", 7), *(("a", i) for i in ids), ("other", 8)], links={"a": link, "other": -1})
+    assert topic.refusal(frame) == ADMITTED
+    assert topic.refusal(frame, gapless=True) == (GAP if expected >= 0 else ADMITTED)
+    assert (topic.reasons, topic.expected) == ([ADMITTED, GAP if expected >= 0 else ADMITTED], [-1, expected])
+    assert topic.numbers("a") == (pushed, persisted)
+
+
+def test_a_gap_is_looked_for_after_the_link() -> None:
+    topic = OneTopic("a")
+    topic.persist(batch([("a", 3)]))
+    # What is between was refused, or is on its way: that is no gap yet.
+    assert topic.refusal(batch([("a", 6)], links={"a": 5}), gapless=True) == PREDECESSOR_MISSING
+    assert topic.refusal(batch([("a", 6)], links={"a": 3}), gapless=True) == GAP
+    assert topic.refusal(batch([("a", 6)], links={"a": 3}, epochs={"a": 0}), gapless=True) == FENCED
+    assert topic.refusal(batch([("a", 6)], links={"a": -2}), lone=True, gapless=True) == GAP
+    # What failed is not there: the ID after the last one that is comes next.
+    topic.decide(batch([("a", 4)]))
+    topic.fail()
+    assert topic.refusal(batch([("a", 5)], links={"a": 3}), gapless=True) == GAP
+    assert topic.expected == [4]
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 8)), min_size=1, max_size=8), st.integers(-1, 8))
+def test_without_gaps_ids_follow_one_another(rows: list[tuple[str, int]], pushed: int) -> None:
+    topic = OneTopic("a", "b")
+    if pushed >= 0:
+        topic.persist(batch([("a", pushed), ("b", pushed)]))
+    rows = sorted(set(rows), key=lambda row: row[1])
+    names = list(dict.fromkeys(name for name, _ in rows))
+    topic.refusal(batch(rows, links=dict.fromkeys("ab", -1)), gapless=True)
+    for p, name in enumerate(names):
+        above = [i for n, i in rows if n == name and i > pushed]
+        every = list(range(pushed + 1 if pushed >= 0 else above[0] if above else 0, above[-1] + 1)) if above else []
+        missing = [i for i in every if i not in above]
+        assert topic.expected[p] == (missing[0] if missing else -1)
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=6)

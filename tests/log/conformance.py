@@ -18,7 +18,7 @@ from seqdedupe.errors import PositionError, UnavailableError
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS, TERM
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import REPLAY_STEP_ENTRIES, Failure, Log, Outcome, Runs
+from seqdedupe.log.contract import REPLAY_STEP_ENTRIES, Failure, Log, Outcome, Retention, Runs
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.log.batches import encoded_batch
@@ -528,15 +528,15 @@ class LogConformance:
         size = log.size_bytes
         assert size > 800_000
         for covered in (0, 1):
-            assert await log.may_trim_to(covered) == 0
+            assert await log.may_trim_to(covered, Retention(0)) == 0
             await log.trim(0)
-        first = await log.may_trim_to(50)
+        first = await log.may_trim_to(50, Retention(0))
         assert (log.first_index, log.size_bytes) == (0, size), "asking changed something"
         assert 49 - 8 <= first <= 49
         await log.trim(first)
         assert log.first_index == first
         await log.trim(first)
-        assert await log.may_trim_to(50) == first
+        assert await log.may_trim_to(50, Retention(0)) == first
         await log.close()
         log = await harness.open()
         assert 49 - 8 <= log.first_index <= 49

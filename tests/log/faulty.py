@@ -26,7 +26,7 @@ from seqdedupe.errors import error
 from seqdedupe.format import headers, records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.tag import key_of
-from seqdedupe.log.contract import Entries, Failure, Location, Outcome, Run, Runs
+from seqdedupe.log.contract import Entries, Failure, Location, Outcome, Retention, Run, Runs
 from seqdedupe.message_id import MessageId
 
 KNOWN_MESSAGE_IDS = 10
@@ -415,7 +415,7 @@ class FaultyLog:
             np.array([one.batch_index for one in found], np.int32),
         )
 
-    async def may_trim_to(self, covered_index: int) -> int:
+    async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         first = self.first_index
         if self.retention:
             for record in self.storage.records:

@@ -26,7 +26,6 @@ class EmbeddedHarness(LogHarness):
             clock_ms=lambda: self.now_ms,
             fatal=unexpected,
             segment_bytes=32 * 1024,
-            retention_size_bytes=0,
         )
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 

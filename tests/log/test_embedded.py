@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
-from seqdedupe.log.contract import Failure, LogName
+from seqdedupe.log.contract import Failure, LogName, Retention
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.writer import GROUP_APPENDS
@@ -403,13 +403,13 @@ async def test_any_index_of_many_large_segments_is_found(make_logs: MakeLogs) ->
 
 
 async def test_retention_by_size(make_logs: MakeLogs, tmp_path: Path) -> None:
-    logs = make_logs(segment_bytes=10_000, retention_size_bytes=35_000)
+    logs = make_logs(segment_bytes=10_000)
     log = await new_log(logs)
     owner = await Owner(log, 1).open()
     for i in range(100):
         owner.append(i, 1, 1_000)
         await owner.until_stored(i + 1)
-    await log.trim(await log.may_trim_to(100))
+    await log.trim(await log.may_trim_to(100, Retention(35_000)))
     await log.close()
     sizes = files(tmp_path / "logs")
     assert 35_000 <= sum(sizes.values()) < 35_000 + 12_500
@@ -420,7 +420,7 @@ async def test_retention_by_size(make_logs: MakeLogs, tmp_path: Path) -> None:
 
 async def test_retention_by_age(make_logs: MakeLogs) -> None:
     now_ms = 1_000_000
-    logs = make_logs(segment_bytes=10_000, retention_time_ms=50_000, clock_ms=lambda: now_ms)
+    logs = make_logs(segment_bytes=10_000, clock_ms=lambda: now_ms)
     log = await new_log(logs)
     owner = await Owner(log, 1).open()
     for i in range(100):
@@ -429,13 +429,13 @@ async def test_retention_by_age(make_logs: MakeLogs) -> None:
         await owner.until_stored(i + 1)
     await log.close()
     log = await logs.open(INCARNATION, 100)
-    await log.trim(await log.may_trim_to(100))
+    await log.trim(await log.may_trim_to(100, Retention(age_ms=50_000)))
     await log.close()
     log = await logs.open(INCARNATION, 100)
     # Message i is 99 - i seconds old; whole segments of about ten.
     assert 38 <= log.first_index <= 50
     now_ms += 10_000_000
-    await log.trim(await log.may_trim_to(100))
+    await log.trim(await log.may_trim_to(100, Retention(age_ms=50_000)))
     await log.close()
     log = await logs.open(INCARNATION, 100)
     assert await ids_in(log) == list(range(log.first_index, 100))
@@ -444,14 +444,14 @@ async def test_retention_by_age(make_logs: MakeLogs) -> None:
 
 
 async def test_nothing_is_dropped_without_limits_or_without_leave(make_logs: MakeLogs) -> None:
-    for keys in ({}, {"retention_size_bytes": 10_000_000}, {"retention_time_ms": 10_000}):
-        logs = make_logs(segment_bytes=1_000, **keys)
+    for retention in (Retention(), Retention(10_000_000), Retention(age_ms=10_000)):
+        logs = make_logs(segment_bytes=1_000)
         log = await new_log(logs)
         owner = await Owner(log, 1).open()
         for i in range(10):
             owner.append(i, 1, 1_000)
         await owner.until_stored(10)
-        await log.trim(await log.may_trim_to(10))
+        await log.trim(await log.may_trim_to(10, retention))
         await log.close()
         log = await logs.open(INCARNATION, 10)
         assert log.first_index == 0
@@ -460,7 +460,7 @@ async def test_nothing_is_dropped_without_limits_or_without_leave(make_logs: Mak
 
 
 async def test_what_a_reader_had_before_retention_took_it(make_logs: MakeLogs) -> None:
-    logs = make_logs(segment_bytes=5_000, retention_size_bytes=0)
+    logs = make_logs(segment_bytes=5_000)
     log = await new_log(logs)
     owner = await Owner(log, 1).open()
     for i in range(50):
@@ -468,7 +468,7 @@ async def test_what_a_reader_had_before_retention_took_it(make_logs: MakeLogs) -
         await owner.until_stored(i + 1)
     chunks = log.replay(0)
     assert (await anext(chunks)).table.size
-    await log.trim(await log.may_trim_to(50))
+    await log.trim(await log.may_trim_to(50, Retention(0)))
     assert log.first_index > 40
     with pytest.raises(PositionError, match="POSITION_TRIMMED"):
         async for _ in chunks:

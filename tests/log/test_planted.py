@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.log.contract import Location, Outcome, Run
+from seqdedupe.log.contract import Location, Outcome, Retention, Run
 from seqdedupe.log.embedded import tail
 from seqdedupe.message_id import MessageId
 from tests.log import test_damage
@@ -78,8 +78,8 @@ class SwapsTwo(FaultyLog):
 
 
 class TrimsTheSnapshotsEntry(FaultyLog):
-    async def may_trim_to(self, covered_index: int) -> int:
-        return await super().may_trim_to(covered_index + 1 if covered_index else 0)
+    async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
+        return await super().may_trim_to(covered_index + 1 if covered_index else 0, retention)
 
 
 class ComputesMessageIds(FaultyLog):
@@ -108,8 +108,8 @@ class PutsControlRecordsFirst(FaultyLog):
 
 
 class TrimsWhenItIsAsked(FaultyLog):
-    async def may_trim_to(self, covered_index: int) -> int:
-        first = await super().may_trim_to(covered_index)
+    async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
+        first = await super().may_trim_to(covered_index, retention)
         await self.trim(first)
         return first
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from seqdedupe.log.contract import Retention
 from seqdedupe.log.embedded import writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
@@ -29,9 +30,7 @@ async def make_logs() -> AsyncIterator[MakeLogs]:
         raise AssertionError(reason)
 
     def make(folder: Path) -> EmbeddedLogs:
-        made.append(
-            EmbeddedLogs(folder, clock_ms=lambda: 1_000, fatal=fatal, segment_bytes=2_000, retention_size_bytes=0)
-        )
+        made.append(EmbeddedLogs(folder, clock_ms=lambda: 1_000, fatal=fatal, segment_bytes=2_000))
         return made[-1]
 
     yield make
@@ -182,7 +181,7 @@ async def test_retention_that_fails_leaves_no_hole(
 ) -> None:
     logs = make_logs(tmp_path / "data" / "logs")
     log = await grown(logs)
-    to = await log.may_trim_to(12)
+    to = await log.may_trim_to(12, Retention(0))
     assert to > 8
     with monkeypatch.context() as failing:
         disk = Disk(tmp_path / "data", failing)
@@ -209,7 +208,7 @@ async def test_a_trim_that_is_cancelled_goes_on(make_logs: MakeLogs, tmp_path: P
     for turns in range(8):
         logs = make_logs(tmp_path / str(turns) / "logs")
         log = await grown(logs)
-        to = await log.may_trim_to(12)
+        to = await log.may_trim_to(12, Retention(0))
         trimming = asyncio.ensure_future(log.trim(to))
         for _ in range(turns):
             await asyncio.sleep(0)

@@ -199,7 +199,7 @@ class Case(World):
     # -- the process ------------------------------------------------------------------------------------------------
 
     def do_policy(self) -> None:
-        self.loop.create_task(self.set_policy(Policy(not self.topic.policy.deduplication_enabled)))
+        self.loop.create_task(self.set_policy(Policy(not self.topic.applied.deduplication_enabled)))
 
     def do_crash(self) -> None:
         """kill -9, or a power cut, which also takes what the store had not synced, or the store is lost as a whole."""

@@ -161,12 +161,12 @@ def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
 def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
     original = rule.refusal
 
-    def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool, reasons: Any) -> int:
+    def refusal(raw: Any, places: Any, slots: Any, numbers: Any, lone: bool, gapless: bool, reasons: Any) -> int:
         believed = numbers.copy()
         for p, slot in enumerate(slots):
             epoch = _number(raw, start(places, EPOCHS) + 8 * p, 8)
             believed[slot, EPOCH] = min(believed[slot, EPOCH], epoch)
-        return original(raw, places, slots, believed, lone, reasons)
+        return original(raw, places, slots, believed, lone, gapless, reasons)
 
     patch.setattr(producers, "refusal", refusal)
 

@@ -9,10 +9,9 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import Opened
-from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State as TopicState
 from tests.log.faulty import FaultyLog
 from tests.property.client import MAX_UNACKED, Frame, Session, State, compose
@@ -38,7 +37,10 @@ class World:
         self.log = FaultyLog(
             self.judge.storage, retention=random.random() < 0.5, replay_records=random.choice((1, 3, 50))
         )
-        self.intervals = Intervals(random.choice((2, 5, 1000)), random.choice((0, 0, 3)))
+        self.applied = Applied(
+            deduplication_entries_interval=random.choice((2, 5, 1000)),
+            deduplication_snapshot_interval_seconds=random.choice((0, 0, 3)),
+        )
         self.with_threads = random.random() < 0.1
         self.streams = [Stream(client) for client in (0, 1) for _ in range(2)]
         self.loose: list[tuple[Frame, Stream | None]] = []
@@ -70,7 +72,7 @@ class World:
             self.store,
             snapshots,
             snapshots.load(),
-            intervals=self.intervals,
+            applied=self.applied,
             random_bytes=lambda n: self.random.getrandbits(8 * n).to_bytes(n, "little"),
             on_state=self.state_changed,
         )
@@ -132,7 +134,7 @@ class World:
         pushed = self.pushed()
         next_index = self.topic.next_index
         was_serving = self.topic.state is TopicState.SERVING
-        if not self.topic.policy.deduplication_enabled:
+        if not self.topic.applied.deduplication_enabled:
             self.judge.storage.may_double.update((session.name, sequence_id) for session, sequence_id in frame.rows)
         cache = stream.cache if stream is not None else NumbersCache()
         self.topic.admit(frame.encoded, frame.number, reply, cache, lone=frame.is_unary)

@@ -17,7 +17,6 @@ from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.published import PublishedTopics
-from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State
 from tests.batches import batch
 from tests.log.faulty import Storage
@@ -72,7 +71,7 @@ class Process:
         await self.topics.recover_all()
 
     def kind(self, told: Callable[[Any], None]) -> PublishedTopics:
-        return PublishedTopics(self.store, self.logs, intervals=Intervals(1000), on_state=told)
+        return PublishedTopics(self.store, self.logs, on_state=told)
 
     async def stop(self) -> None:
         """An orderly end: the store's last writes become durable."""

@@ -12,8 +12,8 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.snapshotter import Intervals
 from tests.batches import batch
 
 INCARNATION = 5
@@ -36,7 +36,13 @@ class Process:
         loaded = self.snapshots.load()
         log = await self.logs.open(INCARNATION, loaded.next_index if loaded else 0)
         self.topic = Topic(
-            NAME, log, self.store, self.snapshots, loaded, intervals=Intervals(10**9), random_bytes=lambda n: bytes(n)
+            NAME,
+            log,
+            self.store,
+            self.snapshots,
+            loaded,
+            applied=Applied(deduplication_entries_interval=10**9),
+            random_bytes=lambda n: bytes(n),
         )
         await self.topic.recover()
 

@@ -15,9 +15,8 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.control import Sessions, decode, encode
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
@@ -33,9 +32,7 @@ def fatal(why: str) -> None:
 @pytest.fixture
 async def logs(tmp_path: Path) -> AsyncIterator[EmbeddedLogs]:
     """With small segments, of which retention keeps as few as it may."""
-    logs = EmbeddedLogs(
-        tmp_path / "logs", clock_ms=lambda: 1, fatal=fatal, segment_bytes=SEGMENT_BYTES, retention_size_bytes=1
-    )
+    logs = EmbeddedLogs(tmp_path / "logs", clock_ms=lambda: 1, fatal=fatal, segment_bytes=SEGMENT_BYTES)
     await logs.create(INCARNATION, "persistent://public/default/t", bytes(16))
     yield logs
     await logs.close()
@@ -51,7 +48,7 @@ async def open_topic(logs: EmbeddedLogs, store: Store) -> Topic:
         store,
         snapshots,
         loaded,
-        intervals=Intervals(2**62),
+        applied=Applied(deduplication_entries_interval=2**62, retention_size_in_mb=0),
         random_bytes=secrets.token_bytes,
     )
     await topic.recover()
@@ -118,7 +115,15 @@ async def test_open_works_while_the_store_is_down_and_a_failed_one_fences_nobody
     store = Store.open(tmp_path / "store")
     log = FaultyLog(Storage(INCARNATION))
     snapshots = Snapshots(store, INCARNATION)
-    topic = Topic("t", log, store, snapshots, None, intervals=Intervals(1000), random_bytes=secrets.token_bytes)
+    topic = Topic(
+        "t",
+        log,
+        store,
+        snapshots,
+        None,
+        applied=Applied(deduplication_snapshot_interval_seconds=0),
+        random_bytes=secrets.token_bytes,
+    )
     await topic.recover()
     store.close()
     opening = asyncio.ensure_future(topic.open_sessions(["p"], None))
@@ -159,7 +164,15 @@ async def test_a_policy_that_fails_is_not_in_force(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     log = FaultyLog(Storage(INCARNATION))
     snapshots = Snapshots(store, INCARNATION)
-    topic = Topic("t", log, store, snapshots, None, intervals=Intervals(1000), random_bytes=secrets.token_bytes)
+    topic = Topic(
+        "t",
+        log,
+        store,
+        snapshots,
+        None,
+        applied=Applied(deduplication_snapshot_interval_seconds=0),
+        random_bytes=secrets.token_bytes,
+    )
     await topic.recover()
     setting = asyncio.ensure_future(topic.set_policy(Policy(deduplication_enabled=False)))
     await asyncio.sleep(0)
@@ -173,7 +186,9 @@ async def test_a_policy_that_fails_is_not_in_force(tmp_path: Path) -> None:
 
 
 def test_a_control_record_is_read_as_it_was_written() -> None:
-    for policy in (Policy(), Policy(deduplication_enabled=False)):
+    every = Policy(True, OverlapPolicy.PULSAR, 1, 0, -1, 2**31 - 1, GapPolicy.REJECT)
+    assert None not in [getattr(every, name) for name in NAMES]
+    for policy in (Policy(), Policy(deduplication_enabled=False), Policy(retention_time_in_minutes=-1), every):
         assert decode(encode(policy, term=3, record_id=9)) == (policy, 3)
     for persisted in (None, np.array([-1, 2**63 - 1])):
         change, term = decode(encode(Sessions([b"a", "ü".encode()], np.array([1, 2**62]), persisted), term=2))

@@ -19,9 +19,9 @@ from seqdedupe.topic import admission
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import check_index, end_index, index_after, read_on
-from seqdedupe.topic.snapshotter import Intervals
 from seqdedupe.topic.state import State
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
@@ -54,7 +54,7 @@ class TroubledLog(FaultyLog):
 def make_topic(
     store: Store,
     log: FaultyLog,
-    intervals: Intervals | None = None,
+    applied: Applied | None = None,
     random_bytes: Callable[[int], bytes] = bytes,
 ) -> Topic:
     snapshots = Snapshots(store, INCARNATION)
@@ -64,7 +64,7 @@ def make_topic(
         store,
         snapshots,
         snapshots.load(),
-        intervals=intervals or Intervals(1000),
+        applied=applied or Applied(deduplication_snapshot_interval_seconds=0),
         random_bytes=random_bytes,
     )
 
@@ -261,7 +261,11 @@ async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
 
 
 async def test_snapshots_are_taken_by_time_and_by_entries(store: Store) -> None:
-    topic = make_topic(store, FaultyLog(Storage(INCARNATION), automatic=True), Intervals(3, seconds=0.02))
+    topic = make_topic(
+        store,
+        FaultyLog(Storage(INCARNATION), automatic=True),
+        Applied(deduplication_entries_interval=3, deduplication_snapshot_interval_seconds=0.02),
+    )
     await topic.recover()
     await publish(topic, 1)
     await until(lambda: topic.snapshot_index == 1)

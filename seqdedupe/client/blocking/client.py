@@ -29,7 +29,7 @@ class Admin:
     def _run(self, call: Callable[[_admin.Admin], Coroutine[Any, Any, T]]) -> T:
         return run(lambda: call(self._client.admin))
 
-    def create_topic(self, topic: str, *, deduplication_enabled: bool = True) -> admin_pb2.Topic:
+    def create_topic(self, topic: str, *, deduplication_enabled: bool | None = None) -> admin_pb2.Topic:
         return self._run(lambda admin: admin.create_topic(topic, deduplication_enabled=deduplication_enabled))
 
     def delete_topic(self, topic: str) -> None:
@@ -41,8 +41,14 @@ class Admin:
     def topics(self) -> list[admin_pb2.Topic]:
         return self._run(lambda admin: admin.topics())
 
-    def set_topic_policy(self, topic: str, *, deduplication_enabled: bool) -> admin_pb2.Topic:
-        return self._run(lambda admin: admin.set_topic_policy(topic, deduplication_enabled=deduplication_enabled))
+    def policy(self, name: str) -> _admin.PolicyState:
+        return self._run(lambda admin: admin.policy(name))
+
+    def set_policy(self, name: str, policy: admin_pb2.TopicPolicy) -> _admin.PolicyState:
+        return self._run(lambda admin: admin.set_policy(name, policy))
+
+    def remove_policy(self, name: str, *values: str) -> _admin.PolicyState:
+        return self._run(lambda admin: admin.remove_policy(name, *values))
 
     def producers(self, topic: str) -> list[admin_pb2.Producer]:
         return self._run(lambda admin: admin.producers(topic))

@@ -17,7 +17,7 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import Entries, Location, Outcome
+from seqdedupe.log.contract import Entries, Location, Outcome, Retention
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.reader import Reader
 from seqdedupe.log.embedded.segment import Segment
@@ -34,8 +34,6 @@ class Shared:
 
     clock_ms: Callable[[], int]
     segment_bytes: int
-    retention_size_bytes: int | None
-    retention_time_ms: int | None
     committer: Callable[[], Committer]
     threads: ThreadPoolExecutor
     read_ahead: ReadAhead
@@ -146,9 +144,9 @@ class EmbeddedLog:
 
     # Retention.
 
-    async def may_trim_to(self, covered_index: int) -> int:
+    async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         segments = list(self._reader.segments)
-        size_bytes, age_ms = self._shared.retention_size_bytes, self._shared.retention_time_ms
+        size_bytes, age_ms = retention
         left = sum(segment.end for segment in segments)
         count = 0
         while count + 1 < len(segments) and segments[count + 1].base_index < covered_index:

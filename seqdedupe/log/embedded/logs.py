@@ -35,9 +35,8 @@ class EmbeddedLogs:
     """The logs of one folder, which no other process may use. Satisfies `seqdedupe.log.contract.Logs`.
 
     `clock_ms` gives publish times. `fatal` is called, in a thread, with a reason when what is on the disk is not
-    known any more: it must end the process. A new segment is begun when the last one exceeds `segment_bytes`; whole
-    segments may be trimmed while the others hold at least `retention_size_bytes` or when all that is in them is older
-    than `retention_time_ms`; None is no such limit.
+    known any more: it must end the process. A new segment is begun when the last one exceeds `segment_bytes`; retention
+    drops whole ones.
     """
 
     def __init__(
@@ -47,8 +46,6 @@ class EmbeddedLogs:
         clock_ms: Callable[[], int],
         fatal: Callable[[str], None],
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
-        retention_size_bytes: int | None = None,
-        retention_time_ms: int | None = None,
     ) -> None:
         self._folder = folder
         self._fatal = fatal
@@ -56,8 +53,6 @@ class EmbeddedLogs:
         self._shared = Shared(
             clock_ms=clock_ms,
             segment_bytes=segment_bytes,
-            retention_size_bytes=retention_size_bytes,
-            retention_time_ms=retention_time_ms,
             committer=lambda: self.committer,
             threads=ThreadPoolExecutor(READ_THREADS, "seqdedupe-log"),
             read_ahead=ReadAhead(),

@@ -1,0 +1,74 @@
+"""The calls of AdminService that are about policies, of topics and of namespaces."""
+
+from typing import Any
+
+from broker_sidecar.topics import policy_to_proto, topic_to_proto
+from seqdedupe.errors import error
+from seqdedupe.names import namespace_name
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.policy import Policy
+from seqdedupe.v1 import admin_pb2
+
+
+class Policies:
+    """The handlers."""
+
+    def __init__(self, topics: Topics[Any]) -> None:
+        self._topics = topics
+
+    async def of_topic(self, request: admin_pb2.GetTopicPolicyRequest) -> admin_pb2.GetTopicPolicyResponse:
+        topic = self._topics.get(request.topic)
+        policy, applied = policy_to_proto(topic.policy), policy_to_proto(topic.applied)
+        return admin_pb2.GetTopicPolicyResponse(policy=policy, applied=applied)
+
+    async def set_of_topic(self, request: admin_pb2.SetTopicPolicyRequest) -> admin_pb2.SetTopicPolicyResponse:
+        topic = self._topics.get(request.topic)
+        policy = _given(request.policy)
+        await topic.set_policy(topic.newest_policy.with_values_of(policy))
+        return admin_pb2.SetTopicPolicyResponse(topic=topic_to_proto(topic))
+
+    async def remove_of_topic(self, request: admin_pb2.RemoveTopicPolicyRequest) -> admin_pb2.RemoveTopicPolicyResponse:
+        topic = self._topics.get(request.topic)
+        await topic.set_policy(topic.newest_policy.without(list(request.values)))
+        return admin_pb2.RemoveTopicPolicyResponse(topic=topic_to_proto(topic))
+
+    async def of_namespace(self, request: admin_pb2.GetNamespacePolicyRequest) -> admin_pb2.GetNamespacePolicyResponse:
+        policy, applied = self._of(namespace_name(request.namespace))
+        return admin_pb2.GetNamespacePolicyResponse(policy=policy, applied=applied)
+
+    async def set_of_namespace(
+        self, request: admin_pb2.SetNamespacePolicyRequest
+    ) -> admin_pb2.SetNamespacePolicyResponse:
+        namespace = namespace_name(request.namespace)
+        given = _given(request.policy)
+        await self._topics.namespaces.change(namespace, lambda policy: policy.with_values_of(given))
+        policy, applied = self._of(namespace)
+        return admin_pb2.SetNamespacePolicyResponse(policy=policy, applied=applied)
+
+    async def remove_of_namespace(
+        self, request: admin_pb2.RemoveNamespacePolicyRequest
+    ) -> admin_pb2.RemoveNamespacePolicyResponse:
+        namespace, values = namespace_name(request.namespace), list(request.values)
+        await self._topics.namespaces.change(namespace, lambda policy: policy.without(values))
+        policy, applied = self._of(namespace)
+        return admin_pb2.RemoveNamespacePolicyResponse(policy=policy, applied=applied)
+
+    def _of(self, namespace: str) -> tuple[admin_pb2.TopicPolicy, admin_pb2.TopicPolicy]:
+        namespaces = self._topics.namespaces
+        return policy_to_proto(namespaces.policy(namespace)), policy_to_proto(namespaces.applied(namespace))
+
+
+def policy_of(message: admin_pb2.TopicPolicy) -> Policy:
+    """What a request sets. Raises INVALID_REQUEST for what cannot be set."""
+    try:
+        return Policy.of(message).check()
+    except ValueError as e:
+        raise error("INVALID_REQUEST", f"the policy has a value that this sidecar does not know: {e}") from e
+
+
+def _given(message: admin_pb2.TopicPolicy) -> Policy:
+    """`policy_of`, for a request that has to set something."""
+    policy = policy_of(message)
+    if policy == Policy():
+        raise error("INVALID_REQUEST", "policy is missing or sets nothing: say at least one value")
+    return policy

@@ -1,0 +1,1 @@
+"""A broker of one's own, whose log is a Redis stream."""
