@@ -23,7 +23,7 @@ IN_FLIGHT = 256
 
 
 async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int = TAIL) -> None:
-    """A data directory with a snapshot of so many producers and so many messages behind it."""
+    """A data directory with a snapshot of so many producers, and so many messages after it."""
     config = Config(data_directory=str(data), deduplication_entries_interval=2**62)
     opened_data = Data(config, lambda name, state: None)
     topic = await opened_data.all_topics.create(setup.TOPIC)
@@ -31,6 +31,7 @@ async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int =
         names = [f"producer-{i:07d}" for i in range(first, min(first + 50_000, producers))]
         await topic.open_sessions(names, None)
     opened = await topic.open_sessions(["p"], None)
+    await topic.snapshotter.take()
     cache = NumbersCache()
     payloads = Binary.of_all([b"x" * 100] * rows)
     base = np.arange(rows, dtype=np.int64)

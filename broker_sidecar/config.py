@@ -110,6 +110,7 @@ class Config:
                 "INSECURE_LISTEN",
                 f"listen = {self.listen!r} can be reached from other machines, and nothing is encrypted or "
                 "authenticated yet",
+                key="listen",
             )
 
 
@@ -156,7 +157,7 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         key = e.numbers.get("key", "")
         if key not in sources:
             raise
-        raise _invalid(key, f"{e.message.removeprefix(key).lstrip()} (given by {sources[key]})") from e
+        raise error(e.reason, f"{e.message} (given by {sources[key]})", key=key) from e
 
 
 def _checked(values: Mapping[str, Any]) -> Config:

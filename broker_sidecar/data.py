@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from broker_sidecar.config import Config
+from seqdedupe.errors import error
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.topic.attached import AttachedTopic
@@ -39,13 +40,15 @@ def _fatal(why: str) -> None:
 class Data:
     """The data directory of a sidecar: `topics` if the logs are its own, `brokers_topics` if they are a broker's.
 
-    Raises what `Store.open` raises.
+    Raises INVALID_CONFIGURATION if `log` is a broker's and there are logs, and what `Store.open` raises.
     """
 
     def __init__(
         self, config: Config, on_state: Callable[[str, State | None], None], *, rebuild_store: bool = False
     ) -> None:
         folder = Path(config.data_directory)
+        if config.log == "broker":
+            _check_no_logs(folder / "logs")
         self._store = store = Store.open(folder / "store")
         self._logs: EmbeddedLogs | None = None
         self.topics: Topics[Topic] | None = None
@@ -89,6 +92,15 @@ class Data:
         if self._logs is not None:
             await self._logs.close()
         await asyncio.to_thread(self._store.close)
+
+
+def _check_no_logs(folder: Path) -> None:
+    """Raises INVALID_CONFIGURATION if there are any: without the store's records nobody else would notice them."""
+    if folder.is_dir() and any(entry.is_dir() for entry in folder.iterdir()):
+        raise error(
+            "INVALID_CONFIGURATION", f"log = 'broker': the data directory has logs of a sidecar's own, in {folder}",
+            key="log",
+        )  # fmt: skip
 
 
 def _applied(config: Config) -> Applied:

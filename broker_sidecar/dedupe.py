@@ -6,26 +6,20 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 
-from broker_sidecar.rpc import Context, parse, unary
+from broker_sidecar.rpc import Context, unary
+from broker_sidecar.steps import INT32, columns_of, names_of, parse_steps, values
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe import wire
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Attachment, Columns
+from seqdedupe.topic.attachment import Attachment
 from seqdedupe.topic.directory import Topics
 from seqdedupe.v1 import dedupe_pb2
 
 SERVICE = "seqdedupe.v1.DedupeService"
 
 MAX_TOKEN = 2**64 - 1
-
-_INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
-
-MAX_CHECKS = 256
-"""In one message."""
 
 ADMISSION_BYTES = 24
 """What one in flight takes, about: handle, IDs, and its part of what they came in."""
@@ -55,7 +49,7 @@ class DedupeService:
         first = await stream.read_first()
         if first is grpc.aio.EOF:
             return
-        request = parse(wire.AttachRequest, first)
+        request = parse_steps(first)
         if not request.HasField("begin") or len(request.ListFields()) > 1:
             raise error("INVALID_REQUEST", "the first message is begin, alone and without a token")
         topic = await self._topics.get_or_create(request.begin.topic)
@@ -88,15 +82,13 @@ class _Hold:
         attached = wire.Attached(token=self._token, replay_after=attachment.position, incarnation=topic.incarnation)
         await self._write(wire.AttachResponse(attached=attached))
         while (data := await self._stream.read()) is not grpc.aio.EOF:
-            request = parse(wire.AttachRequest, data)
+            request = parse_steps(data)
             if request.token != self._token:
                 raise error("NOT_ATTACHED", "the token is not that of this attachment")
             if request.HasField("begin"):
                 raise error("INVALID_REQUEST", "begin is said once, in the first message")
             answer = wire.AttachResponse()
             self._change(request, answer)
-            if len(request.checks) > MAX_CHECKS:
-                raise error("INVALID_REQUEST", f"a message has more than {MAX_CHECKS} checks")
             for check in request.checks:
                 self._check(check, answer)
             self._hold(attachment.in_flight * ADMISSION_BYTES)
@@ -107,9 +99,9 @@ class _Hold:
         """Does all that a message says beside its checks."""
         topic, attachment = self._topic, self.attachment
         if request.HasField("register"):
-            attachment.register(request.register.first_handle, _names(request.register))
+            attachment.register(request.register.first_handle, names_of(request.register))
         if request.HasField("release"):
-            attachment.release(_values(request.release.handles, _INT32))
+            attachment.release(values(request.release.handles, INT32, "handles"))
         if request.HasField("replay"):
             self._replay(request.replay)
         if request.HasField("end_replay"):
@@ -123,19 +115,19 @@ class _Hold:
             attachment.reset()
 
     def _replay(self, replay: Any) -> None:
-        columns = _columns(replay)
+        columns = columns_of(replay)
         self.attachment.replay(
             columns,
             replay.positions,
-            _values(replay.position_offsets, _INT32),
+            values(replay.position_offsets, INT32, "position_offsets"),
             replay.previous_positions,
-            _values(replay.previous_position_offsets, _INT32),
+            values(replay.previous_position_offsets, INT32, "previous_position_offsets"),
         )
         self._topic.replayed(self.attachment, len(columns.lowest))
 
     def _check(self, check: Any, answer: Any) -> None:
         try:
-            columns = _columns(check)
+            columns = columns_of(check)
             if not self._stream.share.fits(len(columns.lowest) * ADMISSION_BYTES):
                 raise error("QUEUE_FULL", "this broker, or all clients together, have too much in flight")
             checked = self._topic.check(self.attachment, columns)
@@ -178,32 +170,3 @@ class _Hold:
         self._hold(0)
         if self._telling is not None:
             self._telling.cancel()
-
-
-def _columns(message: Any) -> Columns:
-    """The columns of a `Check` or `Replay`. Raises INVALID_REQUEST, MALFORMED_MESSAGE."""
-    lowest = _values(message.sequence_ids, _INT64)
-    highest = _values(message.highest_sequence_ids, _INT64) if message.highest_sequence_ids else lowest
-    return Columns(_values(message.handles, _INT32), lowest, highest, np.frombuffer(message.passes, np.uint8))
-
-
-def _values(column: bytes, kind: Any) -> np.ndarray:
-    size = kind.itemsize
-    if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
-        raise error(
-            "INVALID_REQUEST", f"a column has {len(column)} bytes: values of {size} bytes, packed, are needed, and at "
-            f"most {MAX_BATCH_ROWS} of them",
-        )  # fmt: skip
-    return np.frombuffer(column, kind)
-
-
-def _names(register: Any) -> list[bytes]:
-    offsets = _values(register.producer_name_offsets, _INT32)
-    blob = register.producer_names
-    count = len(offsets) - 1
-    if not 1 <= count <= MAX_OPEN_NAMES:
-        raise error("INVALID_REQUEST", f"Register takes 1 to {MAX_OPEN_NAMES} names")
-    if offsets[0] != 0 or offsets[-1] != len(blob) or (offsets[1:] < offsets[:-1]).any():
-        raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
-    at = offsets.tolist()
-    return [blob[at[i] : at[i + 1]] for i in range(count)]

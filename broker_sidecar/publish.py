@@ -13,13 +13,14 @@ from broker_sidecar.budget import Share
 from broker_sidecar.frames import encode_receipt, encode_refusal, parse_frames, parse_publish
 from broker_sidecar.rpc import Context, abort, unary
 from broker_sidecar.streams import Stream, Streams
-from seqdedupe.errors import error
+from seqdedupe.errors import NotFoundError, error
 from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.sessions import encoded_names
 from seqdedupe.v1 import publish_pb2
 
 SERVICE = "seqdedupe.v1.PublishService"
@@ -32,7 +33,8 @@ LAST_ANSWERS_SECONDS = 1.0
 
 ANSWER_FACTOR = 2
 """A receipt of old rows is so many times as long as its batch at most, and takes the batch's place:
-33 bytes a row at most, of which the batch has at least 12."""
+33 bytes a row at most (an old one whose place is known; a new one that is a run of its own takes 25), of which the
+batch has at least 12."""
 
 NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
@@ -135,9 +137,9 @@ class PublishService:
     async def _open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
         if len(request.producer_names) > MAX_OPEN_NAMES:  # before they become objects of Python
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
-        topic = await self._topics.get_or_create(request.topic)
-        epochs = list(request.epochs) or None
-        opened = await topic.open_sessions(list(request.producer_names), epochs)
+        names = list(request.producer_names)
+        topic = await self._topic_of(request, names)
+        opened = await topic.open_sessions(names, list(request.epochs) or None)
         response = publish_pb2.OpenResponse(
             incarnation=topic.log.incarnation,
             term=topic.term,
@@ -153,6 +155,16 @@ class PublishService:
             message_id = MessageId(int(ledger_id), int(entry_id), int(batch_index)) if index >= 0 else NO_MESSAGE_ID
             response.persisted_message_ids.append(message_id.to_proto())
         return response
+
+    async def _topic_of(self, request: publish_pb2.OpenRequest, names: list[str]) -> Topic:
+        """The topic that an Open is for, made if need be; not for one that will be refused."""
+        try:
+            return self._topics.get(request.topic)
+        except NotFoundError:
+            if request.epochs:
+                raise
+        encoded_names(names)
+        return await self._topics.get_or_create(request.topic)
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:

@@ -20,7 +20,7 @@ from broker_sidecar import admin, dedupe, directory, health, logs, publish, read
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from broker_sidecar.descriptors import connections_within, raise_limit
-from broker_sidecar.memory import keep_freed_memory
+from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
@@ -170,6 +170,7 @@ def run(config: Config, *, rebuild_store: bool = False) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. An error at the start is one clear line."""
     logs.configure(config.log_level, config.log_format)
     os.umask(PRIVATE)
+    give_back_freed_memory()
     try:
         directory.prepare(Path(config.data_directory))
         _run(config, rebuild_store)

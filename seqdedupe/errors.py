@@ -226,7 +226,10 @@ REASONS: dict[str, Reason] = {
     "DATA_LOSS": Reason(
         DataLossError, "DATA_LOSS", "Acknowledged messages are missing: was an old copy of the data restored?"
     ),
-    "LOG_DAMAGED": _damaged("Restore the log from a copy. Nothing was changed; do not start on it in the meantime."),
+    "LOG_DAMAGED": _damaged(
+        "Nothing was changed, and other topics serve. Stop the sidecar and put logs and store back from one backup; "
+        "without one keep a copy, and see docs/backup.md."
+    ),
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."
@@ -267,12 +270,14 @@ REASONS: dict[str, Reason] = {
     ),
     "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it goes on."),
     # Spark jobs.
-    "INVALID_OPTION": _configuration("Correct the option that the message names; docs/spark.md lists all."),
+    "INVALID_OPTION": _configuration(
+        "Correct the option that the message names; docs/spark-source.md and docs/spark-job.md list all."
+    ),
     "INVALID_OUTPUT": _configuration("Change the table or the transformation, so that columns and types fit."),
     "UNSUPPORTED_PLAN": _configuration(
         "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
     ),
-    "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark.md says what each can do."),
+    "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark-stores.md says what each can do."),
     "JOB_CHANGED": _configuration(
         "Run the job as it was begun, or give it another name (and table): then it reads from the start."
     ),

@@ -9,7 +9,7 @@ import click
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import address_option, echo, json_text, printable
-from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, error
 from seqdedupe.names import topic_name
 
 Command = Callable[..., Any]
@@ -28,9 +28,12 @@ def common(command: Command) -> Command:
 
 
 def connect(address: str) -> Client:
-    """A client of a sidecar that answers. Raises UNREACHABLE at once if it does not."""
+    """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS."""
     client = Client(address)
-    client.admin.version()
+    try:
+        client.admin.version()
+    except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter
+        raise error("UNREACHABLE", f"no answer from the sidecar at {address}: {e.message}") from e
     return client
 
 
@@ -63,14 +66,22 @@ def print_json(value: Any) -> None:
     echo(json_text(value))
 
 
+def _cell(value: object) -> str:
+    if value is None:
+        return "?"
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+
+
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns as wide as needed; numbers, and `-` for none, stand to the right."""
-    cells_of = [tuple(f"{c:,}" if isinstance(c, int) else printable(str(c)) for c in row) for row in rows]
-    table = [tuple(heads), *cells_of]
+    """Columns as wide as needed; those with numbers stand to the right. A value that is not known (None) is a
+    `?`, and one that there is not a `-`."""
+    values = [tuple(row) for row in rows]
+    table = [tuple(heads), *(tuple(map(_cell, row)) for row in values)]
     numeric = [
-        all((cell.replace(",", "").lstrip("-") or "0").isdigit() for cell in column[1:])
-        for column in zip(*table, strict=True)
-    ]
+        all(value in (None, "-") or isinstance(value, int) for value in column)
+        and any(value is not None for value in column)
+        for column in zip(*values, strict=True)
+    ] or [False] * len(heads)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         cells = (

@@ -42,7 +42,7 @@ _MOST_NAMES_SHOWN = 5
 _MOST_DIGITS = len(str(MAX_SEQUENCE_ID))
 _WAIT_SECONDS = 0.2
 
-_HINT_BEFORE = "Sort the file by its sequence IDs, or publish by record numbers. Nothing was sent."
+_HINT_BEFORE = "Sort the file by its sequence IDs, or publish by record numbers."
 _HINT_TOO_LATE = (
     "Under this producer name no record can follow one with a higher ID. Publish those that come too late, in order, "
     "under a producer name of their own."
@@ -144,12 +144,11 @@ class Source:
         return self._columns[0] is None and self._paths[0] is None
 
     def check(self) -> None:
-        """Reads a file with sequence IDs of its own once and begins anew, so that what is wrong with it is known
-        before anything is sent.
+        """Reads a file once and begins anew: what is wrong with it is raised before anything is sent, and says so.
 
         What can be read only once (a pipe), or grows, is not looked at.
         """
-        if not self.numbers_are_ids and self._is_regular() and not self._follow:
+        if self._is_regular() and not self._follow:
             self._checking = True
             for _ in self:
                 pass
@@ -351,7 +350,8 @@ class Source:
 
     def _bad(self, what: str, reason: str = "INVALID_SOURCE", hint: str | None = None) -> SeqdedupeError:
         place = f", line {self._line}," if self._line else ""
-        return error(reason, f"{self._path}{place} {what}", hint=hint)
+        sent = "; nothing was sent" if self._checking else ""
+        return error(reason, f"{self._path}{place} {what}{sent}", hint=hint)
 
     @contextmanager
     def _readable(self) -> Iterator[None]:

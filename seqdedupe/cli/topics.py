@@ -113,14 +113,7 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
         return
     print_table(
         ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
-        [
-            (
-                t.name,
-                _state(t),
-                *map(_shown, (_on_off(t), _messages(t), _known(t, t.producers), _known(t, t.log_bytes))),
-            )
-            for t in found
-        ],
+        [(t.name, _state(t), _on_off(t), _messages(t), _known(t, t.producers), _known(t, t.log_bytes)) for t in found],
     )
 
 

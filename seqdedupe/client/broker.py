@@ -215,8 +215,9 @@ class Attachment:
     async def check(self, ranges: Sequence[Range]) -> list[Verdict]:
         """The verdicts of ranges, at most MAX_BATCH_ROWS of them. What is NOT_DUP is to be written now, in order.
 
-        Verdicts come in the order of the calls. Raises OVERLAP, INVALID_SEQUENCE_ID, QUEUE_FULL, … (then none of the
-        ranges was admitted, and the topic is still attached), NOT_ATTACHED and other reasons for which it has ended.
+        Verdicts come in the order of the calls. Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, QUEUE_FULL, … (then
+        none of the ranges was admitted, and the topic is still attached), NOT_ATTACHED and other reasons for which it
+        has ended.
         Whoever is cancelled here does not know what was admitted: close the attachment and attach again.
         """
         self._check_not_ended()
@@ -375,7 +376,9 @@ class Attachment:
                     self._take(wire.AttachResponse.FromString(data))
         except SeqdedupeError as e:
             why = e
-        self._end(why)
+        finally:
+            # Whatever it is: nobody may wait for an answer that nobody reads.
+            self._end(why)
 
     def _take(self, answer: Any) -> None:
         self.trim_position = answer.trim_position

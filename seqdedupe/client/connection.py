@@ -154,7 +154,10 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
     if failure.code() in _LOST:
         return error("OUTCOME_UNKNOWN", f"the call to {address} broke: {failure.code().name}: {details}")
     if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
-        hint = "Is this the address of a sidecar, and is it of this version?"
+        hint = (
+            "Is this the address of a sidecar, and is it of this version? Producers and readers need one with "
+            "log = embedded, brokers one with log = broker."
+        )
         return error("INTERNAL", f"{address} does not know this call: {details}", hint=hint)
     return error("INTERNAL", f"{address} answered {failure.code().name}: {details}")
 

@@ -37,11 +37,13 @@ def _is_plain(receipt: Any, rows: int | None) -> bool:
     """Whether the columns, read as bytes, are all there; a legal but unusual encoding would hide some."""
     if rows is None:
         return True
-    known = len(receipt.known_rows) // 4
+    known, runs = len(receipt.known_rows) // 4, len(receipt.run_rows) // 4
     return (
         len(receipt.verdicts) in (0, rows)
         and len(receipt.known_indexes) == len(receipt.known_ledger_ids) == len(receipt.known_entry_ids) == 8 * known
         and len(receipt.known_batch_indexes) in (0, 4 * known)
+        and len(receipt.run_ledger_ids) == len(receipt.run_entry_ids) == 8 * runs
+        and len(receipt.run_batch_indexes) == 4 * runs
         and not len(UnknownFieldSet(receipt))
     )
 
@@ -66,6 +68,10 @@ def receipt_columns(receipt: Any) -> ReceiptColumns:
         np.frombuffer(receipt.known_ledger_ids, "<i8"),
         np.frombuffer(receipt.known_entry_ids, "<i8"),
         np.frombuffer(receipt.known_batch_indexes, "<i4"),
+        np.frombuffer(receipt.run_rows, "<u4"),
+        np.frombuffer(receipt.run_ledger_ids, "<i8"),
+        np.frombuffer(receipt.run_entry_ids, "<i8"),
+        np.frombuffer(receipt.run_batch_indexes, "<i4"),
     )
 
 

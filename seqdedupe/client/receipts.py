@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from seqdedupe.batch import NO_INT64S, Batch, Int32s, Int64s
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 
 UNDECIDED = 0
@@ -59,6 +59,34 @@ class ReceiptColumns:
     known_ledger_ids: Int64s
     known_entry_ids: Int64s
     known_batch_indexes: Int32s
+    run_rows: npt.NDArray[np.uint32]
+    """Empty, as the next three: the rows that were stored are one run, from `first_message_id` on."""
+    run_ledger_ids: Int64s
+    run_entry_ids: Int64s
+    run_batch_indexes: Int32s
+
+    def message_ids(self, rows: int) -> tuple[Int64s, Int64s, Int32s]:
+        """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many.
+
+        Raises INTERNAL if the runs are of another number of rows.
+        """
+        run_rows, first = self.run_rows, self.first_message_id
+        ledger_ids, entry_ids = self.run_ledger_ids, self.run_entry_ids
+        batch_indexes: npt.NDArray[Any] = self.run_batch_indexes
+        if not len(run_rows):
+            run_rows = np.array([rows], np.uint32)
+            ledger_ids, entry_ids = np.array([first.ledger_id], np.int64), np.array([first.entry_id], np.int64)
+            batch_indexes = np.array([first.batch_index], np.int32)
+        elif run_rows.sum() != rows:
+            raise error("INTERNAL", f"a receipt has message IDs for {run_rows.sum()} rows, and {rows} were stored")
+        run_of = np.repeat(np.arange(len(run_rows)), run_rows)
+        steps = np.arange(rows) - (np.cumsum(run_rows) - run_rows)[run_of]
+        alone = batch_indexes[run_of] < 0
+        return (
+            ledger_ids[run_of],
+            entry_ids[run_of] + np.where(alone, steps, 0),
+            batch_indexes[run_of] + np.where(alone, 0, steps),
+        )
 
 
 @dataclass(slots=True)
@@ -94,13 +122,9 @@ class BatchResult:
         verdicts = receipt.verdicts if len(receipt.verdicts) else np.full(rows, Verdict.NOT_DUP, np.uint8)
         new = BatchResult.undecided(self.sequence_ids)
         stored = np.flatnonzero(verdicts == Verdict.NOT_DUP)
-        steps = np.arange(len(stored))
-        first = receipt.first_message_id
-        alone = first.batch_index < 0
-        new.indexes[stored] = receipt.first_index + steps
-        new.ledger_ids[stored] = first.ledger_id
-        new.entry_ids[stored] = first.entry_id + (steps if alone else 0)
-        new.batch_indexes[stored] = first.batch_index + (0 if alone else steps)
+        new.indexes[stored] = receipt.first_index + np.arange(len(stored))
+        ids = receipt.message_ids(len(stored))
+        new.ledger_ids[stored], new.entry_ids[stored], new.batch_indexes[stored] = ids
         new.indexes[receipt.known_rows] = receipt.known_indexes
         new.ledger_ids[receipt.known_rows] = receipt.known_ledger_ids
         new.entry_ids[receipt.known_rows] = receipt.known_entry_ids

@@ -161,7 +161,10 @@ class Session:
                     if task is not asyncio.current_task():
                         task.cancel()
                 return
-            await asyncio.sleep(max(left_seconds, _SHORTEST_WAIT_SECONDS))
+            due_at = loop.time() + max(left_seconds, _SHORTEST_WAIT_SECONDS)
+            await asyncio.sleep(due_at - loop.time())
+            # While this process stood still nothing was sent and no answer was read: that is made up for first.
+            await asyncio.sleep(min(loop.time() - due_at, timeout_seconds))
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -214,7 +217,7 @@ class Session:
                     numbers = {"producer_name": self._name, "current_epoch": str(refusal.current_epoch)}
                     raise error_of_reason(refusal.reason, refusal.message, NEVER, numbers)
         except InvalidRequestError as e:
-            if self._epochs and e.reason == "INVALID_EPOCH":
+            if self._epochs and e.reason in ("INVALID_EPOCH", "TOPIC_NOT_FOUND"):
                 raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e
             raise
         self.outbox.open(answer.incarnation, answer.term, answer.epochs[0], answer.persisted[0])

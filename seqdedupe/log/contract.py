@@ -138,6 +138,10 @@ class Log(Protocol):
     incarnation: int
 
     @property
+    def place(self) -> str:
+        """Where it is, for a person who has to look at it: its folder, say."""
+
+    @property
     def first_index(self) -> int:
         """The index of the first message left; that of the next one if none is."""
 

@@ -183,6 +183,8 @@ class Store:
         with self._failures(opening):
             bounds = ReadOptions()
             bounds.set_iterate_upper_bound(stop)
+            # Nothing is scanned twice.
+            bounds.fill_cache(False)  # type: ignore[call-arg]  # rocksdict does not declare it
             rows = opening.db.iter(bounds)
             rows.seek(start)
             while rows.valid():

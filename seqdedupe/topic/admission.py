@@ -90,12 +90,13 @@ class NumbersCache:
 
 @dataclass(slots=True)
 class Frame:
-    """A batch that has been checked: its canonical encoding and where things stand in it."""
+    """A batch that has been checked: its canonical encoding, where things stand in it, and whose it is."""
 
     encoded: bytes
     view: Uint8s
     places: Int64s
-    slots: Int64s
+    producer_rows: Int64s
+    """Of each producer of the batch, its row in the table of numbers."""
     rows: int
     column_bytes: int
 
@@ -120,14 +121,14 @@ def admit(
     except SeqdedupeError as e:
         return None, Refusal(number, e)
     gapless = applied.gap is GapPolicy.REJECT
-    why = producers.refusal(frame.view, frame.places, frame.slots, lone, gapless)
+    why = producers.refusal(frame.view, frame.places, frame.producer_rows, lone, gapless)
     if why:
         return None, Refusal(number, *refused(frame, producers, why, lone, gapless))
-    new, verdicts = producers.decide(frame.view, frame.places, frame.slots, applied.deduplication_enabled)
+    new, verdicts = producers.decide(frame.view, frame.places, frame.producer_rows, applied.deduplication_enabled)
     if new == frame.rows:
         frame.places[BASE_INDEX] = next_index
         return frame, Receipt(number, None, next_index)
-    known = producers.originals(frame.view, frame.places, frame.slots, verdicts)
+    known = producers.originals(frame.view, frame.places, frame.producer_rows, verdicts)
     if not new:
         return None, Receipt(number, verdicts, -1, (), *known)
     frame = cut(frame, verdicts)
@@ -221,11 +222,11 @@ def refused(
     """The error for what `Producers.refusal` answered, and the numbers of the producers that were the cause."""
     epochs, links, first = _of_producers(frame)
     names = names_of(frame.encoded, frame.places)
-    reasons = producers.reasons(frame.view, frame.places, frame.slots, lone, gapless)
-    expected = producers.expected_ids(frame.view, frame.places, frame.slots).tolist()
+    reasons = producers.reasons(frame.view, frame.places, frame.producer_rows, lone, gapless)
+    expected = producers.expected_ids(frame.view, frame.places, frame.producer_rows).tolist()
     listed = []
     for p in np.flatnonzero(reasons == why).tolist():
-        numbers_of = producers.numbers[frame.slots[p]].tolist()
+        numbers_of = producers.numbers[frame.producer_rows[p]].tolist()
         listed.append(
             ProducerNumbers(
                 names[p].decode(),
@@ -310,7 +311,7 @@ def _of_producers(frame: Frame) -> tuple[list[int], list[int], list[int]]:
         return np.frombuffer(frame.encoded, kind, values, start(frame.places, which)) if values else np.zeros(0, kind)
 
     ids = column(np.int64, SEQUENCE_IDS)
-    first = rule.first_ids(column(np.int32, PRODUCER_INDEXES), ids, len(frame.slots))
+    first = rule.first_ids(column(np.int32, PRODUCER_INDEXES), ids, len(frame.producer_rows))
     return column(np.int64, EPOCHS).tolist(), column(np.int64, LINKS).tolist(), first.tolist()
 
 
@@ -329,18 +330,18 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
     marks = verdicts.tobytes()
     first, last = marks.find(NOT_DUP), marks.rfind(NOT_DUP)
     encoded = _cut_run(frame, first, last + 1) if marks.count(NOT_DUP) == last - first + 1 else None
-    slots = frame.slots
+    producer_rows = frame.producer_rows
     if encoded is None:
         rows = np.flatnonzero(verdicts == NOT_DUP)
         whole = batches.decode(frame.encoded)
         encoded = whole.take(rows).encode()
-        if len(slots) > 1:
-            slots = np.ascontiguousarray(slots[np.unique(whole.producer_indexes[rows])])
+        if len(producer_rows) > 1:
+            producer_rows = np.ascontiguousarray(producer_rows[np.unique(whole.producer_indexes[rows])])
     view = np.frombuffer(encoded, np.uint8)
     places = np.empty(PLACES, np.int64)
     if layout.layout(view, 0, len(encoded), places) != layout.CANONICAL:
         raise error("INTERNAL", "a batch that was cut is not canonical")
-    return Frame(encoded, view, places, slots, int(places[ROWS]), int(places[COLUMNS_END]))
+    return Frame(encoded, view, places, producer_rows, int(places[ROWS]), int(places[COLUMNS_END]))
 
 
 def _cut_run(frame: Frame, first: int, end: int) -> bytes | None:

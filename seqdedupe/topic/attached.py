@@ -133,8 +133,10 @@ class AttachedTopic(TopicBase):
         self._set_state(State.SERVING, "")
 
     def check(self, attachment: Attachment, columns: Columns) -> Checked:
-        """See `Attachment.check`."""
+        """See `Attachment.check`; raises what the topic is held for too."""
         try:
+            if self._held is not None:
+                raise self._held
             checked = attachment.check(columns, self.applied, self._now_seconds())
         except SeqdedupeError:
             self.counters.refused += 1

@@ -189,7 +189,7 @@ class Attachment:
             raise error("NOT_ATTACHED", "the replay has not ended yet")
         columns.check()
         rows = len(columns.lowest)
-        overlap = policy.overlap is OverlapPolicy.REJECT
+        overlap = policy.deduplication_enabled and policy.overlap is OverlapPolicy.REJECT
         if self.has_failed:
             self._check_sound(columns, overlap=overlap)
             return Checked(np.full(rows, UNKNOWN, np.uint8), NO_ADMISSION)

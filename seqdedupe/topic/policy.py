@@ -9,11 +9,15 @@ from enum import Enum
 from typing import Any
 
 from seqdedupe.errors import error
+from seqdedupe.log.contract import Retention
 
 NO_LIMIT = -1
 """As a retention."""
 
 LARGEST = 2**31 - 1
+
+_MB = 1024 * 1024
+_MILLISECONDS_A_MINUTE = 60_000
 
 LEAST = {
     "deduplication_entries_interval": 1,
@@ -108,6 +112,15 @@ class Applied:
     retention_size_in_mb: int = NO_LIMIT
     retention_time_in_minutes: int = NO_LIMIT
     gap: GapPolicy = GapPolicy.ALLOW
+
+    @property
+    def retention(self) -> Retention:
+        """In the log's units."""
+        size_mb, minutes = self.retention_size_in_mb, self.retention_time_in_minutes
+        return Retention(
+            None if size_mb < 0 else size_mb * _MB,
+            None if minutes < 0 else minutes * _MILLISECONDS_A_MINUTE,
+        )
 
     def fill(self, message: Any) -> None:
         """As `Policy.fill`."""

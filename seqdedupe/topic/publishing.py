@@ -15,7 +15,7 @@ from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import Failure, Log, Outcome, Retention, last_of
+from seqdedupe.log.contract import Failure, Log, Outcome, last_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -31,9 +31,6 @@ from seqdedupe.topic.sessions import Opened
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
-
-_MB = 1024 * 1024
-_MILLISECONDS_A_MINUTE = 60_000
 
 MAX_LOOKED_UP = 64
 """Of so many names at most `Open` answers where their last message stands: that may take a read each."""
@@ -295,7 +292,7 @@ class Topic(TopicBase):
             if isinstance(item, Admitted):
                 item.receipt.runs = runs
                 frame = item.frame
-                self.producers.persist(frame.view, frame.places, frame.slots)
+                self.producers.persist(frame.view, frame.places, frame.producer_rows)
                 self.confirmed_index += frame.rows
                 rows += frame.rows
             else:
@@ -386,9 +383,9 @@ class Topic(TopicBase):
         return self._flight.newest_policy or self.policy
 
     def _put_in_force(self, policy: Policy) -> None:
-        before = _retention(self.applied)
+        before = self.applied.retention
         super()._put_in_force(policy)
-        if self.knows_its_end and _retention(self.applied) != before:
+        if self.knows_its_end and self.applied.retention != before:
             self._snapshot_is_durable(self.snapshot_index)
 
     def _snapshot_is_durable(self, next_index: int) -> None:
@@ -399,7 +396,7 @@ class Topic(TopicBase):
         """Retention drops what it may; what is covered after this has begun waits for the next snapshot."""
         retention = None
         try:
-            while retention != (retention := _retention(self.applied)):
+            while retention != (retention := self.applied.retention):
                 first = await self.log.may_trim_to(self.snapshot_index, retention)
                 if first > self.log.first_index:
                     await self._state_again(first)
@@ -438,11 +435,3 @@ class Topic(TopicBase):
         await self._end_tasks()
         await self.log.close()
         self._fail_in_flight("OUTCOME_UNKNOWN", why)
-
-
-def _retention(applied: Applied) -> Retention:
-    size_mb, minutes = applied.retention_size_in_mb, applied.retention_time_in_minutes
-    return Retention(
-        None if size_mb < 0 else size_mb * _MB,
-        None if minutes < 0 else minutes * _MILLISECONDS_A_MINUTE,
-    )

@@ -151,7 +151,8 @@ def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_i
     """The record at `at` with only those of its rows that were asked for, and where it ends."""
     places = np.empty(PLACES, np.int64)
     if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, NO_KEY, places) != END:
-        raise error("LOG_DAMAGED", f"a record of topic {topic.name} at index {from_index} or after it cannot be read")
+        where = f"in the log {topic.log.place}, at index {from_index} or after it"
+        raise error("LOG_DAMAGED", f"a record {where}, cannot be read")
     base = int(places[BASE_INDEX])
     first, last = max(from_index - base, 0), min(stop_index - base, int(places[ROWS]))
     encoded = batches.decode(body_of(raw, places)).take(np.arange(first, last)).encode()

@@ -41,8 +41,8 @@ class Ownership:
     """What the records of this owner carry."""
 
 
-def damaged(why: str, index: int) -> SeqdedupeError:
-    return error("LOG_DAMAGED", f"the log cannot be replayed at index {index}: {why}", index=index)
+def damaged(log: Log, why: str, index: int) -> SeqdedupeError:
+    return error("LOG_DAMAGED", f"the log {log.place} cannot be replayed at index {index}: {why}", index=index)
 
 
 class _Replay:
@@ -83,12 +83,12 @@ class _Replay:
             if self._last_ownership not in (0, ownership(places)):
                 why = f"the message there was written under {ownership(places):016x}, the one that is known under "
                 why += f"{self._last_ownership:016x}: this log has another history than the snapshot"
-                raise damaged(why, last)
+                raise damaged(self._log, why, last)
 
 
 def _replay(log: Log, confirmed_index: int, merge: Merge, last_ownership: int) -> _Replay:
     if confirmed_index < log.first_index:
-        raise damaged(f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
+        raise damaged(log, f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
     next_index = max(confirmed_index - 1, log.first_index)
     return _Replay(log, next_index, merge, skip_below=confirmed_index, last_ownership=last_ownership)
 
@@ -132,7 +132,7 @@ async def take_over(
         await replay.run()
         _check_end(replay, confirmed_index, name)
         if token not in replay.tokens:
-            raise damaged("the marker that was just written is not in it", replay.next_index)
+            raise damaged(log, "the marker that was just written is not in it", replay.next_index)
         highest = max((t for other, t in replay.tokens.items() if other != token), default=0)
         highest = max(highest, known_term())
         if highest < term:

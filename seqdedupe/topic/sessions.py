@@ -24,6 +24,18 @@ def can_have_been_given(epoch: int) -> bool:
     return epoch > 1 << _TERM_SHIFT
 
 
+def encoded_names(names: list[str], known: Producers | tuple[()] = ()) -> list[bytes]:
+    """The names of an Open in UTF-8. Raises INVALID_NAME for too many, for one that comes twice or cannot be one, and
+    for one that is not known and cannot be new."""
+    encoded = [producer_name(name) for name in names]
+    if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(encoded)) < len(names):
+        raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
+    for shown, name in zip(names, encoded, strict=True):
+        if name not in known:
+            new_producer_name(shown)
+    return encoded
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """The sessions that an Open starts or resumes. All but `refusals` are columns of the names that are not refused."""
@@ -66,12 +78,7 @@ class Sessions:
 
         Raises INVALID_NAME, INVALID_REQUEST for the whole call.
         """
-        encoded = [producer_name(name) for name in names]
-        if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(encoded)) < len(names):
-            raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
-        for shown, name in zip(names, encoded, strict=True):
-            if name not in self._producers:
-                new_producer_name(shown)
+        encoded = encoded_names(names, self._producers)
         refusals: dict[int, SeqdedupeError] = {}
         if epochs is None:
             epochs = [self._next_epoch()] * len(names)

@@ -177,7 +177,7 @@ class Register(_message.Message):
     first_handle: _builtins.int
     """The handle of the first one: as many names have been registered before."""
     producer_names: _builtins.bytes
-    """The names one after the other, UTF-8, 1 to 255 bytes each; at most 65,536 names."""
+    """The names one after the other, UTF-8 without control characters, 1 to 255 bytes each; at most 65,536 names."""
     @_builtins.property
     def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Where each name starts and the last one ends: one value more than there are names, from 0."""

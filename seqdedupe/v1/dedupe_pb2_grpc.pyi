@@ -69,7 +69,8 @@ class DedupeServiceStub:
     ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
     above it would lose or double messages whatever the verdict: the check is refused with `OVERLAP` (split the range), or,
     where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. What is no message of its own passes:
-    markers, and all chunks of a message but the last. It is `NOT_DUP`, it is reported and replayed, and it leaves no trace.
+    markers, all chunks of a message but the last, and what came without a sequence ID from 0 up. It is `NOT_DUP`, it is
+    reported and replayed, and it leaves no trace.
     An entry that another cluster replicated has as its producer name that of its replicator, and as its sequence ID its
     position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
     2^28).
@@ -138,7 +139,8 @@ class DedupeServiceAsyncStub(DedupeServiceStub):
     ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
     above it would lose or double messages whatever the verdict: the check is refused with `OVERLAP` (split the range), or,
     where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. What is no message of its own passes:
-    markers, and all chunks of a message but the last. It is `NOT_DUP`, it is reported and replayed, and it leaves no trace.
+    markers, all chunks of a message but the last, and what came without a sequence ID from 0 up. It is `NOT_DUP`, it is
+    reported and replayed, and it leaves no trace.
     An entry that another cluster replicated has as its producer name that of its replicator, and as its sequence ID its
     position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
     2^28).
@@ -203,7 +205,8 @@ class DedupeServiceServicer(metaclass=_abc_1.ABCMeta):
     ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
     above it would lose or double messages whatever the verdict: the check is refused with `OVERLAP` (split the range), or,
     where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. What is no message of its own passes:
-    markers, and all chunks of a message but the last. It is `NOT_DUP`, it is reported and replayed, and it leaves no trace.
+    markers, all chunks of a message but the last, and what came without a sequence ID from 0 up. It is `NOT_DUP`, it is
+    reported and replayed, and it leaves no trace.
     An entry that another cluster replicated has as its producer name that of its replicator, and as its sequence ID its
     position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
     2^28).

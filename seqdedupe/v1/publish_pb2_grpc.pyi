@@ -68,6 +68,7 @@ class PublishServiceStub:
     epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
     that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
     the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+    A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.
     """
     Publish: _grpc.UnaryUnaryMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]
     """Publishes one small batch and answers when it is durable. For tools and for clients without streams;
@@ -122,6 +123,7 @@ class PublishServiceAsyncStub(PublishServiceStub):
     epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
     that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
     the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+    A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.
     """
     Publish: _aio.UnaryUnaryMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]  # type: ignore[assignment]
     """Publishes one small batch and answers when it is durable. For tools and for clients without streams;
@@ -179,6 +181,7 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
         that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
         the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+        A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.
         """
 
     @_abc_1.abstractmethod

@@ -35,7 +35,7 @@ Command = Callable[..., Any]
 
 _job = click.option("--job", required=True, metavar="NAME", help="The job: its positions are stored under this name.")
 _store = click.option("--store", "store_url", required=True, metavar="URL", help="sqlite:///FILE, postgresql://…, …")
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/spark.md describes it.")
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/spark-job.md describes it.")
 
 _SOURCE_OPTIONS = {
     "address": "service.url",

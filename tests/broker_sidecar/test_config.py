@@ -134,6 +134,7 @@ def test_other_addresses_only_if_that_is_wanted(listen: str) -> None:
     with pytest.raises(ConfigurationError) as e:
         load(None, {}, flags)
     assert e.value.reason == "INSECURE_LISTEN"
+    assert "(given by a flag)" in e.value.message
     assert load(None, {}, flags | {"allow_insecure_listen": True}).listen == listen
 
 

@@ -1,16 +1,18 @@
 """Policies over the wire: who inherits what, what survives, and deduplication that is switched while messages come."""
 
+import contextlib
 import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import grpc
 import pytest
 
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
-from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused, verdicts
+from tests.broker_sidecar.calls import DUP, NOT_DUP, TIMEOUT_SECONDS, Client, batch, refused, verdicts
 
 TOPIC = "persistent://shop/orders/t"
 GAP_REJECT = admin_pb2.TopicPolicy(gap=admin_pb2.GAP_POLICY_REJECT)
@@ -27,7 +29,8 @@ def set_namespace(client: Client, **values: Any) -> admin_pb2.SetNamespacePolicy
 
 
 def applied(client: Client, topic: str = TOPIC) -> admin_pb2.TopicPolicy:
-    return client.admin.GetTopicPolicy(admin_pb2.GetTopicPolicyRequest(topic=topic)).applied
+    request = admin_pb2.GetTopicPolicyRequest(topic=topic)
+    return client.admin.GetTopicPolicy(request, timeout=TIMEOUT_SECONDS, wait_for_ready=True).applied
 
 
 def gap(client: Client, first: int) -> str | None:
@@ -84,6 +87,43 @@ def test_all_levels_are_in_force_at_once_and_survive_kill_9_and_a_lost_store(
     set_topic(client, gap=admin_pb2.GAP_POLICY_ALLOW)
     epochs = client.epochs(TOPIC, "gap")
     assert verdicts(client.publish_unary(TOPIC, batch([("gap", 9)], epochs, {"gap": 0})), 1) == [NOT_DUP]
+    client.close()
+
+
+KILLS = 3
+
+
+def test_what_was_answered_survives_kill_9_at_any_moment(start_sidecar: Callable[..., Sidecar]) -> None:
+    sidecar = start_sidecar()
+    client = Client(sidecar.address)
+    client.open(TOPIC, "p")
+    answered = {"topic": -1, "namespace": -1}
+    for kill in range(KILLS):
+        begun = threading.Event()
+
+        def change(sent: int = 1000 * kill, begun: threading.Event = begun) -> None:
+            mine = Client(sidecar.address)
+            with contextlib.suppress(grpc.RpcError):
+                while True:
+                    sent += 1
+                    answered["topic"] = set_topic(mine, retention_size_in_mb=sent).set_policy.retention_size_in_mb
+                    namespace = set_namespace(mine, retention_time_in_minutes=sent).policy
+                    answered["namespace"] = namespace.retention_time_in_minutes
+                    if sent % 1000 > 5:
+                        begun.set()
+            mine.close()
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        assert begun.wait(60)
+        sidecar.kill()
+        thread.join(60)
+        assert not thread.is_alive()
+        sidecar.start()
+        found = applied(client)
+        # One more than was answered may have been under way.
+        assert found.retention_size_in_mb - answered["topic"] in (0, 1)
+        assert found.retention_time_in_minutes - answered["namespace"] in (0, 1)
     client.close()
 
 

@@ -142,6 +142,27 @@ def test_as_many_names_as_allowed_and_one_more(client: Client, topic: str) -> No
     assert listed == names[:-1]
 
 
+@pytest.mark.parametrize(
+    ("names", "epochs", "reason"),
+    [
+        (["a", "a"], [], "INVALID_NAME"),
+        ([""], [], "INVALID_NAME"),
+        (["a\n"], [], "INVALID_NAME"),
+        ([], [], "INVALID_NAME"),
+        (["a"], [1, 2], "TOPIC_NOT_FOUND"),
+        (["a"], [(1 << 32) + 1], "TOPIC_NOT_FOUND"),
+    ],
+)
+def test_an_open_that_is_refused_makes_no_topic(
+    client: Client, topic: str, names: list[str], epochs: list[int], reason: str
+) -> None:
+    """A session that is resumed is none of a topic that is not there: it does not undo the topic's deletion."""
+    assert refused(lambda: client.open(topic, *names, epochs=epochs)).reason == reason
+    assert refused(lambda: client.topic(topic)).reason == "TOPIC_NOT_FOUND"
+    client.open(topic, "a")
+    assert client.topic(topic).producers == 1
+
+
 def test_a_deleted_and_remade_topic_is_another_incarnation(client: Client, topic: str) -> None:
     epochs = client.epochs(topic, "a")
     client.publish_unary(topic, batch([("a", 0)], epochs))

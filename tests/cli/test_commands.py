@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.cli.main import main
+from seqdedupe.cli.options import print_table
 from seqdedupe.cli.topics import _print_topic
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import json_text, printable
@@ -138,6 +139,16 @@ def test_of_a_damaged_topic_nothing_is_shown_that_is_not_known(capsys: pytest.Ca
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     names = ("deduplication", "messages", "last", "snapshot", "producers", "log")
     assert [lines[name] for name in names] == ["?"] * len(names)
+
+
+def test_a_column_of_numbers_stands_to_the_right_where_one_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("TOPIC", "MESSAGES"), [("a", 12_345), ("b", None), ("c", 7)])
+    assert capsys.readouterr().out.splitlines() == [
+        "TOPIC  MESSAGES",
+        "a        12,345",
+        "b             ?",
+        "c             7",
+    ]
 
 
 def test_versions(run: Run) -> None:

@@ -17,6 +17,7 @@ import pytest
 from seqdedupe.cli.main import main
 from seqdedupe.client import ProducerConfig
 from seqdedupe.client.blocking import Client, Producer
+from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.testing import Sidecar
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
 from tests.conftest import StartSidecar
@@ -137,6 +138,19 @@ def test_the_order_of_a_file_is_looked_at_before_anything_is_sent(run: Run, tmp_
     (tmp_path / "a.csv").write_bytes(csv_of(5, 6, 7))
     run(*publish)
     assert ids_in(run, "order") == [5, 6, 7]
+
+
+def test_a_record_that_is_too_large_is_found_before_anything_is_made(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(lines(3) + b"x" * (MAX_PAYLOAD_BYTES + 1) + b"\n" + lines(3))
+    flags = ("--topic", "large", "--producer", "p")
+    stderr = run("publish", "a", *flags, status=1).stderr
+    assert b"a, line 4, is longer than a payload may be" in stderr
+    assert b"; nothing was sent [MESSAGE_TOO_LARGE]" in stderr
+    assert b"/large" not in run("topics").stdout
+    # Control: without that record all is published.
+    (tmp_path / "a").write_bytes(lines(6))
+    run("publish", "a", *flags)
+    assert run("read", "large").stdout == lines(6)
 
 
 def test_a_stream_is_refused_at_the_row_and_what_is_sorted_afterwards_is_another_file(

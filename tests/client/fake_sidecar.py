@@ -62,6 +62,8 @@ class FakeSidecar:
         self.idle_streams = 0
         """So many streams are told that they are of no use, as soon as they have said what they are for."""
         self.was_idle = asyncio.Event()
+        self.open_streams = 0
+        """Publish streams that have neither ended nor been cancelled."""
         self.opens: list[publish_pb2.OpenRequest] = []
         self.messages: list[publish_pb2.PublishStreamRequest] = []
         self.frames: list[publish_pb2.Frame] = []
@@ -100,6 +102,14 @@ class FakeSidecar:
         return list(self.on_frame(frame))
 
     async def _publish(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        self.open_streams += 1
+        try:
+            async for answer in self._answered(requests, context):
+                yield answer
+        finally:
+            self.open_streams -= 1
+
+    async def _answered(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for data in requests:
             self.messages.append(publish_pb2.PublishStreamRequest.FromString(data))
             if self.idle_streams:

@@ -40,6 +40,10 @@ def receipt(verdicts: list[int], first_index: int = -1, known: dict[int, int] | 
         np.full(len(known), INCARNATION, np.int64),
         indexes,
         np.zeros(0, np.int32),
+        np.zeros(0, np.uint32),
+        np.zeros(0, np.int64),
+        np.zeros(0, np.int64),
+        np.zeros(0, np.int32),
     )
 
 

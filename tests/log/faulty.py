@@ -281,6 +281,10 @@ class FaultyLog:
     # The contract.
 
     @property
+    def place(self) -> str:
+        return "a log of faults"
+
+    @property
     def first_index(self) -> int:
         return self.storage.first_index
 

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
+from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import Failure, LogName, Retention
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.log.embedded.segment import SCAN_BYTES
 from seqdedupe.log.embedded.writer import GROUP_APPENDS
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import LIMIT_SECONDS, Owner, parsed, replayed, what
@@ -399,6 +401,25 @@ async def test_any_index_of_many_large_segments_is_found(make_logs: MakeLogs) ->
             assert (await replayed(log, index))[-1].base_index == 2_990
         await log.close()
         log = await logs.open(INCARNATION, 3_000)
+    await log.close()
+
+
+async def test_records_larger_than_what_a_scan_reads_at_once(make_logs: MakeLogs) -> None:
+    logs = make_logs()
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    largest = MAX_BATCH_BYTES // 8 - 100
+    shapes = [(1, 10), (1, SCAN_BYTES), (3, 10), (8, largest), (8, largest), (1, 10)]
+    index = 0
+    for i, (rows, payload_bytes) in enumerate(shapes):
+        owner.append(index, rows, payload_bytes)
+        await owner.until_stored(i + 1)
+        index += rows
+    for _ in range(2):
+        # The marker, then the batches.
+        assert [entry.base_index for entry in (await replayed(log, 0))[-len(shapes) :]] == [0, 1, 2, 5, 13, 21]
+        await log.close()
+        log = await logs.open(INCARNATION, index)
     await log.close()
 
 

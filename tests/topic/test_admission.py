@@ -40,4 +40,4 @@ def test_cut_keeps_the_new_rows_and_nothing_else(data: st.DataObject) -> None:
     assert cut.encoded == decode(encoded).take(np.array(new)).encode()
     assert cut.rows == len(new)
     kept = [name.encode() for name in decode(cut.encoded).names()]
-    assert [producers.number(name) for name in kept] == cut.slots.tolist()
+    assert [producers.number(name) for name in kept] == cut.producer_rows.tolist()

@@ -62,6 +62,10 @@ class EmbeddedLog:
         self._closed = False
 
     @property
+    def place(self) -> str:
+        return str(self._folder)
+
+    @property
     def first_index(self) -> int:
         return self._reader.first_index
 

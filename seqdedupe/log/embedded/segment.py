@@ -30,8 +30,11 @@ from seqdedupe.log.contract import REPLAY_STEP_ENTRIES
 SUFFIX = ".log"
 MAX_RECORD_BYTES = HEADER_BYTES + MAX_BATCH_BYTES
 
-CHUNK_BYTES = max(4 * 1024 * 1024, MAX_RECORD_BYTES)
-"""What a scan reads at once. The largest record fits."""
+CHUNK_BYTES = MAX_RECORD_BYTES
+"""What is read at once where it must hold a whole record, however large."""
+
+SCAN_BYTES = 2 * 1024 * 1024
+"""What a scan of whole segments reads at once, where a record fits: little enough to stay in the processor's cache."""
 
 POINT_INTERVAL_BYTES = 64 * 1024
 """How far apart the points of the sparse index are, at least."""
@@ -180,9 +183,11 @@ class Step(NamedTuple):
     """`records.END` where the file or what was read ends, else what stopped the scan."""
 
 
-def read_step(file: int, identity: Identity, offset: int, end: int, next_index: int, ownership: int) -> Step:
-    """The entries from an offset of an open file on: about CHUNK_BYTES of them, at least one, none beyond `end`."""
-    raw = os.pread(file, min(CHUNK_BYTES, end - offset), offset)
+def read_step(
+    file: int, identity: Identity, offset: int, end: int, next_index: int, ownership: int, size: int = SCAN_BYTES
+) -> Step:
+    """The entries from an offset of an open file on: about `size` bytes of them, at least one, none beyond `end`."""
+    raw = os.pread(file, min(size, end - offset), offset)
     parts, result = [], records.new_result(ownership)
     at, why = 0, records.FULL
     while why == records.FULL:
@@ -196,6 +201,8 @@ def read_step(file: int, identity: Identity, offset: int, end: int, next_index: 
             next_index = int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS])
         at += size
     if why == records.INCOMPLETE and offset + len(raw) < end:
+        if not at and size < CHUNK_BYTES:
+            return read_step(file, identity, offset, end, next_index, ownership, CHUNK_BYTES)
         why = records.END if at else records.DAMAGED
     return Step(parts, offset + at, next_index, int(result[2]), why)
 

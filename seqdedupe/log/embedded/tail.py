@@ -22,6 +22,7 @@ from seqdedupe.log.embedded.segment import (
     BASE,
     CHUNK_BYTES,
     OWNER,
+    SCAN_BYTES,
     SUFFIX,
     SYNCED,
     TIME_MS,
@@ -123,7 +124,7 @@ def survey(folder: Path, identity: Identity, base_index: int, file: int, end: in
     segment = Segment(folder, identity, base_index, 0)
     tail = Tail(segment, base_index, 0, 0, base_index, records.END)
     while segment.end < end and tail.why == records.END:
-        piece = read_piece(file, identity, segment.end, end, tail.next_index, ownership=tail.ownership)
+        piece = read_piece(file, identity, segment.end, end, tail.next_index, ownership=tail.ownership, size=SCAN_BYTES)
         _add(tail, piece)
     return tail
 

@@ -1,0 +1,87 @@
+"""The messages of `DedupeService.Attach` as bytes: what a broker says, and its columns."""
+
+from typing import Any
+
+import numpy as np
+
+from broker_sidecar.rpc import parse
+from seqdedupe import wire
+from seqdedupe.errors import error
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
+from seqdedupe.topic.attachment import Columns
+from seqdedupe.v1 import dedupe_pb2
+
+INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
+
+MAX_CHECKS = 256
+"""In one message."""
+
+MAX_FIELDS = 2 * MAX_CHECKS
+"""In one message, other steps and fields of newer brokers among them."""
+
+SMALL_BYTES = 64 * 1024
+"""Whatever a message of this size holds, it can be parsed."""
+
+
+def parse_steps(data: bytes) -> Any:
+    """The steps in a message, of the alias schema. Raises MALFORMED_MESSAGE, INVALID_REQUEST."""
+    if len(data) > SMALL_BYTES:
+        _check_number_of_fields(data)
+    request = parse(wire.AttachRequest, data)
+    # Columns that come in pieces or not packed are legal, but of those the alias schema shows the last piece or none.
+    # So a message that is not as long as what is shown of it is read with the published schema.
+    request.DiscardUnknownFields()
+    if request.ByteSize() != len(data):
+        request = wire.AttachRequest.FromString(parse(dedupe_pb2.AttachRequest, data).SerializeToString())
+    if len(request.checks) > MAX_CHECKS:
+        raise error("INVALID_REQUEST", f"a message has more than {MAX_CHECKS} checks")
+    return request
+
+
+def _check_number_of_fields(data: bytes) -> None:
+    """Raises INVALID_REQUEST if there are too many to make objects of, MALFORMED_MESSAGE.
+
+    16 MiB hold millions of empty checks; parsed, they are half a gigabyte.
+    """
+    at = 0
+    for _ in range(MAX_FIELDS):
+        if at >= len(data):
+            return
+        at = wire.skip_field(data, at)
+        if at < 0:
+            raise error("MALFORMED_MESSAGE", "the request is not an AttachRequest")
+    if at < len(data):
+        raise error("INVALID_REQUEST", f"a message has more than {MAX_FIELDS} fields")
+
+
+def columns_of(message: Any) -> Columns:
+    """The columns of a `Check` or `Replay`. Raises INVALID_REQUEST."""
+    lowest = values(message.sequence_ids, INT64, "sequence_ids")
+    highest = lowest
+    if message.highest_sequence_ids:
+        highest = values(message.highest_sequence_ids, INT64, "highest_sequence_ids")
+    return Columns(values(message.handles, INT32, "handles"), lowest, highest, np.frombuffer(message.passes, np.uint8))
+
+
+def values(column: bytes, kind: Any, name: str) -> np.ndarray:
+    """The values of a column, or of offsets, of which there is one more. Raises INVALID_REQUEST."""
+    size = kind.itemsize
+    if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
+        raise error(
+            "INVALID_REQUEST", f"{name} has {len(column)} bytes: values of {size} bytes are needed, and at most "
+            f"{MAX_BATCH_ROWS} rows",
+        )  # fmt: skip
+    return np.frombuffer(column, kind)
+
+
+def names_of(register: Any) -> list[bytes]:
+    """The names to be registered. Raises INVALID_REQUEST."""
+    offsets = values(register.producer_name_offsets, INT32, "producer_name_offsets")
+    blob = register.producer_names
+    count = len(offsets) - 1
+    if not 1 <= count <= MAX_OPEN_NAMES:
+        raise error("INVALID_REQUEST", f"register takes 1 to {MAX_OPEN_NAMES} names")
+    if offsets[0] != 0 or offsets[-1] != len(blob) or (offsets[1:] < offsets[:-1]).any():
+        raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
+    at = offsets.tolist()
+    return [blob[at[i] : at[i + 1]] for i in range(count)]

@@ -1,0 +1,98 @@
+"""Receipts made by hand, as a log may give them whose message IDs do not follow from the indexes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from seqdedupe.batch import Binary, single_producer
+from seqdedupe.client.frames import decode_answer, receipt_columns
+from seqdedupe.client.receipts import PendingBatch, Verdict
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.message_id import MessageId
+from seqdedupe.v1 import batch_pb2, publish_pb2
+
+NOT_DUP, DUP = Verdict.NOT_DUP, Verdict.DUP
+
+TWO_LEDGERS = {"run_rows": [2, 3], "run_ledger_ids": [7, 8], "run_entry_ids": [41, 0], "run_batch_indexes": [-1, -1]}
+"""A ledger rolled over in mid-frame; every row is an entry."""
+
+ENTRIES_OF_TWO = {
+    "run_rows": [2, 2, 1],
+    "run_ledger_ids": [7, 7, 7],
+    "run_entry_ids": [41, 42, 43],
+    "run_batch_indexes": [0, 0, -1],
+}
+"""Rows share entries; the last one has an entry of its own."""
+
+
+def pending_batch(rows: int) -> PendingBatch:
+    pending = PendingBatch()
+    ids = np.arange(rows, dtype=np.int64)
+    pending.seal(single_producer(b"p", 0, -1, ids, Binary.of_all([b""] * rows)), 100)
+    return pending
+
+
+def answered(rows: int, raw: bytes) -> PendingBatch:
+    """A batch of so many rows after the answer with its receipt."""
+    pending = pending_batch(rows)
+    [receipt] = decode_answer(raw, lambda _: rows).receipts
+    pending.record(receipt_columns(receipt))
+    return pending
+
+
+def message_ids(pending: PendingBatch) -> list[MessageId | None]:
+    result = pending.result()
+    return [result[row].message_id for row in range(len(result))]
+
+
+def answer(first: tuple[int, int, int], **columns: Any) -> bytes:
+    ledger_id, entry_id, batch_index = first
+    receipt = publish_pb2.Receipt(
+        frame=1,
+        first_index=100,
+        first_message_id=batch_pb2.MessageId(ledger_id=ledger_id, entry_id=entry_id, batch_index=batch_index),
+        **columns,
+    )
+    return publish_pb2.PublishStreamResponse(receipts=[receipt]).SerializeToString()
+
+
+def test_a_ledger_that_rolled_over_in_mid_frame() -> None:
+    pending = answered(5, answer((7, 41, -1), **TWO_LEDGERS))
+    expected = [(7, 41, -1), (7, 42, -1), (8, 0, -1), (8, 1, -1), (8, 2, -1)]
+    assert message_ids(pending) == [MessageId(*one) for one in expected]
+    assert [pending.result()[row].index for row in range(5)] == [100, 101, 102, 103, 104]
+
+
+def test_rows_that_share_entries() -> None:
+    pending = answered(5, answer((7, 41, 0), **ENTRIES_OF_TWO))
+    expected = [(7, 41, 0), (7, 41, 1), (7, 42, 0), (7, 42, 1), (7, 43, -1)]
+    assert message_ids(pending) == [MessageId(*one) for one in expected]
+
+
+def test_only_the_rows_that_were_stored_have_a_place_in_the_runs() -> None:
+    verdicts = [DUP, NOT_DUP, DUP, NOT_DUP, NOT_DUP]
+    columns = {"run_rows": [1, 2], "run_ledger_ids": [7, 8], "run_entry_ids": [9, 0], "run_batch_indexes": [-1, -1]}
+    known = {"known_rows": [2], "known_indexes": [4], "known_ledger_ids": [3], "known_entry_ids": [5]}
+    pending = answered(5, answer((7, 9, -1), verdicts=[int(v) for v in verdicts], **columns, **known))
+    expected = [None, MessageId(7, 9), MessageId(3, 5), MessageId(8, 0), MessageId(8, 1)]
+    assert message_ids(pending) == expected
+    assert [pending.result()[row].index for row in range(5)] == [-1, 100, 4, 101, 102]
+
+
+def test_runs_in_an_unusual_encoding() -> None:
+    usual = answer((7, 41, -1), **TWO_LEDGERS)
+    receipt = publish_pb2.PublishStreamResponse.FromString(usual).receipts[0]
+    receipt.ClearField("run_rows")
+    unpacked = b"".join(bytes((10 << 3 | 5,)) + rows.to_bytes(4, "little") for rows in TWO_LEDGERS["run_rows"])
+    body = receipt.SerializeToString() + unpacked
+    number = publish_pb2.PublishStreamResponse.DESCRIPTOR.fields_by_name["receipts"].number
+    raw = bytes((number << 3 | 2, len(body))) + body
+    assert raw != usual
+    assert message_ids(answered(5, raw)) == message_ids(answered(5, usual))
+
+
+def test_runs_of_another_number_of_rows_are_a_defect() -> None:
+    with pytest.raises(SeqdedupeError, match="for 5 rows, and 4 were stored") as e:
+        answered(4, answer((7, 41, -1), **TWO_LEDGERS)).result()
+    assert e.value.reason == "INTERNAL"
