@@ -26,6 +26,7 @@ FIGURES = (
     "snapshot_pause",
     "start",
     "tag",
+    "doctor",
     "memory",
     "spark_source",
     "spark_postgres",

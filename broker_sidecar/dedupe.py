@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -20,6 +21,9 @@ from seqdedupe.v1 import dedupe_pb2
 SERVICE = "seqdedupe.v1.DedupeService"
 
 MAX_TOKEN = 2**64 - 1
+
+END_SECONDS = 1.0
+"""A client that reads nothing for so long is not told why its attachment ends."""
 
 ADMISSION_BYTES = 24
 """What one in flight takes, about: handle, IDs, and its part of what they came in."""
@@ -58,6 +62,9 @@ class DedupeService:
         hold = _Hold(topic, stream)
         try:
             await hold.serve()
+        except SeqdedupeError as e:
+            await hold.tell_end(e)
+            raise
         finally:
             topic.detach(hold.attachment)
             hold.close()
@@ -165,6 +172,13 @@ class _Hold:
             self._telling = asyncio.ensure_future(self._write(wire.AttachResponse()))
             # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
             self._telling.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def tell_end(self, why: SeqdedupeError) -> None:
+        """Says why it ends, to a client that has room for it: what the status says is lost to one that is writing."""
+        end = wire.End(reason=why.reason, message=why.message, retry_delay_ms=why.retry_delay_ms)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._write(wire.AttachResponse(end=end))
 
     def close(self) -> None:
         self._hold(0)

@@ -249,6 +249,7 @@ REASONS: dict[str, Reason] = {
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),
     "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
+    "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or not there, within a file system."),
     "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that it has."),
     "SOURCE_CHANGED": _configuration(
         "If it is another file, publish it under another producer name. If it is the same one, corrected, do not: "

@@ -8,6 +8,7 @@ from types import TracebackType
 import click
 
 from seqdedupe.cli.bench import bench
+from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
 from seqdedupe.cli.policy import policy
 from seqdedupe.cli.publish import publish
@@ -26,7 +27,7 @@ def cli() -> None:
     """Effectively-once publishing: run a sidecar, publish files, read topics."""
 
 
-for _command in (serve, publish, read, topics, policy, producers, snapshot, bench, job, version):
+for _command in (serve, publish, read, topics, policy, producers, snapshot, bench, job, doctor, version):
     cli.add_command(_command)
 
 

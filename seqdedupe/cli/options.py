@@ -19,12 +19,14 @@ _SHORT_NAMES = "persistent://public/default/"
 _SHORTEST_NEAR_NAME = 4
 """A shorter name is near to too many."""
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/cli.md describes it.")
+as_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/cli.md describes it."
+)
 
 
 def common(command: Command) -> Command:
     """Adds `--address` and `--json`."""
-    return address_option(_as_json(command))
+    return address_option(as_json_option(command))
 
 
 def connect(address: str) -> Client:

@@ -391,6 +391,8 @@ class Attachment:
             self._answer(
                 refusal.frame, error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
             )
+        if answer.HasField("end"):
+            raise error_of_reason(answer.end.reason, answer.end.message, answer.end.retry_delay_ms, {})
         if answer.HasField("ready") and not self._ready.done():
             self._ready.set_result(None)
 

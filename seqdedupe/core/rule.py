@@ -246,16 +246,14 @@ def confirm(
 
 @kernel(inline=True)
 def confirm_batch(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, dirty: Uint8s) -> int:
-    """`confirm` for a batch that is in the log at `places[BASE_INDEX]`."""
-    return confirm(
-        producer_rows,
-        int64_column(raw, places, EPOCHS),
-        int32_column(raw, places, PRODUCER_INDEXES),
-        int64_column(raw, places, SEQUENCE_IDS),
-        places[BASE_INDEX],
-        numbers,
-        dirty,
-    )
+    """`confirm` for a batch that is in the log at `places[BASE_INDEX]`, for the rows that matter."""
+    indexes = int32_column(raw, places, PRODUCER_INDEXES)
+    ids = int64_column(raw, places, SEQUENCE_IDS)
+    if indexes.shape[0] == 0:
+        # A producer's IDs rise within a batch: the last one is the highest.
+        ids = ids[ids.shape[0] - 1 :]
+    epochs = int64_column(raw, places, EPOCHS)
+    return confirm(producer_rows, epochs, indexes, ids, places[BASE_INDEX], numbers, dirty)
 
 
 @kernel()

@@ -288,6 +288,24 @@ def synced_offset_of(header: bytes) -> int:
     return int.from_bytes(header[SYNCED_AT : SYNCED_AT + 8], "little")
 
 
+def end_of(header: bytes) -> tuple[int, int]:
+    """How many bytes the record with this header takes, and the index after its last message."""
+    body_bytes = padded_length(np.frombuffer(header, np.uint8), LENGTH_AT)
+    rows = int.from_bytes(header[ROWS_AT : ROWS_AT + 4], "little")
+    return LENGTH_END + body_bytes, base_index_of(header) + rows
+
+
+def base_index_of(header: bytes) -> int:
+    """The index of the first message of a record with this header."""
+    return int.from_bytes(header[BASE_INDEX_AT : BASE_INDEX_AT + 8], "little")
+
+
+def file_offset_of(raw: bytes, places: np.ndarray) -> int:
+    """Where in its file a scanned record says that it stands."""
+    at = int(places[RECORD_START]) + FILE_OFFSET_AT
+    return int.from_bytes(raw[at : at + 8], "little")
+
+
 def is_newer(header: bytes) -> bool:
     """Whether a record with this header, which its tag shows to be ours, is of another format version."""
     return int.from_bytes(header[VERSION_AT : VERSION_AT + 4], "little") != FORMAT_VERSION

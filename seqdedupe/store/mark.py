@@ -8,6 +8,8 @@ that was durable. It moves after the sync, never before: then a torn log would b
 import fcntl
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import google_crc32c
@@ -68,6 +70,25 @@ class Mark:
     def close(self) -> None:
         """Lets go of the lock."""
         os.close(self._descriptor)
+
+
+@contextmanager
+def kept_unused(folder: Path) -> Iterator[None]:
+    """While the block runs no sidecar uses this store, or makes one there if there is none. Changes nothing.
+
+    Raises DIRECTORY_IN_USE.
+    """
+    with ExitStack() as held:
+        # Whoever makes a store locks the folder above it; whoever has one open, its mark.
+        for path in (folder.parent, folder / FILE_NAME):
+            if path.exists():
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                held.callback(os.close, descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError as e:
+                    raise error("DIRECTORY_IN_USE", f"another process uses the store {folder}") from e
+        yield
 
 
 def _encoded(sequence: int) -> bytes:

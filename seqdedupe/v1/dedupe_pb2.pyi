@@ -409,6 +409,7 @@ class AttachResponse(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     CHECKED_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     trim_position: _builtins.bytes
     """The entries up to here, itself included, are covered by a durable snapshot; empty: none. When it has moved, and there
     is nothing else to say, a message comes with this alone.
@@ -429,6 +430,12 @@ class AttachResponse(_message.Message):
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckRefusal]:
         """The answers to checks of which nothing was admitted."""
 
+    @_builtins.property
+    def end(self) -> Global___End:
+        """The last message of an attachment that an error ends: what the status of the stream says too, which gRPC's clients may
+        lose while they are writing.
+        """
+
     def __init__(
         self,
         *,
@@ -437,14 +444,45 @@ class AttachResponse(_message.Message):
         ready: Global___Ready | None = ...,
         checked: _abc.Iterable[Global___Checked] | None = ...,
         refusals: _abc.Iterable[Global___CheckRefusal] | None = ...,
+        end: Global___End | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "ready", b"ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "end", b"end", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "checked", b"checked", "ready", b"ready", "refusals", b"refusals", "trim_position", b"trim_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "checked", b"checked", "end", b"end", "ready", b"ready", "refusals", b"refusals", "trim_position", b"trim_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class End(_message.Message):
+    """Why an attachment ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    RETRY_DELAY_MS_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """The stable reason, see docs/errors.md."""
+    message: _builtins.str
+    """One line for a person."""
+    retry_delay_ms: _builtins.int
+    """After which attaching again may help; -1: it cannot, as it is."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        retry_delay_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "retry_delay_ms", b"retry_delay_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___End: _TypeAlias = End  # noqa: Y015
 
 @_typing.final
 class Attached(_message.Message):

@@ -88,13 +88,14 @@ async def test_an_entry_is_left_out(brokers_sidecar: Sidecar, topic: str) -> Non
 async def test_a_gap_early_in_a_long_replay_ends_it(brokers_sidecar: Sidecar, topic: str) -> None:
     """The refusal comes while there is much to send yet; nobody waits for room that never comes."""
     log = Log()
-    for i in range(100_000):
+    for i in range(50_000):
         log.append("a", i, b"p" * 200 + b"%d" % i)
     del log.entries[1]
     async with BrokerClient(brokers_sidecar.address) as client:
-        # Of a stream that ends while something is being written gRPC may not say why.
-        with pytest.raises(SeqdedupeError, match=r"REPLAY_GAP|OUTCOME_UNKNOWN"):
-            await log.attach(client, topic)
+        # Of a stream that ends while something is being written gRPC does not say why: mostly, so more than once.
+        for _ in range(3):
+            with pytest.raises(SeqdedupeError, match="REPLAY_GAP"):
+                await log.attach(client, topic)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256, "\ud800", "a\nb"])

@@ -97,6 +97,19 @@ async def test_a_file(start_sidecar: StartSidecar, start_broker: Callable[..., B
     assert sum(producer.answers["dup"] for producer in producers) > 0
 
 
+async def test_a_disk_that_is_full_now_and_then(
+    start_sidecar: StartSidecar, start_broker: Callable[..., BrokerProcess], tmp_path: Path
+) -> None:
+    sidecar = await asyncio.to_thread(brokers_sidecar, start_sidecar)
+    broker = start_broker("tests.examples.full_disk", tmp_path / "log", "--sidecar", sidecar.address)
+    producers = await publish_under([], broker.address)
+    broker.kill()
+    assert in_file(tmp_path / "log") == each_once(producers)
+    assert sum(line.startswith("not written: ") for line in broker.lines) > 1
+    # It was never detached for that.
+    assert sum(line.startswith("attached: ") for line in broker.lines) == 1
+
+
 async def test_a_file_without_the_sidecar(start_broker: Callable[..., BrokerProcess], tmp_path: Path) -> None:
     """The control arm: the same load, the same fault, and messages are doubled."""
     broker = start_broker("tests.examples.always_new", tmp_path / "log")

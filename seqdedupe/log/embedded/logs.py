@@ -75,20 +75,9 @@ class EmbeddedLogs:
     async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
         """See `Logs.create`."""
         try:
-            await self._in_thread(self._create, incarnation, topic, secret)
+            await self._in_thread(create_log, self._of(incarnation), topic, secret)
         except OSError as e:
             raise error("LOG_REFUSED", f"the log of topic {topic} cannot be made: {e}") from e
-
-    def _create(self, incarnation: int, topic: str, secret: bytes) -> None:
-        folder = self._of(incarnation)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not base_indexes(folder):
-            write_synced(folder / SECRET_FILE, secret)
-            write_synced(folder / TOPIC_FILE, topic.encode())
-            # Last: a log with a segment has all that it needs.
-            os.close(os.open(folder / f"{0:020d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        for made in (folder, self._folder, self._folder.parent):
-            sync_folder(made)
 
     async def delete(self, incarnation: int) -> None:
         """See `Logs.delete`."""
@@ -138,6 +127,18 @@ class EmbeddedLogs:
         return await asyncio.get_running_loop().run_in_executor(self._shared.threads, function, *arguments)
 
 
+def create_log(folder: Path, topic: str, secret: bytes) -> None:
+    """Makes an empty log in its folder, or the rest of one, durable on return. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not base_indexes(folder):
+        write_synced(folder / SECRET_FILE, secret)
+        write_synced(folder / TOPIC_FILE, topic.encode())
+        # Last: a log with a segment has all that it needs.
+        os.close(os.open(folder / f"{0:020d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+    for made in (folder, folder.parent, folder.parent.parent):
+        sync_folder(made)
+
+
 def _secret(folder: Path, known: bytes | None) -> bytes:
     """A log's secret. `known` is what the store says; where the file lacks it, it is written again.
 
@@ -164,12 +165,16 @@ def _secret(folder: Path, known: bytes | None) -> bytes:
 def _names(folder: Path) -> list[LogName]:
     if not folder.exists():
         return []
-    incarnations = sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdecimal())
-    return [LogName(incarnation, _topic(folder / str(incarnation))) for incarnation in incarnations]
+    return [LogName(incarnation, topic_of(folder / str(incarnation))) for incarnation in incarnations(folder)]
 
 
-def _topic(folder: Path) -> str | None:
-    """The name that a log's folder says; None if it does not say one yet."""
+def incarnations(folder: Path) -> list[int]:
+    """Those of the logs in a folder, in order. Raises OSError."""
+    return sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdecimal())
+
+
+def topic_of(folder: Path) -> str | None:
+    """The name that a log's folder says; None if it does not say one yet. Raises LOG_DAMAGED; OSError."""
     path = folder / TOPIC_FILE
     try:
         raw = path.read_bytes()

@@ -184,25 +184,34 @@ class Step(NamedTuple):
 
 
 def read_step(
-    file: int, identity: Identity, offset: int, end: int, next_index: int, ownership: int, size: int = SCAN_BYTES
+    file: int,
+    identity: Identity,
+    offset: int,
+    end: int,
+    next_index: int,
+    ownership: int,
+    size: int = SCAN_BYTES,
+    read: Callable[[int, int, int], bytes] | None = None,
 ) -> Step:
     """The entries from an offset of an open file on: about `size` bytes of them, at least one, none beyond `end`."""
-    raw = os.pread(file, min(size, end - offset), offset)
-    parts, result = [], records.new_result(ownership)
+    raw = (read or os.pread)(file, min(size, end - offset), offset)
+    if not hasattr(_scratch, "entries"):
+        _scratch.entries = records.new_table(REPLAY_STEP_ENTRIES)
+    places, parts, result = _scratch.entries, [], records.new_result(ownership)
     at, why = 0, records.FULL
     while why == records.FULL:
         part = raw[at:]
-        table = records.new_table(min(REPLAY_STEP_ENTRIES, len(part) // HEADER_BYTES + 1))
         view = np.frombuffer(part, np.uint8)
-        why = records.scan(view, identity.incarnation, offset + at, next_index, identity.key, table, result)
-        count, size = int(result[0]), int(result[1])
+        why = records.scan(view, identity.incarnation, offset + at, next_index, identity.key, places, result)
+        count, taken = int(result[0]), int(result[1])
         if count:
-            parts.append((part, table[:count]))
-            next_index = int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS])
-        at += size
+            table = places[:count].copy()
+            parts.append((part, table))
+            next_index = int(table[-1, BASE_INDEX] + table[-1, ROWS])
+        at += taken
     if why == records.INCOMPLETE and offset + len(raw) < end:
         if not at and size < CHUNK_BYTES:
-            return read_step(file, identity, offset, end, next_index, ownership, CHUNK_BYTES)
+            return read_step(file, identity, offset, end, next_index, ownership, CHUNK_BYTES, read)
         why = records.END if at else records.DAMAGED
     return Step(parts, offset + at, next_index, int(result[2]), why)
 

@@ -29,6 +29,7 @@ from seqdedupe.log.embedded.segment import (
     WHAT_STANDS_THERE,
     Identity,
     Piece,
+    Read,
     Segment,
     damaged,
     read_piece,
@@ -196,7 +197,7 @@ def mend(tail: Tail, file: int) -> None:
 def _synced_after(tail: Tail, file: int, size: int) -> int:
     """The highest synced offset that a header after the first damage names; 0 if there is none."""
     highest = 0
-    for header in _headers(tail, file, tail.segment.end + 1, size):
+    for _, header in _headers(tail, file, tail.segment.end + 1, size):
         if records.is_newer(header):
             raise damaged(tail.segment.path, tail.segment.end, WHAT_STANDS_THERE[records.NEWER], records.NEWER)
         highest = max(highest, records.synced_offset_of(header))
@@ -213,11 +214,19 @@ def _intact_end(tail: Tail, file: int, at: int) -> int:
     return at
 
 
-def _headers(tail: Tail, file: int, at: int, size: int) -> Iterator[bytes]:
-    """The headers that this log wrote where they stand, from an offset on."""
-    identity, base_index = tail.segment.identity, tail.segment.base_index
+def _headers(tail: Tail, file: int, at: int, size: int) -> Iterator[tuple[int, bytes]]:
+    return headers_from(file, tail.segment.identity, at, size, tail.segment.base_index)
+
+
+def headers_from(
+    file: int, identity: Identity, at: int, size: int, base_index: int, read: Read = os.pread
+) -> Iterator[tuple[int, bytes]]:
+    """Offset and bytes of the headers that this log wrote where they stand, from an offset of a segment file on.
+
+    Those that name an index below `base_index`, that of the segment or a higher one, are passed over.
+    """
     while at + HEADER_BYTES <= size:
-        raw = os.pread(file, CHUNK_BYTES, at)
+        raw = read(file, CHUNK_BYTES, at)
         if len(raw) < HEADER_BYTES:
             break
         view = np.frombuffer(raw, np.uint8)
@@ -225,5 +234,5 @@ def _headers(tail: Tail, file: int, at: int, size: int) -> Iterator[bytes]:
         if found < 0:
             at += len(raw) - HEADER_BYTES + 1
         else:
-            yield raw[found : found + HEADER_BYTES]
+            yield at + found, bytes(raw[found : found + HEADER_BYTES])
             at += found + HEADER_BYTES

@@ -1,0 +1,144 @@
+"""`seqdedupe doctor`: looks at a data directory while no sidecar runs on it, and salvages what can be read."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from seqdedupe.cli.options import as_json_option, print_json
+from seqdedupe.command import FAILED, WRONG_USAGE, echo, printable, say_failure
+from seqdedupe.errors import SeqdedupeError, error
+
+if TYPE_CHECKING:
+    from seqdedupe.doctor.findings import Findings, Missing, TopicFindings
+    from seqdedupe.doctor.salvage import Salvage
+    from seqdedupe.log.embedded.inspection import Damage
+
+SHOWN = 20
+"""Of a topic, so many places of damage and missing IDs are printed; `--json` has all."""
+
+
+@click.command(short_help="Check a data directory; salvage what can be read.")
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--salvage",
+    "to",
+    type=click.Path(path_type=Path),
+    metavar="NEW_DIRECTORY",
+    help="Write what can be read into a new data directory, with a report of what is missing.",
+)
+@as_json_option
+def doctor(directory: Path, to: Path | None, as_json: bool) -> int:
+    """Check a data directory, every byte of it, while no sidecar runs on it. Nothing in it is changed.
+
+    The exit status is 0 if all is whole, 1 if something is damaged, 2 if it could not be looked at.
+    """
+    try:
+        return _run(directory, to, as_json)
+    except SeqdedupeError as e:
+        say_failure("seqdedupe", e, as_json=as_json)
+    except OSError as e:
+        say_failure("seqdedupe", error("LOG_UNREADABLE", str(e)), as_json=as_json)
+    return WRONG_USAGE
+
+
+def _run(directory: Path, to: Path | None, as_json: bool) -> int:
+    # What is logged while a store is opened is of the copy.
+    logging.getLogger("seqdedupe").addHandler(logging.NullHandler())
+    try:
+        from broker_sidecar import kernels
+
+        kernels.prepare()
+        from seqdedupe.doctor.examine import examine
+        from seqdedupe.doctor.salvage import salvage
+    except ModuleNotFoundError as e:
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"a data directory is looked at with {e.name}, which is not installed",
+            hint="Install it: pip install 'seqdedupe[sidecar]'",
+        ) from e
+    if to is None:
+        findings = examine(directory)
+        print_json(findings.to_json()) if as_json else _print(findings)
+    else:
+        made = salvage(directory, to)
+        findings = made.findings
+        print_json(made.to_json()) if as_json else _print_salvage(made, to)
+    return 0 if findings.is_whole else FAILED
+
+
+def _print(findings: "Findings") -> None:
+    for topic in findings.topics:
+        _print_topic(topic)
+    _say(f"store: {findings.store.value}" + (f": {findings.store_why}" if findings.store_why else ""))
+    for cure in findings.cures:
+        _say(f"what to do: {cure}")
+    _say(f"{findings.directory} is " + ("whole" if findings.is_whole else "NOT WHOLE"))
+
+
+def _print_topic(topic: "TopicFindings") -> None:
+    _say(f"{topic.name}: " + ("whole" if topic.is_whole else "NOT WHOLE"))
+    indexes = f", indexes {topic.first_index} to {topic.next_index - 1}" if topic.messages else ""
+    _say(
+        f"  {topic.messages:,} messages can be read{indexes}, {topic.producers:,} producers, {topic.log_bytes:,} bytes"
+    )
+    for damage in topic.damage[:SHOWN]:
+        _say(f"  damage: {damage.file}, byte {damage.offset}: {damage.what}; it concerns {_indexes(damage)}")
+    _say_more(len(topic.damage), "places of damage")
+    for missing in topic.missing[:SHOWN]:
+        _say(f"  missing: {_missing(missing)}")
+    _say_more(len(topic.missing), "producers' missing messages")
+    for why in topic.disagreements:
+        _say(f"  wrong: {why}")
+    if (torn := topic.torn_end) is not None:
+        _say(
+            f"  no damage: {torn.file} has a torn end of {torn.size_bytes:,} bytes (about {torn.records} records) from "
+            f"byte {torn.offset} on, which nobody was told is stored; the next start cuts it off"
+        )
+    for note in topic.notes:
+        _say(f"  no damage: {note}")
+    for cure in dict.fromkeys(topic.cures):
+        _say(f"  what to do: {cure}")
+
+
+def _say_more(count: int, what: str) -> None:
+    if count > SHOWN:
+        _say(f"  … and {count - SHOWN:,} more {what}: --json has all")
+
+
+def _indexes(damage: "Damage") -> str:
+    first, following = damage.first_index, damage.next_index
+    if following is None:
+        return f"index {first} and it is not known which after it"
+    if following == first:
+        return f"no message (a marker or a control record before index {first})"
+    return f"{following - first:,} messages, indexes {first} to {following - 1}"
+
+
+def _missing(missing: "Missing") -> str:
+    ids = f"producer {missing.producer!r}, sequence IDs {missing.first_sequence_id} to {missing.last_sequence_id}"
+    if missing.messages is not None:
+        return f"{ids}, {missing.messages:,} messages"
+    if missing.is_perhaps_trimmed:
+        return f"{ids}, as far as they were used and retention had not dropped them"
+    return f"{ids}, as far as they were used"
+
+
+def _print_salvage(made: "Salvage", to: Path) -> None:
+    _print(made.findings)
+    for topic in made.topics:
+        how = "copied" if topic.is_copied else f"written anew, incarnation {topic.record.incarnation}"
+        _say(f"{topic.record.name}: {how}")
+        for kept in topic.kept[:SHOWN] if not topic.is_copied else ():
+            new = f"{kept.new_first_index} to {kept.new_first_index + kept.last_index - kept.first_index}"
+            _say(f"  indexes {kept.first_index} to {kept.last_index} are {new} now")
+        if not topic.is_copied:
+            _say_more(len(topic.kept), "stretches")
+    for name in made.left_out:
+        _say(f"{name}: LEFT OUT")
+    _say(f"{to} is ready; its file salvage.json says what is missing")
+
+
+def _say(line: str) -> None:
+    echo(printable(line))

@@ -1,0 +1,1 @@
+"""Data directories, examined and salvaged while no sidecar runs on them."""

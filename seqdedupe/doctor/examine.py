@@ -1,0 +1,187 @@
+"""A data directory, every byte of it, looked at while no sidecar runs on it. Changes nothing."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
+from seqdedupe.doctor.log import examine_log
+from seqdedupe.doctor.tally import Tally
+from seqdedupe.errors import DamagedError, error
+from seqdedupe.format.tag import SECRET_BYTES, key_of
+from seqdedupe.log.embedded.logs import SECRET_FILE, incarnations, topic_of
+from seqdedupe.log.embedded.segment import Identity
+from seqdedupe.log.embedded.tail import base_indexes
+from seqdedupe.names import topic_name
+from seqdedupe.store.copy import check_all, opened_copy
+from seqdedupe.store.db import Store
+from seqdedupe.store.mark import kept_unused
+from seqdedupe.store.snapshots import Loaded, Snapshots
+from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+
+REBUILD = "move the folder store away and start once with --rebuild-store: its records are made anew from the logs"
+RESTORE = (
+    "restore the topic's log together with the store from one backup, or write what can be read into a new directory "
+    "with --salvage"
+)
+_NO_SECRET = "restore the log's file secret from a backup: without it none of its records can be believed"
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A topic of which there is a log: what was found, and what it takes to read the log again."""
+
+    findings: TopicFindings
+    folder: Path
+    identity: Identity
+    secret: bytes
+    loaded: Loaded | None
+    tally: Tally
+
+
+def examine(directory: Path, each: Callable[[Examined], None] = lambda examined: None) -> Findings:
+    """Reads everything. `each` is given every topic whose log can be read, in the order of their creation.
+
+    Raises DIRECTORY_IN_USE if a sidecar uses it, INVALID_CONFIGURATION if it is no data directory, STORE_UNAVAILABLE,
+    OSError.
+    """
+    logs = directory / "logs"
+    if not logs.is_dir() and not (directory / "store").is_dir():
+        why = f"{directory} is no data directory: it has neither logs nor a store"
+        raise error("INVALID_CONFIGURATION", why, hint="Name the directory that data_directory names.")
+    with kept_unused(directory / "store"), ExitStack() as opened:
+        found = Findings(str(directory), StoreState.WHOLE)
+        store, records = _open_store(directory / "store", found, opened)
+        known = {record.incarnation: record for record in records}
+        folders = incarnations(logs) if logs.is_dir() else []
+        for incarnation in sorted({*known, *folders}):
+            loaded = _Stored(known.get(incarnation), store)
+            topic = _topic(logs / str(incarnation), incarnation, loaded, found.store, each)
+            found.topics.append(topic)
+        _check_names(found.topics)
+        if any(not topic.is_whole for topic in found.topics) and found.store is StoreState.WHOLE:
+            found.cures += _directory_cures(found.topics)
+        return found
+
+
+@dataclass(slots=True)
+class _Stored:
+    """What the store says of a topic."""
+
+    record: TopicRecord | None
+    store: Store | None
+    why: str = ""
+
+    def load(self) -> Loaded | None:
+        if self.record is None or self.store is None:
+            return None
+        try:
+            return Snapshots(self.store, self.record.incarnation).load()
+        except DamagedError as e:
+            self.why = e.message
+            return None
+
+
+def _open_store(folder: Path, found: Findings, opened: ExitStack) -> tuple[Store | None, list[TopicRecord]]:
+    try:
+        store = opened.enter_context(opened_copy(folder))
+        check_all(store)
+        found.namespace_policies = store.namespace_policies()
+        return store, store.topics()
+    except DamagedError as e:
+        is_missing = e.reason == "STORE_MISSING"
+        found.store = StoreState.MISSING if is_missing else StoreState.DAMAGED
+        found.store_why = e.message
+        has_version = e.reason in ("NEWER_FORMAT", "OLDER_FORMAT")
+        found.cures.append(e.hint if has_version else f"restore the directory from a backup; or {REBUILD}")
+        return None, []
+
+
+def _topic(
+    folder: Path,
+    incarnation: int,
+    stored: _Stored,
+    store: StoreState,
+    each: Callable[[Examined], None],
+) -> TopicFindings:
+    record = stored.record
+    said, name_why = _name_of(folder)
+    found = TopicFindings(record.name if record else said or topic_name(f"rebuilt-{incarnation}"), incarnation)
+    loaded = stored.load()
+    if stored.why:
+        found.disagreements.append(stored.why)
+        found.cures.append(REBUILD)
+    if record is not None and record.log is LogKind.BROKER:
+        found.log = "broker"
+        found.producers = len(loaded.names) if loaded else 0
+        found.notes.append("its log is a broker's own, and was not looked at")
+        return found
+    if record is not None and record.state is not TopicState.ACTIVE:
+        found.notes.append(f"{record.state.name}: the next start finishes that")
+        return found
+    if record is None and store is StoreState.WHOLE:
+        found.disagreements.append("there is a log, but the store has no record of it")
+        found.cures.append("restore log and store from one backup, or start once with --rebuild-store")
+    if name_why or (record is not None and said not in (None, record.name)):
+        found.disagreements.append(name_why or f"the file topic of {folder} names another topic, {said}")
+        found.cures.append(RESTORE)
+    if record is not None and not folder.is_dir():
+        found.disagreements.append("the store has a record, but there is no log")
+        found.cures.append("restore the log together with the store from one backup, or delete the topic")
+        return found
+    secret = _secret(folder, record, found)
+    if secret is None:
+        return found
+    identity = Identity(incarnation, key_of(secret))
+    found.log_bytes = sum(path.stat().st_size for path in _segments(folder))
+    tally = examine_log(folder, identity, loaded, found, expects_snapshot=record is not None and not stored.why)
+    if not found.is_whole and not found.cures:
+        found.cures.append(RESTORE)
+    if tally is not None:
+        each(Examined(found, folder, identity, secret, loaded, tally))
+    return found
+
+
+def _segments(folder: Path) -> Iterator[Path]:
+    return (folder / f"{base:020d}.log" for base in base_indexes(folder))
+
+
+def _name_of(folder: Path) -> tuple[str | None, str]:
+    try:
+        return (topic_of(folder), "") if folder.is_dir() else (None, "")
+    except DamagedError as e:
+        return None, e.message
+
+
+def _secret(folder: Path, record: TopicRecord | None, found: TopicFindings) -> bytes | None:
+    """What makes the log's records its own. As opening the log finds it, but nothing is written."""
+    path = folder / SECRET_FILE
+    there = path.read_bytes() if path.exists() else b""
+    known = record.secret if record is not None else b""
+    if len(there) == SECRET_BYTES and known in (b"", there):
+        return there
+    if len(there) == SECRET_BYTES:
+        found.disagreements.append(f"{path} is the secret of another log")
+        found.cures.append(RESTORE)
+    elif known:
+        found.notes.append(f"{path} is missing or short: the store has it, and the next start writes it again")
+    else:
+        found.disagreements.append(f"{path} is missing or short, and the store does not have it either")
+        found.cures.append(_NO_SECRET)
+    return known or None
+
+
+def _check_names(topics: list[TopicFindings]) -> None:
+    seen: dict[str, TopicFindings] = {}
+    for topic in topics:
+        if topic.name in seen:
+            topic.disagreements.append(
+                f"there is another topic of this name, incarnation {seen[topic.name].incarnation}"
+            )
+        seen.setdefault(topic.name, topic)
+
+
+def _directory_cures(topics: list[TopicFindings]) -> list[str]:
+    damaged = sum(not topic.is_whole for topic in topics)
+    return [f"{damaged} of {len(topics)} topics are not whole: see what each says"]

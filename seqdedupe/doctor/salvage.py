@@ -1,0 +1,239 @@
+"""What can still be read of a data directory, into a new one that a sidecar opens.
+
+A topic that is whole is copied as it is. Of the others the messages that are left are written in their order as a log
+of a new incarnation, so that nobody reads on from a position in the old one. Watermarks are at least what the old log
+and the old store say: what is there is never stored twice; what is missing is a Dup all the same, and is therefore
+reported.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import time
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqdedupe.doctor.examine import Examined, examine
+from seqdedupe.doctor.findings import Findings
+from seqdedupe.errors import error
+from seqdedupe.files import sync_folder
+from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RECORD_START, ROWS
+from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
+from seqdedupe.format.records import body_of
+from seqdedupe.format.tag import SECRET_BYTES, key_of
+from seqdedupe.log.embedded.inspection import Intact, inspect
+from seqdedupe.log.embedded.logs import create_log
+from seqdedupe.log.embedded.rewriting import NewLog
+from seqdedupe.log.embedded.segment import Identity
+from seqdedupe.log.embedded.writer import Append
+from seqdedupe.names import topic_name
+from seqdedupe.store.db import Store
+from seqdedupe.store.snapshots import Delta, Loaded, Snapshots
+from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic import control
+
+REPORT_FILE = "salvage.json"
+UNFINISHED = ".unfinished"
+"""What the new directory's name ends with until everything in it is durable."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """Messages that stand one after the other in the old log, and where the first one stands in the new one."""
+
+    first_index: int
+    last_index: int
+    new_first_index: int
+
+
+@dataclass(slots=True)
+class SalvagedTopic:
+    """A topic in the new directory."""
+
+    record: TopicRecord
+    is_copied: bool
+    kept: list[Kept] = field(default_factory=list)
+    loaded: Loaded | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The form is documented: keep it stable."""
+        return {
+            "name": self.record.name,
+            "incarnation": self.record.incarnation,
+            "copied": self.is_copied,
+            "kept": [
+                {"first_index": k.first_index, "last_index": k.last_index, "new_first_index": k.new_first_index}
+                for k in self.kept
+            ],
+        }
+
+
+@dataclass(slots=True)
+class Salvage:
+    """What was found, and what was made of it."""
+
+    findings: Findings
+    topics: list[SalvagedTopic]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The names of the topics of which there is nothing."""
+        made = {topic.record.name for topic in self.topics}
+        return [topic.name for topic in self.findings.topics if topic.name not in made]
+
+    def to_json(self) -> dict[str, Any]:
+        """The form is documented: keep it stable."""
+        return {
+            "findings": self.findings.to_json(),
+            "salvaged": [topic.to_json() for topic in self.topics],
+            "left_out": self.left_out,
+        }
+
+
+def salvage(directory: Path, to: Path) -> Salvage:
+    """Writes the new directory; durable on return, and nothing is there by its name before. Blocks.
+
+    Raises DIRECTORY_NOT_EMPTY, LOG_REFUSED, INVALID_CONFIGURATION if the topics are on a broker's own log, and what
+    `examine` raises; OSError. Then nothing is left; a power cut leaves what is named `.unfinished`.
+    """
+    to = to.resolve()
+    unfinished = to.with_name(to.name + UNFINISHED)
+    _check_is_free(directory.resolve(), to, unfinished)
+    unfinished.mkdir(parents=True)
+    try:
+        made = asyncio.run(_fill(directory, unfinished))
+        unfinished.rename(to)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+    sync_folder(to.parent)
+    return made
+
+
+def _check_is_free(directory: Path, to: Path, unfinished: Path) -> None:
+    if unfinished.exists():
+        raise error("DIRECTORY_NOT_EMPTY", f"{unfinished} is there: a salvage that did not end has left it")
+    if to.is_relative_to(directory):
+        raise error("DIRECTORY_NOT_EMPTY", f"{to} is within {directory}, which stays as it is")
+    if to.is_mount() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
+        what = "the root of a file system" if to.is_mount() else "not an empty directory"
+        raise error("DIRECTORY_NOT_EMPTY", f"{to} is {what}")
+
+
+async def _fill(directory: Path, to: Path) -> Salvage:
+    topics: list[SalvagedTopic] = []
+    (to / "logs").mkdir()
+
+    def each(examined: Examined) -> None:
+        found = examined.findings
+        if any(found.name == other.record.name for other in topics):
+            found.name = topic_name(f"salvaged-{found.incarnation}")
+        # Without a snapshot a log must begin with index 0.
+        can_be_copied = found.is_whole and (examined.loaded is not None or found.first_index == 0)
+        topics.append(_copy(examined, to) if can_be_copied else _rewrite(examined, to, topics))
+
+    findings = examine(directory, each)
+    if any(topic.log == "broker" for topic in findings.topics):
+        why = "the topics are on a broker's own log: there is nothing to salvage here"
+        raise error("INVALID_CONFIGURATION", why, hint="Restore the store, or let the broker replay its log.")
+    # Last: logs without a store are refused at the start.
+    await _make_store(to / "store", topics, findings.namespace_policies)
+    made = Salvage(findings, topics)
+    with (to / REPORT_FILE).open("x") as file:
+        json.dump(made.to_json(), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(to)
+    return made
+
+
+def _copy(examined: Examined, to: Path) -> SalvagedTopic:
+    found, incarnation = examined.findings, examined.identity.incarnation
+    folder = to / "logs" / str(incarnation)
+    shutil.copytree(examined.folder, folder)
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    create_log(folder, found.name, examined.secret)
+    kept = [Kept(found.first_index, found.next_index - 1, found.first_index)] if found.messages else []
+    record = TopicRecord(found.name, incarnation, TopicState.ACTIVE, examined.secret)
+    return SalvagedTopic(record, True, kept, examined.loaded)
+
+
+def _rewrite(examined: Examined, to: Path, others: list[SalvagedTopic]) -> SalvagedTopic:
+    taken = [examined.identity.incarnation, *(other.record.incarnation for other in others)]
+    incarnation = max(time.time_ns() // 1000, max(taken) + 1)
+    record = TopicRecord(examined.findings.name, incarnation, TopicState.ACTIVE, secrets.token_bytes(SECRET_BYTES))
+    folder = to / "logs" / str(incarnation)
+    create_log(folder, record.name, record.secret)
+    tally = examined.tally
+    term = tally.term + 1
+    identity = Identity(incarnation, key_of(record.secret))
+    log = NewLog(folder, identity, term, secrets.token_bytes(TOKEN_BYTES))
+    if tally.policy is not None:
+        body = control.encode(tally.policy, term=term)
+        log.append([(body, 0, len(body))], 0)
+    topic = SalvagedTopic(record, False)
+    for part in inspect(examined.folder, examined.identity):
+        if isinstance(part, Intact):
+            _write_batches(log, part, topic.kept)
+    names = tally.producers.names_from(0)
+    for some in control.parts(control.Sessions(names, tally.epochs(), tally.persisted())) if names else ():
+        body = control.encode(some, term=term)
+        log.append([(body, 0, len(body))], 0)
+    log.finish(term + 1, secrets.token_bytes(TOKEN_BYTES))
+    return topic
+
+
+def _write_batches(log: NewLog, part: Intact, kept: list[Kept]) -> None:
+    batches = part.table[part.table[:, ROWS] > 0]
+    for publish_time_ms, group in groupby(batches, lambda places: int(places[PUBLISH_TIME_MS])):
+        appends: list[Append] = []
+        for places in group:
+            rows, first = int(places[ROWS]), int(places[BASE_INDEX])
+            column_bytes = int(places[COLUMNS_END] - places[RECORD_START]) - HEADER_BYTES
+            new_index = log.next_index + sum(append[1] for append in appends)
+            if kept and kept[-1].last_index + 1 == first:
+                kept[-1].last_index += rows
+            else:
+                kept.append(Kept(first, first + rows - 1, new_index))
+            appends.append((body_of(part.raw, places), rows, column_bytes))
+        log.append(appends, publish_time_ms)
+
+
+async def _make_store(folder: Path, topics: list[SalvagedTopic], policies: list[tuple[str, bytes]]) -> None:
+    store = Store.open(folder)
+    try:
+        for namespace, policy in policies:
+            await store.put_namespace_policy(namespace, policy)
+        for topic in topics:
+            if topic.loaded is not None:
+                snapshots = Snapshots(store, topic.record.incarnation)
+                await store.flush(snapshots.write_delta(_delta(topic.loaded)))
+            await store.put_topic(topic.record)
+    finally:
+        store.close()
+
+
+def _delta(loaded: Loaded) -> Delta:
+    """A whole snapshot as one delta."""
+    return Delta(
+        loaded.term,
+        loaded.next_index,
+        loaded.message_id,
+        0,
+        loaded.names,
+        np.arange(len(loaded.names), dtype=np.int32),
+        loaded.persisted,
+        loaded.epochs,
+        loaded.stated,
+        ownership=loaded.ownership,
+        policy=loaded.policy,
+        opaque=loaded.opaque,
+    )

@@ -1,0 +1,114 @@
+"""What the records of a log come to: its producers' numbers, its policy, its term, and what must have been lost."""
+
+import numpy as np
+
+from seqdedupe import batch as batches
+from seqdedupe.core.holes import HOLE_VALUES, NO_HOLES, confirm_all
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.replay import list_names
+from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
+from seqdedupe.doctor.findings import Missing
+from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PRODUCERS, RECORD_START, ROWS, TERM
+from seqdedupe.format.headers import HEADER_BYTES
+from seqdedupe.format.jit import Int64s
+from seqdedupe.format.records import body_of
+from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.log.embedded.inspection import Damage, Intact
+from seqdedupe.store.snapshots import Loaded
+from seqdedupe.topic import control
+from seqdedupe.topic.policy import Policy
+
+_TERM_SHIFT = 32
+"""An epoch is term << 32 | n."""
+
+
+class Tally:
+    """Is given a log in order, and merges it as recovery does."""
+
+    def __init__(self) -> None:
+        self.producers = Producers()
+        self.policy: Policy | None = None
+        self.term = 0
+        """The highest that anything names."""
+        self.messages = 0
+        self.missing: list[Missing] = []
+        self._has_damage = False
+        self._is_trimmed = False
+
+    def begin(self, first_index: int) -> None:
+        """The first message that should be there has this index."""
+        self._is_trimmed = first_index > 0
+
+    def add(self, part: Intact) -> None:
+        """Records that are whole. Raises NEWER_FORMAT for a control record that is not known, LOG_DAMAGED."""
+        raw, table = part.raw, part.table
+        self._confirm(raw, table)
+        self.messages += int(table[:, ROWS].sum())
+        self.term = max(self.term, int(table[:, TERM].max()))
+        for places in table[(table[:, ROWS] == 0) & (table[:, TERM] == 0)]:
+            change, term = control.decode(body_of(raw, places))
+            self.term = max(self.term, term)
+            if isinstance(change, Policy):
+                self.policy = change
+            else:
+                self._state(change.names, change.epochs, change.persisted, int(places[BASE_INDEX]))
+
+    def add_damage(self, damage: Damage) -> None:
+        """Records that cannot be read. Where their columns are whole, what they say counts: it had been stored."""
+        self._has_damage = True
+        if damage.record is None:
+            return
+        raw, places = damage.record
+        self._confirm(raw, places.reshape(1, -1))
+        columns = batches.decode(raw[places[RECORD_START] + HEADER_BYTES : places[COLUMNS_END]])
+        for p, name in enumerate(columns.names()):
+            ids = (
+                columns.sequence_ids[columns.producer_indexes == p] if len(columns.epochs) > 1 else columns.sequence_ids
+            )
+            self.missing.append(Missing(name, int(ids[0]), int(ids[-1]), len(ids)))
+
+    def _confirm(self, raw: bytes, table: Int64s) -> None:
+        """Merges batches. After damage, a link above what is known by then says what was lost."""
+        names, first_name = list_names(raw, table, len(table))
+        rows = self.producers.add_all(names)
+        holes = NO_HOLES
+        if self._has_damage:
+            holes = np.zeros((int(table[:, PRODUCERS].sum()), HOLE_VALUES), np.int64)
+        view, numbers, dirty = np.frombuffer(raw, np.uint8), self.producers.numbers, self.producers.dirty
+        found = confirm_all(view, table, rows, first_name, numbers, dirty, holes)
+        for number, known, link in holes[:found].tolist():
+            self._lose(number, known, link)
+
+    def add_snapshot(self, loaded: Loaded) -> None:
+        """Merges what the store says. Producers of which it knows more than the log have lost that."""
+        self.term = max(self.term, loaded.term)
+        if self.policy is None and loaded.policy:
+            self.policy = control.decode_policy(loaded.policy)
+        numbers = self.producers.add_all(loaded.names)
+        known = self.producers.numbers[numbers, PERSISTED]
+        for k in np.flatnonzero(loaded.persisted > known):
+            self._lose(int(numbers[k]), int(known[k]), int(loaded.persisted[k]))
+        self._state(loaded.names, loaded.epochs, loaded.persisted, loaded.next_index)
+
+    def epochs(self) -> Int64s:
+        """By producer number."""
+        return self.producers.numbers[: len(self.producers), DURABLE_EPOCH]
+
+    def persisted(self) -> Int64s:
+        """By producer number."""
+        return self.producers.numbers[: len(self.producers), PERSISTED]
+
+    def _state(self, names: list[bytes], epochs: Int64s, persisted: Int64s | None, index: int) -> None:
+        numbers = self.producers.add_all(names)
+        self.producers.confirm_sessions(numbers, epochs, persisted, index)
+        if len(epochs):
+            self.term = max(self.term, int(epochs.max()) >> _TERM_SHIFT)
+
+    def _lose(self, number: int, known: int, last: int) -> None:
+        name = self.producers.names_from(number, 1)[0]
+        trimmed = self._is_trimmed and known == NO_SEQUENCE_ID
+        self.missing.append(Missing(_text(name), known + 1, last, None, trimmed))
+
+
+def _text(name: bytes) -> str:
+    return name.decode(errors="backslashreplace")

@@ -1,0 +1,233 @@
+"""Reading a log from its first file to its last, every byte of it, past whatever is damaged. Changes nothing.
+
+Opening a log (`tail`) and reading it stop at the first damage. Here it is named, with the indexes that it concerns, and
+reading goes on with the next header that this log wrote where it stands.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from seqdedupe.batch import Int64s
+from seqdedupe.format import records
+from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
+from seqdedupe.format.headers import HEADER_BYTES
+from seqdedupe.log.embedded.segment import SUFFIX, WHAT_STANDS_THERE, Identity, Step, damaged, read_step
+from seqdedupe.log.embedded.tail import base_indexes, headers_from
+
+STEP_BYTES = 1024 * 1024
+"""What is read and checked at once: it stays in the processor's cache meanwhile."""
+
+SECTOR_BYTES = 512
+"""What is read at once where the disk does not give a larger piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Intact:
+    """Whole records that stand one after the other: `table` has a place row (`format.columns`) for each, in `raw`."""
+
+    raw: bytes
+    table: Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A place where something else stands than was written."""
+
+    file: Path
+    offset: int
+    what: str
+    first_index: int
+    """Of the messages that it concerns, which may be none."""
+
+    next_index: int | None
+    """The index after them; None if it cannot be told."""
+
+    record: tuple[bytes, Int64s] | None = None
+    """Buffer and place row of the record, where its columns are whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class TornEnd:
+    """What a crash has left half-written, and nobody was told is stored. Opening the log for writing cuts it off."""
+
+    file: Path
+    offset: int
+    size_bytes: int
+    records: int
+    """About so many."""
+
+
+Found = Intact | Damage | TornEnd
+
+
+def inspect(folder: Path, identity: Identity) -> Iterator[Found]:
+    """What a log's files hold, in order. A torn end comes last.
+
+    Raises NEWER_FORMAT, OLDER_FORMAT for a record of another version; OSError, but not for what the disk cannot give:
+    that is damage.
+    """
+    return _Inspection(folder, identity).run()
+
+
+class _Inspection:
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self.folder = folder
+        self.identity = identity
+        self.next_index = 0
+        self.ownership = 0
+        self.unfinished: tuple[Path, int, str] | None = None
+        """Damage of which the next file will tell where it ends: file, offset, what."""
+        self.end: tuple[Path, int] | None = None
+        """Where the records of the file before end."""
+
+    def run(self) -> Iterator[Found]:
+        bases = base_indexes(self.folder) if self.folder.exists() else []
+        if not bases:
+            yield Damage(self.folder, 0, "it has no segment files", 0, None)
+            return
+        self.next_index = bases[0]
+        for base in bases:
+            path = self.folder / f"{base:020d}{SUFFIX}"
+            yield from self._begin(path, base)
+            with path.open("rb") as file:
+                yield from _File(self, path, file.fileno(), base, is_last=base == bases[-1]).run()
+        if self.unfinished is not None:
+            yield Damage(*self.unfinished, self.next_index, None)
+
+    def _begin(self, path: Path, base: int) -> Iterator[Damage]:
+        """Between two files."""
+        before, self.next_index = self.next_index, max(base, self.next_index)
+        if self.unfinished is not None:
+            yield Damage(*self.unfinished, before, self.next_index)
+            self.unfinished = None
+        elif base > before and self.end is not None:
+            what = f"records up to index {base - 1} should follow: the file was cut short, or the next one is missing"
+            yield Damage(*self.end, what, before, base)
+            self.ownership = 0
+        elif base < before:
+            yield Damage(path, 0, f"it begins with index {base}, which stands in the file before", before, before)
+
+
+class _File:
+    """One file of an inspection."""
+
+    def __init__(self, log: _Inspection, path: Path, file: int, base_index: int, *, is_last: bool) -> None:
+        self._log = log
+        self._path = path
+        self._file = file
+        self._base_index = base_index
+        self._is_last = is_last
+        self._size = os.fstat(file).st_size
+        self._named_synced = 0
+        """The highest synced offset that a whole record names."""
+        self._synced: int | None = None
+
+    def run(self) -> Iterator[Found]:
+        log, at = self._log, 0
+        with ThreadPoolExecutor(1, "seqdedupe-inspection") as thread:
+            following = thread.submit(self._step, at, log.next_index, log.ownership)
+            while at < self._size:
+                step = following.result()
+                at = step.end
+                is_at_end = step.why == records.END
+                if is_at_end:
+                    # Payloads and all else are looked at while the next records are read.
+                    following = thread.submit(self._step, at, step.next_index, step.ownership)
+                for raw, table in step.parts:
+                    for found in self._with_payloads(raw, table):
+                        yield found
+                        if isinstance(found, TornEnd):
+                            return
+                log.ownership = step.ownership
+                if not is_at_end:
+                    at, stop = self._past(at, step.why)
+                    if stop is not None:
+                        yield stop
+                    following = thread.submit(self._step, at, log.next_index, log.ownership)
+        log.end = self._path, self._size
+
+    def _step(self, at: int, next_index: int, ownership: int) -> Step:
+        identity = self._log.identity
+        return read_step(self._file, identity, at, self._size, next_index, ownership, STEP_BYTES, _read_what_can_be)
+
+    def _with_payloads(self, raw: bytes, table: Int64s) -> Iterator[Found]:
+        """Records whose columns are whole, those apart whose payloads are not."""
+        self._named_synced = max(self._named_synced, int(table[:, SYNCED_OFFSET].max()))
+        view = np.frombuffer(raw, np.uint8)
+        while len(table):
+            bad = records.first_bad_payload(view, table, len(table))
+            whole = table if bad < 0 else table[:bad]
+            if len(whole):
+                self._log.next_index = int(whole[-1, BASE_INDEX] + whole[-1, ROWS])
+                yield Intact(raw, whole)
+            if bad < 0:
+                return
+            places, table = table[bad], table[bad + 1 :]
+            offset = records.file_offset_of(raw, places)
+            if self._may_be_torn(offset):
+                yield self._torn(offset)
+                return
+            first = int(places[BASE_INDEX])
+            self._log.next_index = first + int(places[ROWS])
+            what = "the payloads are not what was written"
+            yield Damage(self._path, offset, what, first, self._log.next_index, (raw, places))
+
+    def _past(self, at: int, why: int) -> tuple[int, Damage | TornEnd | None]:
+        """Where to go on after what stopped the scan there, and what it is; None where the next file will tell."""
+        log = self._log
+        first = log.next_index
+        what = WHAT_STANDS_THERE[why]
+        if why == records.NEWER or (why == records.OLDER and at == 0):
+            raise damaged(self._path, at, what, why)
+        log.ownership = 0
+        if why == records.OTHER_OWNER:
+            return at, Damage(self._path, at, what, first, first)
+        if why != records.NOT_CONTIGUOUS and self._may_be_torn(at):
+            return self._size, self._torn(at)
+        own = next(self._headers(at, min(at + HEADER_BYTES, self._size), first), None)
+        if own is not None and why != records.NOT_CONTIGUOUS:
+            # The tag says that the header is whole: how long the record is, and how many messages are in it.
+            size_bytes, log.next_index = records.end_of(own[1])
+            return at + size_bytes, Damage(self._path, at, what, first, log.next_index)
+        following = own or next(self._headers(at + 1, self._size, first), None)
+        if following is None:
+            log.unfinished = self._path, at, what
+            return self._size, None
+        log.next_index = records.base_index_of(following[1])
+        return following[0], Damage(self._path, at, what, first, log.next_index)
+
+    def _headers(self, at: int, size: int, index: int) -> Iterator[tuple[int, bytes]]:
+        least = max(index, self._base_index)
+        return headers_from(self._file, self._log.identity, at, size, least, _read_what_can_be)
+
+    def _may_be_torn(self, offset: int) -> bool:
+        """Whether a crash may have left this: only after what any header of the last file names as synced."""
+        if not self._is_last:
+            return False
+        if self._synced is None:
+            after = (records.synced_offset_of(header) for _, header in self._headers(offset, self._size, 0))
+            self._synced = max(self._named_synced, *after, 0)
+        return offset >= self._synced
+
+    def _torn(self, offset: int) -> TornEnd:
+        count = sum(1 for _ in self._headers(offset, self._size, 0))
+        return TornEnd(self._path, offset, self._size - offset, count)
+
+
+def _read_what_can_be(file: int, size: int, offset: int) -> bytes:
+    """`os.pread`, with zeros in place of what the disk cannot give."""
+    try:
+        return os.pread(file, size, offset)
+    except OSError as e:
+        if e.errno != errno.EIO:
+            raise
+    if size <= SECTOR_BYTES:
+        return bytes(size)
+    half = (size // 2 + SECTOR_BYTES - 1) // SECTOR_BYTES * SECTOR_BYTES
+    return _read_what_can_be(file, half, offset) + _read_what_can_be(file, size - half, offset + half)

@@ -1,0 +1,44 @@
+"""A store opened to be looked at: a copy of it, since opening one cuts what is torn, and RocksDB always writes."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from seqdedupe.errors import error
+from seqdedupe.store.db import Store
+from seqdedupe.store.records import unseal
+
+
+@contextmanager
+def opened_copy(folder: Path) -> Iterator[Store]:
+    """The store of this folder as the next start would find it, for the length of a block; the folder stays as it is.
+
+    Table files, which nobody ever writes to, are linked; the rest is copied to the system's folder for temporary files.
+    Blocks. Raises what `Store.open` raises, STORE_MISSING if there is none; OSError.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise error("STORE_MISSING", f"there is no store {folder}")
+    with tempfile.TemporaryDirectory(prefix="seqdedupe-store-") as temporary:
+        copy = Path(temporary, "store")
+        copy.mkdir()
+        for path in folder.iterdir():
+            if path.suffix == ".sst":
+                (copy / path.name).symlink_to(path.resolve())
+            elif path.is_file():
+                shutil.copyfile(path, copy / path.name)
+        store = Store.open(copy)
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+def check_all(store: Store) -> int:
+    """Reads every record that is in force, with its checksum; how many there are. Raises STORE_DAMAGED."""
+    count = 0
+    for key, value in store.scan(b"", b"\xff"):
+        unseal(key, value)
+        count += 1
+    return count
