@@ -251,7 +251,7 @@ REASONS: dict[str, Reason] = {
     ),
     "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
     "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or not there, within a file system."),
-    "INVALID_SOURCE": _configuration("Correct the file, or name the column and format that it has."),
+    "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that it has."),
     "SOURCE_CHANGED": _configuration(
         "If it is another file, publish it under another producer name. If it is the same one, corrected, do not: "
         "another name publishes the whole file, and what is there already twice. Then publish only what is new, from a "
@@ -262,6 +262,10 @@ REASONS: dict[str, Reason] = {
     ),
     "SOURCE_INCOMPLETE": _configuration(
         "If the file is complete, say --final. If it still grows, say --follow, or start the command again when it has."
+    ),
+    "SOURCE_DIFFERS": _configuration(
+        "What is missing at the end is published by the same command without --verify. For all else: were the file or "
+        "the options changed, or has something else published under this producer name?"
     ),
     "STANDARD_OUTPUT_FAILED": _configuration(
         "Is the disk full? What the command has done stands; only what it prints is missing."

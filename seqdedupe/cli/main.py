@@ -7,6 +7,7 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.bench import bench
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
 from seqdedupe.cli.operate import in_flight, message_state, reset_producer
@@ -38,6 +39,7 @@ for _command in (
     in_flight,
     reset_producer,
     snapshot,
+    bench,
     job,
     doctor,
     version,

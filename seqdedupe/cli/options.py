@@ -75,11 +75,13 @@ def _cell(value: object) -> str:
 
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns as wide as needed; those with numbers stand to the right. A value that is not known (None) is a `?`."""
+    """Columns as wide as needed; those with numbers stand to the right. A value that is not known (None) is a
+    `?`, and one that there is not a `-`."""
     values = [tuple(row) for row in rows]
     table = [tuple(heads), *(tuple(map(_cell, row)) for row in values)]
     numeric = [
-        all(value is None or isinstance(value, int) for value in column) and any(value is not None for value in column)
+        all(value in (None, "-") or isinstance(value, int) for value in column)
+        and any(value is not None for value in column)
         for column in zip(*values, strict=True)
     ] or [False] * len(heads)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -5,12 +5,15 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import click
 
+from seqdedupe.cli.json_lines import JsonPath
 from seqdedupe.cli.options import common, connect_to, print_json
 from seqdedupe.cli.resume import RECORD_PROPERTY, Resume
-from seqdedupe.cli.source import STANDARD_INPUT, Source
+from seqdedupe.cli.source import STANDARD_INPUT, Form, Source
+from seqdedupe.cli.verify import verify
 from seqdedupe.client import Verdict
 from seqdedupe.client.blocking import Producer, Receipt
 from seqdedupe.command import echo
@@ -25,46 +28,78 @@ _INTERRUPT_GRACE_SECONDS = 1.0
 _GO_ON = "Started again, the command goes on after what is durable."
 
 
+class _PathType(click.ParamType[JsonPath]):
+    name = "path"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> JsonPath:
+        try:
+            return JsonPath.parse(str(value))
+        except ValueError:
+            shown = f"{value!r} is not a path of names with dots and [indexes], as after.id or meta.keys[0]."
+            raise click.BadParameter(shown, ctx, param) from None
+
+
 @click.command(short_help="Publish the records of a file.")
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--topic", required=True, help="The topic.")
 @click.option("--producer", "name", required=True, help="The producer name: one for each file.")
-@click.option("--format", "form", type=click.Choice(["lines", "csv"]), help="Default: csv if the name ends so.")
+@click.option("--format", "form", type=click.Choice(get_args(Form)), help="Default: what the name's end says.")
 @click.option("--sequence-id-column", metavar="NAME", help="CSV: the column with the sequence IDs; they must rise.")
 @click.option("--key-column", metavar="NAME", help="CSV: the column with the messages' keys.")
+@click.option(
+    "--sequence-id-path", metavar="PATH", type=_PathType(), help="JSON lines: the same, in the member after.id, say."
+)
+@click.option("--key-path", metavar="PATH", type=_PathType(), help="JSON lines: where the key is: meta.keys[0], say.")
 @click.option("--final", is_flag=True, help="The file is complete: its last line counts without an end, too.")
 @click.option("--follow", is_flag=True, help="The file grows: at its end wait for more.")
 @click.option("--trust-source", is_flag=True, help="Go on also where the file cannot be compared with the topic.")
+@click.option("--verify", "verifies", is_flag=True, help="Publish nothing: compare the file with what the topic holds.")
 @common
 def publish(
     file: Path,
     topic: str,
     name: str,
-    form: str | None,
+    form: Form | None,
     sequence_id_column: str | None,
     key_column: str | None,
+    sequence_id_path: JsonPath | None,
+    key_path: JsonPath | None,
     final: bool,
     follow: bool,
     trust_source: bool,
+    verifies: bool,
     address: str,
     as_json: bool,
 ) -> None:
-    """Publish the lines or CSV records of FILE (- is standard input), plain, gzip or a zip of one file, each once.
+    """Publish the lines, CSV records or JSON lines of FILE (- is standard input), plain, gzip or a zip of one file.
 
-    A payload is the record's text. The sequence ID is the record's number from 0, after a CSV header. Started again,
-    it goes on after the last ID that the topic has of this producer, if the file still has the same record there.
+    A payload is the record's text. The sequence ID is the record's number from 0, after a CSV header. Each record is
+    published once: started again, the command goes on after the last ID that the topic has of this producer, if the
+    file still has the same record there.
     """
     if follow and (final or file == STANDARD_INPUT):
         raise click.UsageError("--follow is for a file that grows: not for a final one, nor for standard input.")
-    is_csv = None if form is None else form == "csv"
+    if verifies and (follow or trust_source):
+        raise click.UsageError("--verify compares the file as it is: it goes with neither --follow nor --trust-source.")
+    if (sequence_id_column, key_column) != (None, None) != (sequence_id_path, key_path):
+        raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
     with Source(
-        file, is_csv=is_csv, sequence_id_column=sequence_id_column, key_column=key_column, final=final, follow=follow
+        file,
+        form=form,
+        sequence_id_column=sequence_id_column,
+        key_column=key_column,
+        sequence_id_path=sequence_id_path,
+        key_path=key_path,
+        final=final,
+        follow=follow,
     ) as source:
         source.check()
+        if verifies:
+            _verify(source, topic, name, address, as_json=as_json)
+            return
         with connect_to(address, topic) as client, client.producer(topic, name) as producer:
-            numbers_are_ids = sequence_id_column is None
-            resume = Resume(client, producer, numbers_are_ids=numbers_are_ids, trust_source=trust_source)
-            run = _Publishing(producer, source, resume, with_numbers=not numbers_are_ids)
+            resume = Resume(client, producer, numbers_are_ids=source.numbers_are_ids, trust_source=trust_source)
+            run = _Publishing(producer, source, resume, with_numbers=not source.numbers_are_ids)
             run.publish()
         if as_json:
             print_json(run.summary())
@@ -72,6 +107,19 @@ def publish(
             echo(run.text())
         if source.unfinished_line:
             raise source.incomplete()
+
+
+def _verify(source: Source, topic: str, name: str, address: str, *, as_json: bool) -> None:
+    with connect_to(address, topic) as client:
+        comparison = verify(client, topic, name, source)
+    if as_json:
+        print_json(comparison.summary())
+    else:
+        comparison.print_text()
+    if source.unfinished_line:
+        raise source.incomplete("compared")
+    if failure := comparison.failure():
+        raise failure
 
 
 class _Publishing:

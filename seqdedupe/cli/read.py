@@ -1,6 +1,5 @@
 """`seqdedupe read`: a topic's messages on stdout."""
 
-import base64
 import re
 import sys
 from contextlib import suppress
@@ -8,10 +7,11 @@ from itertools import islice
 
 import click
 
+from seqdedupe.cli.message_columns import Condition, json_line
 from seqdedupe.cli.options import common, connect_to
 from seqdedupe.client import Message
 from seqdedupe.client.reader import Start
-from seqdedupe.command import json_text, printable, standard_output
+from seqdedupe.command import printable, standard_output
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId, Position
 
@@ -34,6 +34,16 @@ class _StartType(click.ParamType[Start]):
         raise click.BadParameter(f"{text!r} is not earliest, latest, an index, a message ID or a position.", ctx, param)
 
 
+class _ConditionType(click.ParamType[Condition]):
+    name = "condition"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Condition:
+        try:
+            return Condition.parse(str(value))
+        except ValueError as e:
+            raise click.BadParameter(str(e), ctx, param) from None
+
+
 @click.command(short_help="Print a topic's messages.")
 @click.argument("topic")
 @click.option(
@@ -47,14 +57,30 @@ class _StartType(click.ParamType[Start]):
 )
 @click.option("--follow", is_flag=True, help="At the end wait for new messages instead of ending.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N messages.")
+@click.option(
+    "--where",
+    "conditions",
+    type=_ConditionType(),
+    multiple=True,
+    metavar="COLUMN=VALUE",
+    help="Only messages with this value in a column of --json, or in property.NAME. More than once: all must hold.",
+)
 @common
-def read(topic: str, start: Start, follow: bool, limit: int | None, address: str, as_json: bool) -> None:
+def read(
+    topic: str,
+    start: Start,
+    follow: bool,
+    limit: int | None,
+    conditions: tuple[Condition, ...],
+    address: str,
+    as_json: bool,
+) -> None:
     """Print the messages of a topic: the payloads as they are, one a line, or with --json one object a line.
 
     On a terminal, control characters in payloads are shown as escapes.
     """
     out = sys.stdout.buffer
-    form = _json_line if as_json else _escaped_line if sys.stdout.isatty() else _payload_line
+    form = json_line if as_json else _escaped_line if sys.stdout.isatty() else _payload_line
     with connect_to(address, topic) as client:
         client.admin.topic(topic)
         if not follow and limit is None:
@@ -62,11 +88,13 @@ def read(topic: str, start: Start, follow: bool, limit: int | None, address: str
         left = limit
         with client.reader(topic, start, follow=follow) as reader:
             for stored in reader.batches():
+                messages = (Message(stored, row) for row in range(len(stored)))
+                chosen = list(islice((m for m in messages if all(c.holds(m) for c in conditions)), left))
                 with standard_output():
-                    out.writelines(form(Message(stored, row)) for row in islice(range(len(stored)), left))
+                    out.writelines(map(form, chosen))
                     out.flush()
                 if left is not None:
-                    left -= min(left, len(stored))
+                    left -= len(chosen)
                     if not left:
                         return
 
@@ -77,27 +105,3 @@ def _payload_line(message: Message) -> bytes:
 
 def _escaped_line(message: Message) -> bytes:
     return printable((message.payload or b"").decode(errors="backslashreplace")).encode() + b"\n"
-
-
-def _json_line(message: Message) -> bytes:
-    """The form is documented: keep it stable."""
-    value = {
-        "index": message.index,
-        "message_id": str(message.message_id),
-        "producer_name": message.producer_name,
-        "sequence_id": message.sequence_id,
-        "publish_time_ms": message.publish_time_ms,
-        "event_time_ms": message.event_time_ms or None,
-        **_text("key", message.key),
-        "properties": message.properties,
-        **_text("payload", message.payload),
-    }
-    return json_text(value).encode() + b"\n"
-
-
-def _text(name: str, value: bytes | None) -> dict[str, str | None]:
-    """The value as text; where it is not UTF-8 in base64, under another name."""
-    try:
-        return {name: None if value is None else value.decode()}
-    except UnicodeDecodeError:
-        return {f"{name}_base64": base64.b64encode(value or b"").decode()}

@@ -1,4 +1,4 @@
-"""The records of a file: lines or CSV, plain, gzip or zip."""
+"""The records of a file: lines, CSV or JSON lines, plain, gzip or zip."""
 
 import csv
 import difflib
@@ -14,12 +14,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple, Self
+from typing import IO, Literal, NamedTuple, Self
 
+from seqdedupe.cli.json_lines import BadLineError, JsonPath, parse
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 
 STANDARD_INPUT = Path("-")
+
+Form = Literal["lines", "csv", "jsonl"]
+
+_FORMS_BY_SUFFIX: dict[str, Form] = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+_FORM_NAMES = {"lines": "lines", "csv": "CSV", "jsonl": "JSON lines"}
 
 _GZIP = b"\x1f\x8b"
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
@@ -36,7 +42,7 @@ _MOST_NAMES_SHOWN = 5
 _MOST_DIGITS = len(str(MAX_SEQUENCE_ID))
 _WAIT_SECONDS = 0.2
 
-_HINT_BEFORE = "Sort the file by that column, or publish by record numbers."
+_HINT_BEFORE = "Sort the file by its sequence IDs, or publish by record numbers."
 _HINT_TOO_LATE = (
     "Under this producer name no record can follow one with a higher ID. Publish those that come too late, in order, "
     "under a producer name of their own."
@@ -58,15 +64,18 @@ class Record(NamedTuple):
     sequence_id: int
     payload: bytes
     key: bytes | None
+    line: int
+    """Where it begins, from 1."""
 
 
 class Source:
     """The records of a file, or of standard input (`-`), in order, with sequence IDs that rise.
 
-    A line is a record, also an empty one; lines end with LF or CR LF. In a CSV file (by its name, or if `is_csv`) the
+    A line is a record, also an empty one; lines end with LF or CR LF. In a CSV file (by its name, or its `form`) the
     first record is the header and none of the records; a record may stretch over lines within quotes, and empty
-    lines are skipped. The sequence ID is the record's number from 0, or what a column says. Bytes that are not
-    UTF-8 are taken as they are. gzip and zip (of one file) are told by their first bytes.
+    lines are skipped. In JSON lines each line is a value, and blank ones are skipped. The sequence ID is the record's
+    number from 0, or what a column or the value at a path says. Bytes that are not UTF-8 are taken as they are, but
+    for JSON. gzip and zip (of one file) are told by their first bytes.
 
     A last line without its end is not taken, for it may be half of one, unless the file is `final`; nor is a CSV record
     within whose quotes the file ends. `unfinished_line` then says where it is. With `follow` the records do not end:
@@ -80,17 +89,20 @@ class Source:
         self,
         path: Path,
         *,
-        is_csv: bool | None = None,
+        form: Form | None = None,
         sequence_id_column: str | None = None,
         key_column: str | None = None,
+        sequence_id_path: JsonPath | None = None,
+        key_path: JsonPath | None = None,
         final: bool = False,
         follow: bool = False,
     ) -> None:
         self.unfinished_line: int | None = None
         self.before_waiting: Callable[[], None] = lambda: time.sleep(_WAIT_SECONDS)
         self._path = Path("standard input") if path == STANDARD_INPUT else path
-        self._is_csv = is_csv
+        self._form = form
         self._columns = (sequence_id_column, key_column)
+        self._paths = (sequence_id_path, key_path)
         self._final = final
         self._follow = follow
         self._checking = False
@@ -113,10 +125,23 @@ class Source:
         self._file, name = self._unpacked()
         if self._follow and self._file is not self._raw:
             raise self._bad("is compressed, and cannot be followed")
-        is_csv = name.lower().endswith(".csv") or any(self._columns) if self._is_csv is None else self._is_csv
-        if any(self._columns) and not is_csv:
-            raise self._bad("has no columns: it is read as lines")
-        self._records = self._csv_records() if is_csv else self._line_records()
+        form = self._form or self._told_form(name)
+        for wanted, places, what in (("csv", self._columns, "columns"), ("jsonl", self._paths, "paths")):
+            if places != (None, None) and form != wanted:
+                raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}")
+        records = {"lines": self._line_records, "csv": self._csv_records, "jsonl": self._json_records}
+        self._records = records[form]()
+
+    def _told_form(self, name: str) -> Form:
+        """The form that the options or else the file's name tell."""
+        if self._columns != (None, None):
+            return "csv"
+        return "jsonl" if self._paths != (None, None) else _FORMS_BY_SUFFIX.get(Path(name.lower()).suffix, "lines")
+
+    @property
+    def numbers_are_ids(self) -> bool:
+        """Whether a record's sequence ID is its number."""
+        return self._columns[0] is None and self._paths[0] is None
 
     def check(self) -> None:
         """Reads a file once and begins anew: what is wrong with it is raised before anything is sent, and says so.
@@ -213,27 +238,42 @@ class Source:
         if not os.path.samestat(own, now) or (self._is_regular() and own.st_size < self._raw.tell()):
             raise self._bad("was cut or replaced while it was followed", reason="SOURCE_CHANGED")
 
-    def incomplete(self) -> SeqdedupeError:
-        """The error of an `unfinished_line`."""
+    def incomplete(self, done: str = "published") -> SeqdedupeError:
+        """The error of an `unfinished_line`, which was not done what is done with the others."""
         if self._quotes_are_open:
             return error(
                 "SOURCE_INCOMPLETE",
                 f"{self._path}, line {self.unfinished_line}, where the last record begins: its quotes are still open "
-                "at the end of the file; it was not published",
+                f"at the end of the file; it was not {done}",
                 hint="If the file is complete, close the quotes. If it still grows, say --follow, or start the command "
                 "again when it has.",
                 line=self.unfinished_line,
             )
         return error(
             "SOURCE_INCOMPLETE",
-            f"{self._path}, line {self.unfinished_line}, the last one, does not end with a newline; "
-            "it was not published",
+            f"{self._path}, line {self.unfinished_line}, the last one, does not end with a newline; it was not {done}",
             line=self.unfinished_line,
         )
 
     def _line_records(self) -> Iterator[Record]:
         for number, line in enumerate(self._lines()):
-            yield Record(number, number, _without_end(line), None)
+            yield Record(number, number, _without_end(line), None, self._line)
+
+    def _json_records(self) -> Iterator[Record]:
+        id_path, key_path = self._paths
+        number = 0
+        for line in self._lines():
+            payload = _without_end(line).removeprefix(_BYTE_ORDER_MARK if self._line == 1 else b"")
+            if not payload.strip(b" \t\r"):
+                continue
+            try:
+                value = parse(payload)
+                sequence_id = number if id_path is None else id_path.sequence_id(value)
+                key = None if key_path is None else key_path.key(value)
+            except BadLineError as e:
+                raise self._bad(str(e)) from e
+            yield Record(number, sequence_id, payload, key, self._line)
+            number += 1
 
     def _csv_records(self) -> Iterator[Record]:
         """Reads the header now and the records when they are asked for."""
@@ -262,7 +302,7 @@ class Source:
     ) -> Iterator[Record]:
         number = 0
         while (row := self._next_row(rows, taken)) is not None:
-            payload = _without_end(b"".join(taken))
+            payload, line = _without_end(b"".join(taken)), self._line - len(taken) + 1
             taken.clear()
             if not row:
                 continue
@@ -270,7 +310,7 @@ class Source:
                 raise self._bad(f"has {len(row)} fields, the header {width}")
             sequence_id = number if id_place is None else self._sequence_id(row[id_place])
             key = None if key_place is None else row[key_place].encode(errors="surrogateescape")
-            yield Record(number, sequence_id, payload, key)
+            yield Record(number, sequence_id, payload, key, line)
             number += 1
 
     def _next_row(self, rows: Iterator[list[str]], taken: list[bytes]) -> list[str] | None:

@@ -50,6 +50,8 @@ class Tally:
             self.term = max(self.term, term)
             if isinstance(change, Policy):
                 self.policy = change
+            elif isinstance(change, control.Reset):
+                control.apply(change, self.producers, int(places[BASE_INDEX]))
             else:
                 self._state(change.names, change.epochs, change.persisted, int(places[BASE_INDEX]))
 

@@ -4,6 +4,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -24,6 +26,7 @@ def _pattern(output: str) -> str:
     return ".*".join(re.escape(part) for part in output.split("…"))
 
 
+@pytest.mark.timeout(300)  # some thirty processes, one after the other
 def test_the_examples_are_true(tmp_path: Path, environment: dict[str, str]) -> None:
     examples = _examples()
     assert sum(command.startswith("seqdedupe ") for command, _ in examples) >= 10

@@ -132,7 +132,7 @@ def test_the_order_of_a_file_is_looked_at_before_anything_is_sent(run: Run, tmp_
     (tmp_path / "a.csv").write_bytes(csv_of(5, 7, 6))
     error = run(*publish, status=1).stderr
     assert b"line 4, has sequence ID 6 after 7" in error
-    assert b"[NOT_ASCENDING] Sort the file by that column" in error
+    assert b"[NOT_ASCENDING] Sort the file by its sequence IDs" in error
     assert run("topics", "--json").stdout.count(b"default/order") == 0
     # The hint is followed, and no row is lost.
     (tmp_path / "a.csv").write_bytes(csv_of(5, 6, 7))

@@ -15,6 +15,7 @@ from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 
 CSV = b'id,name,note\r\n1,a,"two\r\nlines, ""quoted"""\r\n\r\n3,b,x\n7,\xff\xfe,end'
 CSV_PAYLOADS = [b'1,a,"two\r\nlines, ""quoted"""', b"3,b,x", b"7,\xff\xfe,end"]
+CSV_LINES = [2, 5, 6]
 
 
 def _records(path: Path, final: bool = True, **options: Any) -> list[Record]:
@@ -30,24 +31,27 @@ def _write(path: Path, data: bytes) -> Path:
 def test_lines_are_taken_byte_for_byte(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.txt", b"one\n\n \xff\x00\r\nlast\rone\r\nend")
     payloads = [b"one", b"", b" \xff\x00", b"last\rone", b"end"]
-    assert _records(path) == [Record(i, i, payload, None) for i, payload in enumerate(payloads)]
+    assert _records(path) == [Record(i, i, payload, None, i + 1) for i, payload in enumerate(payloads)]
 
 
 def test_csv_records_are_taken_byte_for_byte(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", CSV)
-    assert _records(path) == [Record(i, i, payload, None) for i, payload in enumerate(CSV_PAYLOADS)]
+    assert _records(path) == [
+        Record(i, i, payload, None, line) for (i, payload), line in zip(enumerate(CSV_PAYLOADS), CSV_LINES, strict=True)
+    ]
 
 
 def test_columns_give_sequence_ids_and_keys(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", CSV)
     keys = [b"a", b"b", b"\xff\xfe"]
-    expected = [Record(n, i, p, k) for n, i, p, k in zip(range(3), (1, 3, 7), CSV_PAYLOADS, keys, strict=True)]
+    columns = zip(range(3), (1, 3, 7), CSV_PAYLOADS, keys, CSV_LINES, strict=True)
+    expected = [Record(*fields) for fields in columns]
     assert _records(path, sequence_id_column="id", key_column="name") == expected
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", b"\xef\xbb\xbfid\n5\n")
-    assert _records(path, sequence_id_column="id") == [Record(0, 5, b"5", None)]
+    assert _records(path, sequence_id_column="id") == [Record(0, 5, b"5", None, 2)]
 
 
 @pytest.mark.parametrize("name", ["a.csv.gz", "a.CSV", "a"])
@@ -56,7 +60,7 @@ def test_the_name_or_a_column_tells_csv(tmp_path: Path, name: str) -> None:
     as_csv = [record.payload for record in _records(path, key_column="name")]
     assert as_csv == CSV_PAYLOADS
     assert len(_records(path)) == (6 if name == "a" else 3)
-    assert len(_records(path, is_csv=False)) == 6
+    assert len(_records(path, form="lines")) == 6
 
 
 def test_a_zip_of_one_file(tmp_path: Path) -> None:
@@ -75,8 +79,8 @@ def test_no_lines_are_no_records_and_a_header_alone_none_either(tmp_path: Path) 
 def test_the_longest_line_fits_and_one_byte_more_does_not(tmp_path: Path) -> None:
     longest = b"x" * MAX_PAYLOAD_BYTES
     assert _records(_write(tmp_path / "a", longest + b"\r\n" + longest)) == [
-        Record(0, 0, longest, None),
-        Record(1, 1, longest, None),
+        Record(0, 0, longest, None, 1),
+        Record(1, 1, longest, None, 2),
     ]
     with pytest.raises(SeqdedupeError) as caught:
         _records(_write(tmp_path / "b", b"short\nx" + longest + b"\n"))
@@ -200,10 +204,10 @@ def _encrypted_zip(path: Path) -> Path:
 )  # fmt: skip
 def test_what_is_wrong_with_a_file(tmp_path: Path, make: Callable[[Path], Path], what: str) -> None:
     with pytest.raises(SeqdedupeError, match=what) as caught:
-        _records(make(tmp_path / "a.csv"), is_csv=True)
+        _records(make(tmp_path / "a.csv"), form="csv")
     assert caught.value.reason == "INVALID_SOURCE"
 
 
 def test_columns_need_csv(tmp_path: Path) -> None:
     with pytest.raises(SeqdedupeError, match="has no columns"):
-        _records(_write(tmp_path / "a.csv", CSV), is_csv=False, key_column="id")
+        _records(_write(tmp_path / "a.csv", CSV), form="lines", key_column="id")
