@@ -134,8 +134,8 @@ class _Meeting:
     def _check_above(self, loaded: Loaded) -> None:
         """A log that is whole says all that the store knows."""
         tally = self._tally
-        numbers = tally.producers.add_all(loaded.names)
-        below = np.flatnonzero(tally.persisted()[numbers] < loaded.persisted)
+        numbers, there = tally.known_to(loaded)
+        below = np.flatnonzero(tally.persisted()[numbers] < loaded.persisted[there])
         if len(below):
             self._disagree(
                 f"the store knows of sequence IDs that the log does not hold of {self._named(numbers[below])}"

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 
 from seqdedupe.doctor.examine import Examined, examine
 from seqdedupe.doctor.findings import Findings
+from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import error
 from seqdedupe.files import sync_folder
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RECORD_START, ROWS
@@ -183,12 +185,22 @@ def _rewrite(examined: Examined, to: Path, others: list[SalvagedTopic]) -> Salva
     for part in inspect(examined.folder, examined.identity):
         if isinstance(part, Intact):
             _write_batches(log, part, topic.kept)
-    names = tally.producers.names_from(0)
-    for some in control.parts(control.Sessions(names, tally.epochs(), tally.persisted())) if names else ():
-        body = control.encode(some, term=term)
+    for change in _last_words(tally):
+        body = control.encode(change, term=term)
         log.append([(body, 0, len(body))], 0)
     log.finish(term + 1, secrets.token_bytes(TOKEN_BYTES))
     return topic
+
+
+def _last_words(tally: Tally) -> Iterator[control.Change]:
+    """Every producer's numbers, whatever the batches say of them: those that were reset are reset again."""
+    names, epochs, persisted = tally.producers.names_from(0), tally.epochs(), tally.persisted()
+    if names:
+        yield from control.parts(control.Sessions(names, epochs, persisted))
+    numbers = sorted(tally.reset_at)
+    for start in range(0, len(numbers), control.STATED_A_RECORD):
+        some = numbers[start : start + control.STATED_A_RECORD]
+        yield control.Reset([names[number] for number in some], epochs[some], persisted[some])
 
 
 def _write_batches(log: NewLog, part: Intact, kept: list[Kept]) -> None:

@@ -8,10 +8,9 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.core.replay import list_names
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.doctor.findings import Missing
-from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PRODUCERS, RECORD_START, ROWS, TERM
+from seqdedupe.format.columns import COLUMNS_END, PRODUCERS, RECORD_START, ROWS, TERM
 from seqdedupe.format.headers import HEADER_BYTES
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.records import body_of
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.embedded.inspection import Damage, Intact
 from seqdedupe.store.snapshots import Loaded
@@ -34,6 +33,8 @@ class Tally:
         self.missing: list[Missing] = []
         self._has_damage = False
         self._is_trimmed = False
+        self.reset_at: dict[int, int] = {}
+        """By producer number, the index before which the last reset stands."""
 
     def begin(self, first_index: int) -> None:
         """The first message that should be there has this index."""
@@ -42,18 +43,24 @@ class Tally:
     def add(self, part: Intact) -> None:
         """Records that are whole. Raises NEWER_FORMAT for a control record that is not known, LOG_DAMAGED."""
         raw, table = part.raw, part.table
-        self._confirm(raw, table)
         self.messages += int(table[:, ROWS].sum())
         self.term = max(self.term, int(table[:, TERM].max()))
-        for places in table[(table[:, ROWS] == 0) & (table[:, TERM] == 0)]:
-            change, term = control.decode(body_of(raw, places))
-            self.term = max(self.term, term)
-            if isinstance(change, Policy):
-                self.policy = change
-            elif isinstance(change, control.Reset):
-                control.apply(change, self.producers, int(places[BASE_INDEX]))
-            else:
-                self._state(change.names, change.epochs, change.persisted, int(places[BASE_INDEX]))
+        for batches_of_run, changes in control.runs(raw, table):
+            if len(batches_of_run):
+                self._confirm(raw, batches_of_run)
+            for change, term, index in changes:
+                self.term = max(self.term, term)
+                self._apply(change, index)
+
+    def _apply(self, change: control.Change, index: int) -> None:
+        if isinstance(change, Policy):
+            self.policy = change
+            return
+        control.apply(change, self.producers, index)
+        if len(change.epochs):
+            self.term = max(self.term, int(change.epochs.max()) >> _TERM_SHIFT)
+        if isinstance(change, control.Reset):
+            self.reset_at |= dict.fromkeys(self.producers.add_all(change.names).tolist(), index)
 
     def add_damage(self, damage: Damage) -> None:
         """Records that cannot be read. Where their columns are whole, what they say counts: it had been stored."""
@@ -86,11 +93,25 @@ class Tally:
         self.term = max(self.term, loaded.term)
         if self.policy is None and loaded.policy:
             self.policy = control.decode_policy(loaded.policy)
-        numbers = self.producers.add_all(loaded.names)
+        numbers, known_there = self.known_to(loaded)
+        persisted, epochs = loaded.persisted[known_there], loaded.epochs[known_there]
         known = self.producers.numbers[numbers, PERSISTED]
-        for k in np.flatnonzero(loaded.persisted > known):
-            self._lose(int(numbers[k]), int(known[k]), int(loaded.persisted[k]))
-        self._state(loaded.names, loaded.epochs, loaded.persisted, loaded.next_index)
+        for k in np.flatnonzero(persisted > known):
+            self._lose(int(numbers[k]), int(known[k]), int(persisted[k]))
+        self.producers.confirm_sessions(numbers, epochs, persisted, loaded.next_index)
+        if len(epochs):
+            self.term = max(self.term, int(epochs.max()) >> _TERM_SHIFT)
+
+    def known_to(self, loaded: Loaded) -> tuple[Int64s, Int64s]:
+        """The numbers of the producers of which a snapshot knows something, here and there.
+
+        Of one that was reset after it, the log alone knows.
+        """
+        numbers = self.producers.add_all(loaded.names)
+        there = np.flatnonzero(
+            np.array([self.reset_at.get(number, -1) < loaded.next_index for number in numbers.tolist()], bool)
+        )
+        return numbers[there], there
 
     def epochs(self) -> Int64s:
         """By producer number."""
@@ -99,12 +120,6 @@ class Tally:
     def persisted(self) -> Int64s:
         """By producer number."""
         return self.producers.numbers[: len(self.producers), PERSISTED]
-
-    def _state(self, names: list[bytes], epochs: Int64s, persisted: Int64s | None, index: int) -> None:
-        numbers = self.producers.add_all(names)
-        self.producers.confirm_sessions(numbers, epochs, persisted, index)
-        if len(epochs):
-            self.term = max(self.term, int(epochs.max()) >> _TERM_SHIFT)
 
     def _lose(self, number: int, known: int, last: int) -> None:
         name = self.producers.names_from(number, 1)[0]

@@ -15,6 +15,7 @@ from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
 from seqdedupe.doctor.salvage import UNFINISHED, salvage
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.store.db import Store
+from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
 from tests.doctor.directories import Opened, fingerprint, opened, segments
 
@@ -253,3 +254,28 @@ async def test_what_is_copied_keeps_positions_and_policies(directory: Path, tmp_
         assert data.topics.get(TOPIC).policy == policy
         assert data.topics.namespaces.policy("public/default") == other
         assert await data.persisted(TOPIC, "p") == 20 * ROWS - 1
+
+
+@pytest.mark.parametrize("snapshot", ["never", "before the reset", "after the reset"])
+async def test_a_producer_that_was_reset_goes_on_from_where_it_was_set(tmp_path: Path, snapshot: str) -> None:
+    async with opened(tmp_path / "data") as data:
+        await publish(data, 8)
+        await data.publish(TOPIC, [("p", 2**62)], [b"a mistake"])
+        topic = data.topics.get(TOPIC)
+        if snapshot == "before the reset":
+            await topic.snapshot()
+        assert await reset_producer(topic, "p", 8 * ROWS - 1) == 2**62
+        del data.sent[TOPIC, "p"]
+        await publish(data, 8)
+        if snapshot == "after the reset":
+            await topic.snapshot()
+        last = data.sent[TOPIC, "p"]
+    assert only(looked_at(tmp_path / "data")).is_whole
+    # One record in the middle is gone, so that the topic is written anew.
+    damaged = segments(tmp_path / "data")[1]
+    raw = bytearray(damaged.read_bytes())
+    raw[200] ^= 1
+    damaged.write_bytes(raw)
+    await asyncio.to_thread(salvage, tmp_path / "data", tmp_path / "new")
+    async with opened(tmp_path / "new") as data:
+        assert await data.persisted(TOPIC, "p") == last == 16 * ROWS - 1
