@@ -13,6 +13,9 @@ from seqdedupe.testing import Sidecar
 # Before any test imports what is compiled.
 kernels.prepare()
 
+# A suite that is no test file of its own: it says what was compared when a test fails.
+pytest.register_assert_rewrite("tests.log.conformance")
+
 StartSidecar = Callable[..., Sidecar]
 
 _topics = itertools.count()

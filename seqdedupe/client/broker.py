@@ -171,11 +171,14 @@ class Attachment:
     async def begin(self, topic: str) -> bytes:
         """Begins; returns the position after which to replay."""
         with typed_errors(self._address):
-            # An earlier end of the stream is told by reading.
-            with suppress(asyncio.InvalidStateError):
-                await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
             try:
-                data = await asyncio.wait_for(self._stream.read(), CALL_TIMEOUT_SECONDS)
+                async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
+                    # Whoever does not know the call ends it at once, and a write meanwhile would hide why.
+                    await self._stream.initial_metadata()
+                    # An earlier end of the stream is told by reading.
+                    with suppress(asyncio.InvalidStateError):
+                        await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
+                    data = await self._stream.read()
             except TimeoutError as e:
                 raise error("UNREACHABLE", f"the sidecar at {self._address} does not answer") from e
         if data is grpc.aio.EOF:

@@ -46,11 +46,11 @@ class Attaching:
         self._requests.put(data)
 
     def answer(self) -> dedupe_pb2.AttachResponse:
-        """The next answer that is more than news of the trim position. Raises grpc.RpcError when the stream breaks."""
+        """The next answer that is more than news of the trim position. Raises grpc.RpcError when the stream ends."""
         while True:
             answer: dedupe_pb2.AttachResponse = next(self.call)
             self.trim_position = answer.trim_position
-            if len(answer.ListFields()) > bool(answer.trim_position):
+            if len(answer.ListFields()) > bool(answer.trim_position) + answer.HasField("end"):
                 return answer
 
     def end(self) -> None:

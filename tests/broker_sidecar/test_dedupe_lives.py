@@ -115,6 +115,7 @@ def test_what_may_be_trimmed_is_never_asked_for_again(start_sidecar: StartSideca
                 assert broker.judge((0, next_id)) == [N]
                 broker.report(admission, persisted=1, position=b"%d" % next_id)
                 next_id += 1
+            told = max(told, int(broker.trim_position or b"-1"))
             while told < next_id - 5:
                 told = max(told, int(next(broker.call).trim_position or b"-1"))
             assert told < next_id

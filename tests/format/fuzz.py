@@ -83,7 +83,8 @@ def judge(its_rule: Any, its_replay: Any, view: Uint8s, places: Int64s) -> list[
     reasons, verdicts = np.zeros(producers, np.uint8), np.zeros(int(places[ROWS]), np.uint8)
     places[BASE_INDEX] = 9
     said = [
-        its_rule.refusal(view, places, rows, numbers, False, reasons),
+        its_rule.refusal(view, places, rows, numbers, False, False, reasons),
+        its_rule.refusal(view, places, rows, numbers, False, True, reasons),
         its_rule.decide_batch(view, places, rows, numbers, True, verdicts),
         its_replay.persist(view, places, rows, numbers, np.zeros(producers, np.uint8), _ring, 0),
     ]

@@ -325,10 +325,6 @@ def reset_replayed_after_the_batches_that_follow_it(patch: pytest.MonkeyPatch) -
     patch.setattr(control, "runs", runs)
 
 
-def reset_taken_back_by_what_is_stated_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Flight, "has_reset", lambda self: False)
-
-
 def reset_does_not_fence(patch: pytest.MonkeyPatch) -> None:
     original = control.Reset
 
@@ -386,7 +382,6 @@ ALL = [
     reset_does_not_outlast_a_snapshot,
     reset_before_the_last_message_replayed_after_it,
     reset_replayed_after_the_batches_that_follow_it,
-    reset_taken_back_by_what_is_stated_again,
     reset_does_not_fence,
     reset_answered_before_it_is_durable,
 ]
