@@ -122,8 +122,13 @@ async def test_a_file_and_a_sidecar_that_forgets_the_replay(
 ) -> None:
     """The control arm of the replay: what was stored since the last snapshot is doubled."""
     # No snapshot is taken while messages come: what the sidecar knows after the fault is what is replayed.
-    keys = {"deduplication_entries_interval": 100 * MESSAGES, "deduplication_snapshot_interval_seconds": 0}
-    sidecar = Sidecar(tmp_path / "sidecar", module="tests.examples.forgetful_sidecar", log="broker", **keys)
+    sidecar = Sidecar(
+        tmp_path / "sidecar",
+        module="tests.examples.forgetful_sidecar",
+        log="broker",
+        deduplication_entries_interval=100 * MESSAGES,
+        deduplication_snapshot_interval_seconds=0,
+    )
 
     def restart() -> None:
         sidecar.restart()
