@@ -60,6 +60,9 @@ class Config:
     )
     default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's log. -1: no limit.")
     default_retention_time_in_minutes: int = _key(-1, "Keep each message so long. -1: no limit.")
+    deduplication_producer_inactivity_timeout_minutes: int = _key(
+        0, "Forget a producer that nobody has used for so many minutes that the sidecar ran. 0: never."
+    )
     gap_policy: str = _key(
         "allow", "Of a message whose ID is not the one after its producer's last one: `allow` or `reject` it."
     )

@@ -107,11 +107,15 @@ class Outbox:
         self._entries.append(pending)
         self.size_bytes += pending.size_bytes
 
-    def open(self, incarnation: int, term: int, epoch: int, persisted: int) -> None:
+    def open(self, incarnation: int, term: int, epoch: int, persisted: int, *, is_forgotten: bool = False) -> bool:
         """Takes an answer of Open, the first or one to a resume. What was out on the old stream is out no more.
 
-        Raises FencedError, DataLossError.
+        Returns whether the topic had something of this producer before, and has forgotten it, as its policy is
+        (`is_forgotten`). Raises FencedError, DataLossError.
         """
+        begins_anew = is_forgotten and max(self._opened, self._highest_receipt) > persisted
+        if begins_anew:
+            self._begin_anew()
         if self.counters.connections:
             self._check_resumed(incarnation, term, persisted)
         self._incarnation, self._term, self._opened = incarnation, term, persisted
@@ -119,6 +123,15 @@ class Outbox:
         self._unanswered.clear()
         self.rewind()
         self.counters.connections += 1
+        return begins_anew
+
+    def _begin_anew(self) -> None:
+        """What was sent and answered before counts no more: links count from nothing, in what is still to be sent."""
+        self._opened = self._highest_receipt = self._last_queued = NO_SEQUENCE_ID
+        for entry in self._entries:
+            if not entry.settled:
+                entry.previous_sequence_id = self._last_queued
+                self._last_queued = entry.last_sequence_id
 
     def _check_resumed(self, incarnation: int, term: int, persisted: int) -> None:
         floor = max(self._opened, self._highest_receipt)

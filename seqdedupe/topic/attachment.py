@@ -124,7 +124,8 @@ class Attachment:
             more = np.full(max(end, 2 * len(self._rows_of)) - len(self._rows_of), NO_ROW, np.int64)
             self._rows_of = np.concatenate((self._rows_of, more))
             self._live_rows_of = np.concatenate((self._live_rows_of, more))
-        self._rows_of[self._handles : end] = self._producers.add_all(names)
+        self._rows_of[self._handles : end] = numbers = self._producers.add_all(names)
+        self._producers.activity.use(numbers)
         self._live_rows_of[self._handles : end] = self._rows_of[self._handles : end]
         self._handles = end
 
@@ -134,6 +135,18 @@ class Attachment:
         if len(handles) and (handles.min() < 0 or handles.max() >= len(rows) or (rows[handles] < 0).any()):
             raise error("INVALID_REQUEST", "handles are released that are not registered")
         rows[handles] = NO_ROW
+
+    def registered(self) -> list[Int64s]:
+        """The producers that have a handle, in parts."""
+        rows = self._live_rows_of[: self._handles]
+        rows = rows[rows != NO_ROW]
+        return [rows[first : first + MAX_BATCH_ROWS] for first in range(0, len(rows), MAX_BATCH_ROWS)]
+
+    def renumber(self, new_numbers: Int64s) -> None:
+        """The producers have these numbers from now on, by their old ones; NO_ROW: it is gone."""
+        for rows in (self._rows_of, self._live_rows_of):
+            has_row = rows != NO_ROW
+            rows[has_row] = new_numbers[rows[has_row]]
 
     # -- replay ------------------------------------------------------------------------------------------------
 

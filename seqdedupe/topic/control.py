@@ -19,7 +19,7 @@ from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.topic.policy import Policy
 
 STATED_A_RECORD = 8192
-"""So many producers are stated again at once before retention goes on. They always fit into a record."""
+"""So many producers are stated again, or forgotten, at once. They always fit into a record."""
 
 _BYTES_A_PRODUCER = 4 + 8 + 8
 _ROOM_BYTES = 1024
@@ -45,7 +45,14 @@ class Reset:
     persisted: Int64s
 
 
-Change = Sessions | Reset | Policy
+@dataclass(frozen=True, slots=True, eq=False)
+class Purge:
+    """Producers that are forgotten: nothing that earlier records say of them counts any more."""
+
+    names: list[bytes]
+
+
+Change = Sessions | Reset | Purge | Policy
 
 
 def parts(sessions: Sessions) -> Iterator[Sessions]:
@@ -61,9 +68,14 @@ def parts(sessions: Sessions) -> Iterator[Sessions]:
 
 def stated_again(producers: Producers, below_index: int) -> Iterator[Sessions]:
     """What is in force of the producers that the log states only below this index, as it is when each is asked for."""
-    numbers = producers.stated_below(below_index)
-    for start in range(0, len(numbers), STATED_A_RECORD):
-        some = numbers[start : start + STATED_A_RECORD]
+    generation = -1
+    numbers = np.zeros(0, np.int64)
+    while True:
+        if generation != producers.generation:
+            generation, numbers = producers.generation, producers.stated_below(below_index)
+        some, numbers = numbers[:STATED_A_RECORD], numbers[STATED_A_RECORD:]
+        if not len(some):
+            return
         rows = producers.numbers[some]
         yield Sessions(producers.names_of(some), rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy())
 
@@ -80,16 +92,24 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
         change.fill(control.policy)
         control.policy.SetInParent()
     else:
-        columns = control.reset if isinstance(change, Reset) else control.sessions
+        columns = _columns_of(control, change)
         offsets = np.zeros(len(change.names) + 1, np.int32)
         np.cumsum([len(name) for name in change.names], out=offsets[1:])
         columns.producer_name_offsets = offsets.tobytes()
         columns.producer_names = b"".join(change.names)
-        columns.epochs = change.epochs.astype(np.int64).tobytes()
-        if change.persisted is not None:
-            columns.persisted = change.persisted.astype(np.int64).tobytes()
+        if not isinstance(change, Purge):
+            columns.epochs = change.epochs.astype(np.int64).tobytes()
+            if change.persisted is not None:
+                columns.persisted = change.persisted.astype(np.int64).tobytes()
     body: bytes = control.SerializeToString()
     return body
+
+
+def _columns_of(control: Any, change: Sessions | Reset | Purge) -> Any:
+    """The part of a control record that such a change fills."""
+    if isinstance(change, Purge):
+        return control.purge
+    return control.reset if isinstance(change, Reset) else control.sessions
 
 
 def decode(body: bytes) -> tuple[Change, int]:
@@ -103,6 +123,8 @@ def decode(body: bytes) -> tuple[Change, int]:
                 return _sessions(control.sessions), control.term
             case "reset":
                 return _reset(control.reset), control.term
+            case "purge":
+                return Purge(_names(control.purge)), control.term
     except (DecodeError, ValueError) as e:
         raise error("LOG_DAMAGED", f"a control record is damaged: {e}") from e
     raise error("NEWER_FORMAT", "the log has a control record of a kind that this version does not know")
@@ -111,14 +133,15 @@ def decode(body: bytes) -> tuple[Change, int]:
 def runs(chunk: bytes, table: Int64s) -> Iterator[tuple[Int64s, list[tuple[Change, int, int]]]]:
     """Scanned records as runs: first the batches of each are to be merged, then its changes (change, term, index).
 
-    All that merges by maximum may come in any order, so that there is one run of it. A reset is a run of its own.
+    All that merges by maximum may come in any order, so that there is one run of it. A reset or a purge is a run of its
+    own.
     Raises as `decode`.
     """
     first = 0
     changes: list[tuple[Change, int, int]] = []
     for k in np.flatnonzero((table[:, ROWS] == 0) & (table[:, TERM] == 0)).tolist():
         change, term = decode(body_of(chunk, table[k]))
-        if isinstance(change, Reset):
+        if isinstance(change, Reset | Purge):
             yield table[first:k], changes
             first, changes = k, []
             yield table[:0], [(change, term, int(table[k, BASE_INDEX]))]
@@ -127,8 +150,12 @@ def runs(chunk: bytes, table: Int64s) -> Iterator[tuple[Int64s, list[tuple[Chang
     yield table[first:], changes
 
 
-def apply(change: Sessions | Reset, producers: Producers, index: int) -> None:
+def apply(change: Sessions | Reset | Purge, producers: Producers, index: int) -> None:
     """The change is in the log, before the message with this index."""
+    if isinstance(change, Purge):
+        known = (producers.number(name) for name in change.names)
+        producers.purge(np.array([number for number in known if number is not None], np.int64))
+        return
     numbers = producers.add_all(change.names)
     if isinstance(change, Reset):
         producers.reset(numbers, change.epochs, change.persisted, index)

@@ -45,6 +45,7 @@ class Opening:
 
     names: list[bytes]
     numbers: Int64s
+    """Theirs when it began."""
     epochs: Int64s
     refusals: dict[int, SeqdedupeError]
     """By place in the call: FENCED, INVALID_EPOCH."""
@@ -60,6 +61,8 @@ class Opened:
     indexes: list[int]
     refusals: dict[int, SeqdedupeError] = field(default_factory=dict)
     """By place: FENCED, INVALID_EPOCH."""
+    forgotten: list[int] = field(default_factory=list)
+    """The places of resumed names of which there is nothing, where the policy is to forget idle producers."""
 
 
 class Sessions:
@@ -100,8 +103,10 @@ class Sessions:
     def opened(self, opening: Opening, names: int) -> Opened:
         """What an Open of so many names answers once all that it waits for has settled."""
         answer = Opened([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
-        columns = (opening.names, opening.places.tolist(), opening.numbers.tolist(), opening.epochs.tolist())
-        for name, place, number, epoch in zip(*columns, strict=True):
+        columns = (opening.names, opening.places.tolist(), opening.epochs.tolist())
+        for name, place, epoch in zip(*columns, strict=True):
+            # Numbers may have changed while it waited.
+            number = self._producers.add(name)
             current = int(self._producers.numbers[number, DURABLE_EPOCH])
             if opening.is_resume and current > epoch:
                 # While it waited; and a reset may have taken from it what it has receipts for.
@@ -120,9 +125,16 @@ class Sessions:
 
     def are_in_flight(self, names: list[str]) -> bool:
         """Whether any of the names has a session whose record is not durable yet, and may fail."""
-        numbers = [self._producers.number(name.encode(errors="replace")) for name in names]
-        rows = self._producers.numbers[[number for number in numbers if number is not None]]
+        rows = self._producers.numbers[self._known(names)]
         return bool((rows[:, EPOCH] > rows[:, DURABLE_EPOCH]).any())
+
+    def use(self, names: list[str]) -> None:
+        """Somebody wants these names: they are not idle."""
+        self._producers.activity.use(self._known(names))
+
+    def _known(self, names: list[str]) -> Int64s:
+        numbers = (self._producers.number(name.encode(errors="replace")) for name in names)
+        return np.array([number for number in numbers if number is not None], np.int64)
 
     def _why_not_resumed(self, name: bytes, epoch: int) -> SeqdedupeError | None:
         number = self._producers.number(name)

@@ -50,6 +50,10 @@ class Session:
     """The Open that it waits for."""
     confirmed_before: int = NO_SEQUENCE_ID
     """The highest ID that was known to be in the log when that was sent."""
+    highest: int = NO_SEQUENCE_ID
+    """Of all messages made, also those from before it was forgotten."""
+    lives: int = 0
+    """How often it has been forgotten."""
 
     def payload(self, sequence_id: int) -> bytes:
         return f"{self.name}/{self.number}/{sequence_id}".encode()
@@ -66,7 +70,7 @@ class Session:
         at = bisect_left(self.unacked, self.cursor)
         taken = self.unacked[at : at + rows]
         while may_be_new and len(taken) < rows:
-            made = max([*self.answered, *self.sent[-1:], *self.unacked[-1:]]) + random.randint(1, MAX_GAP)
+            made = self.highest = max([self.highest, *self.answered]) + random.randint(1, MAX_GAP)
             self.unacked.append(made)
             taken.append(made)
         if taken:
@@ -107,11 +111,15 @@ class Session:
         self.request = request
         self.confirmed_before = max([*self.answered, *self.acked[-1:]], default=NO_SEQUENCE_ID)
 
-    def opened(self, epoch: int, persisted: int) -> None:
+    def opened(self, epoch: int, persisted: int, *, is_forgotten: bool) -> None:
         """Open has answered. What is not above `persisted` is in the log, as a Dup would say."""
-        if persisted < self.confirmed_before:
+        if is_forgotten:
+            # It begins anew, from nothing: links and receipts do not reach over this.
+            self.answered, self.sent, self.last_sent = [], [], NO_SEQUENCE_ID
+            self.lives += 1
+        elif persisted < self.confirmed_before:
             raise Violation(f"{self.name} resumes at {persisted}, confirmed was {self.confirmed_before}: data is lost")
-        if self.epoch and persisted > max([NO_SEQUENCE_ID, *self.answered, *self.sent[-1:]]):
+        if self.epoch and persisted > max([self.highest, *self.answered]):
             self.state = State.FENCED
             return
         self.state, self.epoch = State.OPEN, epoch
@@ -130,6 +138,8 @@ class Frame:
     links: dict[str, int]
     encoded: bytes
     is_unary: bool
+    lives: dict[Session, int]
+    """Of each session, when it was sent."""
 
     def __str__(self) -> str:
         return f"frame {self.number} " + " ".join(f"{s.name}{s.number}:{i}" for s, i in self.rows)
@@ -140,6 +150,8 @@ class Frame:
         if isinstance(answer, Receipt):
             verdicts = answer.verdicts if answer.verdicts is not None else [NOT_DUP] * len(self.rows)
             for (session, sequence_id), verdict in zip(self.rows, verdicts, strict=True):
+                if session.lives != self.lives[session]:
+                    continue
                 if verdict == UNKNOWN:
                     session.must_resend = True
                 else:
@@ -147,6 +159,9 @@ class Frame:
             return
         for session in mine.values():
             session.must_resend = True
+            if answer.error.reason == "INVALID_EPOCH" and session.state is State.OPEN:
+                # One of them may have been forgotten: a resume tells.
+                session.state = State.CLOSED
         if answer.error.reason == "FENCED":
             for p in answer.producers:
                 # A refusal of an epoch that is no longer used says nothing.
@@ -176,4 +191,4 @@ def compose(number: int, taken: dict[Session, list[int]], random: Random, is_una
         links=links,
         payloads=[session.payload(sequence_id) for session, sequence_id in rows],
     ).encode()
-    return Frame(number, rows, links, encoded, is_unary)
+    return Frame(number, rows, links, encoded, is_unary, {session: session.lives for session in taken})

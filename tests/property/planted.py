@@ -81,8 +81,8 @@ def position_of_the_last_admitted_message(patch: pytest.MonkeyPatch) -> None:
 def snapshot_of_pushed(patch: pytest.MonkeyPatch) -> None:
     original = Producers.collect_dirty
 
-    def collect_dirty(self: Producers) -> Any:
-        changed, _, epochs, stated = original(self)
+    def collect_dirty(self: Producers, forgotten: Any = None) -> Any:
+        changed, _, epochs, stated = original(self, forgotten)
         return changed, self.numbers[changed, PUSHED], epochs, stated
 
     patch.setattr(Producers, "collect_dirty", collect_dirty)
