@@ -9,11 +9,13 @@ import pytest
 
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError
 from seqdedupe.format import headers
+from seqdedupe.format.columns import BASE_INDEX
+from seqdedupe.log.embedded.inspection import Damage, Intact, inspect
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.segment import Point
+from seqdedupe.log.embedded.segment import Identity, Point
 from tests.log.conformance import Owner, parsed
-from tests.log.test_damage import INCARNATION, File, Stored, put, small_file
+from tests.log.test_damage import INCARNATION, KEY, File, Stored, put, small_file
 
 END = 39
 HEADER_FIELDS = {
@@ -113,6 +115,20 @@ async def test_any_field_of_a_record_damaged(logs: EmbeddedLogs, tmp_path: Path)
         assert await read_past(log, missing.stop, END) == (list(range(missing.stop, END)), [])
         assert (await log.locate(missing.stop)).message_id.entry_id == missing.stop
         await log.close()
+
+
+async def test_the_doctor_names_just_that_record(tmp_path: Path) -> None:
+    file = small_file()
+    hit = file.stored[3]
+    for name, at in fields_of(hit).items():
+        put(tmp_path, (0, flipped(file.raw, at)), (13, small_file(13).raw))
+        found = list(inspect(tmp_path / "logs" / str(INCARNATION), Identity(INCARNATION, KEY)))
+        [damage] = [part for part in found if isinstance(part, Damage)]
+        where = (hit.start, hit.base_index, hit.base_index + hit.rows)
+        assert (damage.offset, damage.first_index, damage.next_index) == where, name
+        whole = [base for part in found if isinstance(part, Intact) for base in part.table[:, BASE_INDEX]]
+        others_of = [*file.stored[:3], *file.stored[4:], *small_file(13).stored]
+        assert whole == [record.base_index for record in others_of], name
 
 
 async def test_a_start_after_damage_needs_no_skipping(logs: EmbeddedLogs, tmp_path: Path) -> None:
