@@ -97,11 +97,11 @@ class _GapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GapPolicy.V
     GAP_POLICY_ALLOW: _GapPolicy.ValueType  # 1
     """It is taken."""
     GAP_POLICY_REJECT: _GapPolicy.ValueType  # 2
-    """Its frame is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
+    """Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
 
 class GapPolicy(_GapPolicy, metaclass=_GapPolicyEnumTypeWrapper):
     """What becomes of a message whose sequence ID is above all of its producer, and is not the next one. Where the log is a
-    broker's own, gaps are always allowed.
+    broker's own, the lowest ID of a range counts.
     """
 
 GAP_POLICY_UNSPECIFIED: GapPolicy.ValueType  # 0
@@ -109,7 +109,7 @@ GAP_POLICY_UNSPECIFIED: GapPolicy.ValueType  # 0
 GAP_POLICY_ALLOW: GapPolicy.ValueType  # 1
 """It is taken."""
 GAP_POLICY_REJECT: GapPolicy.ValueType  # 2
-"""Its frame is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
+"""Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
 Global___GapPolicy: _TypeAlias = GapPolicy  # noqa: Y015
 
 class _MessageState:
