@@ -63,6 +63,9 @@ class Config:
     deduplication_producer_inactivity_timeout_minutes: int = _key(
         0, "Forget a producer that nobody has used for so many minutes that the sidecar ran. 0: never."
     )
+    scrub_bytes_per_second: int = _key(
+        524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
+    )
     gap_policy: str = _key(
         "allow", "Of a message whose ID is not the one after its producer's last one: `allow` or `reject` it."
     )

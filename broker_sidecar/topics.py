@@ -22,7 +22,7 @@ def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
             state=topic.state.value,  # type: ignore[arg-type]
             why=str(topic.why),
         )
-    counters = topic.counters
+    counters, damage = topic.counters, topic.damage_found
     return admin_pb2.Topic(
         name=topic.name,
         incarnation=topic.incarnation,
@@ -43,4 +43,6 @@ def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         resets=counters.resets,
         purged=counters.purged,
         resumed_after_purge=counters.resumed_after_purge,
+        damaged_places=damage.places,
+        damaged_messages=damage.messages,
     )

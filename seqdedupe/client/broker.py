@@ -17,6 +17,7 @@ import numpy as np
 
 from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
+from seqdedupe.batch import Binary
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, call, error_of_reason, new_channel, typed_errors
 from seqdedupe.client.receipts import Verdict
 from seqdedupe.errors import SeqdedupeError, error
@@ -194,14 +195,14 @@ class Attachment:
         """Sends entries that are in the log; returns when there is room for more."""
         self._check_not_ended()
         columns = self._columns([entry.range for entry in entries])
-        positions = [entry.position for entry in entries]
-        previous = [entry.previous_position for entry in entries]
+        positions = Binary.of_all([entry.position for entry in entries])
+        previous = Binary.of_all([entry.previous_position for entry in entries])
         replay = wire.Replay(
             **columns,
-            position_offsets=_offsets(positions),
-            positions=b"".join(positions),
-            previous_position_offsets=_offsets(previous),
-            previous_positions=b"".join(previous),
+            position_offsets=positions.offsets.tobytes(),
+            positions=positions.data,
+            previous_position_offsets=previous.offsets.tobytes(),
+            previous_positions=previous.data,
         )
         self._has_room.clear()
         self._ask(replay=replay)
@@ -218,9 +219,9 @@ class Attachment:
     async def check(self, ranges: Sequence[Range]) -> list[Verdict]:
         """The verdicts of ranges, at most MAX_BATCH_ROWS of them. What is NOT_DUP is to be written now, in order.
 
-        Verdicts come in the order of the calls. Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, QUEUE_FULL, … (then
-        none of the ranges was admitted, and the topic is still attached), NOT_ATTACHED and other reasons for which it
-        has ended.
+        Verdicts come in the order of the calls. Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, GAP, QUEUE_FULL, …
+        (then none of the ranges was admitted, and the topic is still attached), NOT_ATTACHED and other reasons for
+        which it has ended.
         Whoever is cancelled here does not know what was admitted: close the attachment and attach again.
         """
         self._check_not_ended()
@@ -337,11 +338,11 @@ class Attachment:
         all_encoded = [new_producer_name(name) for name in new]
         for first in range(0, len(new), REGISTER_NAMES):
             some = new[first : first + REGISTER_NAMES]
-            encoded = all_encoded[first : first + REGISTER_NAMES]
+            encoded = Binary.of_all(all_encoded[first : first + REGISTER_NAMES])
             register = wire.Register(
                 first_handle=self._registered,
-                producer_name_offsets=_offsets(encoded),
-                producer_names=b"".join(encoded),
+                producer_name_offsets=encoded.offsets.tobytes(),
+                producer_names=encoded.data,
             )
             self._ask(register=register)
             self._handles.update(zip(some, itertools.count(self._registered)))
@@ -391,6 +392,8 @@ class Attachment:
             self._answer(checked.frame, verdicts)
         for refusal in answer.refusals:
             numbers = {"row": str(refusal.row), "pushed": str(refusal.pushed), "persisted": str(refusal.persisted)}
+            if refusal.HasField("expected_sequence_id"):
+                numbers["expected_sequence_id"] = str(refusal.expected_sequence_id)
             self._answer(
                 refusal.frame, error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
             )
@@ -418,12 +421,6 @@ def _goes_with(step: Any, request: Any) -> bool:
 def _last_step(request: Any) -> int:
     number: int = request.ListFields()[-1][0].number
     return number
-
-
-def _offsets(values: Sequence[bytes]) -> bytes:
-    offsets = np.zeros(len(values) + 1, "<i4")
-    np.cumsum([len(value) for value in values], out=offsets[1:])
-    return offsets.tobytes()
 
 
 def _ids(values: Sequence[int]) -> bytes:

@@ -132,6 +132,13 @@ class Location(NamedTuple):
     """The first eight bytes of the token of the marker under which it was written, as an unsigned number."""
 
 
+class DamageFound(NamedTuple):
+    """What was found damaged since the log was opened, of what is still there."""
+
+    places: int = 0
+    messages: int = 0
+
+
 class Log(Protocol):
     """One topic's log. Its methods raise `DamagedError` for what is damaged where they look."""
 
@@ -157,6 +164,10 @@ class Log(Protocol):
     @property
     def size_bytes(self) -> int:
         """What the log takes, in bytes of the stored form."""
+
+    @property
+    def damage_found(self) -> DamageFound:
+        """What was found by a scrub in the background. What readers meet is not counted."""
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
         """Shuts earlier writers out and writes a marker with this term and token, durable on return.
@@ -198,6 +209,14 @@ class Log(Protocol):
         (POSITION_TRIMMED), `DamagedError`.
         """
 
+    async def next_readable(self, from_index: int) -> int:
+        """The index of the first message from this one on that `read` can give: past what is damaged, or stands where
+        the disk cannot be read.
+
+        That of the next message if there is none. Raises `PositionError` (POSITION_TRIMMED), NEWER_FORMAT,
+        OLDER_FORMAT.
+        """
+
     async def locate(self, index: int) -> Location:
         """Where the message with this index stands. It may take a read.
 
@@ -211,7 +230,10 @@ class Log(Protocol):
         """As `message_ids_at`, at once: those that are known without a read, and -1 in all columns for the others."""
 
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
-        """The index of the first message below `stop_index` published at or after that time, or `stop_index`."""
+        """The index of the first message below `stop_index` published at or after that time, or `stop_index`.
+
+        Damaged messages count as published when what stands after them was.
+        """
 
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
         """The index up to which about so many bytes stand from `from_index` on; above it unless that is the end."""

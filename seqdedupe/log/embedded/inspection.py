@@ -4,9 +4,8 @@ Opening a log (`tail`) and reading it stop at the first damage. Here it is named
 reading goes on with the next header that this log wrote where it stands.
 """
 
-import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,12 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
-from seqdedupe.format.headers import HEADER_BYTES
+from seqdedupe.log.embedded.past_damage import headers_from, past_damage, read_what_can_be
 from seqdedupe.log.embedded.segment import SUFFIX, WHAT_STANDS_THERE, Identity, Step, damaged, read_step
-from seqdedupe.log.embedded.tail import base_indexes, headers_from
+from seqdedupe.log.embedded.tail import base_indexes
 
 STEP_BYTES = 1024 * 1024
 """What is read and checked at once: it stays in the processor's cache meanwhile."""
-
-SECTOR_BYTES = 512
-"""What is read at once where the disk does not give a larger piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +59,22 @@ class TornEnd:
     """About so many."""
 
 
+@dataclass(frozen=True, slots=True)
+class DurablePart:
+    """A segment file, as far as it was synced."""
+
+    path: Path
+    identity: Identity
+    base_index: int
+    end: int
+    """Up to here records stand in the file."""
+    next_index: int
+    """The index after them."""
+
+
+Read = Callable[[int, int, int], bytes]
+"""`os.pread`, or like it: file, size, offset."""
+
 Found = Intact | Damage | TornEnd
 
 
@@ -72,36 +84,48 @@ def inspect(folder: Path, identity: Identity) -> Iterator[Found]:
     Raises NEWER_FORMAT, OLDER_FORMAT for a record of another version; OSError, but not for what the disk cannot give:
     that is damage.
     """
-    return _Inspection(folder, identity).run()
+    bases = base_indexes(folder) if folder.exists() else []
+    if not bases:
+        yield Damage(folder, 0, "it has no segment files", 0, None)
+        return
+    inspection = _Inspection(identity, bases[0], read_what_can_be)
+    for base in bases:
+        path = folder / f"{base:020d}{SUFFIX}"
+        yield from inspection.begin(path, base)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            yield from _File(inspection, path, file.fileno(), base, size, is_last=base == bases[-1]).run()
+    if inspection.unfinished is not None:
+        yield Damage(*inspection.unfinished, inspection.next_index, None)
+
+
+def inspect_part(part: DurablePart, read: Read) -> Generator[Found, None, None]:
+    """What one segment file holds as far as it was synced: nothing of that may be torn.
+
+    Raises as `inspect`, FileNotFoundError among them, and what `read` raises.
+    """
+    inspection = _Inspection(part.identity, part.base_index, read)
+    with part.path.open("rb") as file:
+        size = min(part.end, os.fstat(file.fileno()).st_size)
+        yield from _File(inspection, part.path, file.fileno(), part.base_index, size, is_last=False).run()
+    yield from inspection.begin(part.path, part.next_index)
 
 
 class _Inspection:
-    def __init__(self, folder: Path, identity: Identity) -> None:
-        self.folder = folder
+    """What one file of a log says of the next one."""
+
+    def __init__(self, identity: Identity, next_index: int, read: Read) -> None:
         self.identity = identity
-        self.next_index = 0
+        self.next_index = next_index
+        self.read = read
         self.ownership = 0
         self.unfinished: tuple[Path, int, str] | None = None
         """Damage of which the next file will tell where it ends: file, offset, what."""
         self.end: tuple[Path, int] | None = None
         """Where the records of the file before end."""
 
-    def run(self) -> Iterator[Found]:
-        bases = base_indexes(self.folder) if self.folder.exists() else []
-        if not bases:
-            yield Damage(self.folder, 0, "it has no segment files", 0, None)
-            return
-        self.next_index = bases[0]
-        for base in bases:
-            path = self.folder / f"{base:020d}{SUFFIX}"
-            yield from self._begin(path, base)
-            with path.open("rb") as file:
-                yield from _File(self, path, file.fileno(), base, is_last=base == bases[-1]).run()
-        if self.unfinished is not None:
-            yield Damage(*self.unfinished, self.next_index, None)
-
-    def _begin(self, path: Path, base: int) -> Iterator[Damage]:
-        """Between two files."""
+    def begin(self, path: Path, base: int) -> Iterator[Damage]:
+        """Between two files: what comes next has this index."""
         before, self.next_index = self.next_index, max(base, self.next_index)
         if self.unfinished is not None:
             yield Damage(*self.unfinished, before, self.next_index)
@@ -117,13 +141,13 @@ class _Inspection:
 class _File:
     """One file of an inspection."""
 
-    def __init__(self, log: _Inspection, path: Path, file: int, base_index: int, *, is_last: bool) -> None:
+    def __init__(self, log: _Inspection, path: Path, file: int, base_index: int, size: int, *, is_last: bool) -> None:
         self._log = log
         self._path = path
         self._file = file
         self._base_index = base_index
         self._is_last = is_last
-        self._size = os.fstat(file).st_size
+        self._size = size
         self._named_synced = 0
         """The highest synced offset that a whole record names."""
         self._synced: int | None = None
@@ -154,7 +178,7 @@ class _File:
 
     def _step(self, at: int, next_index: int, ownership: int) -> Step:
         identity = self._log.identity
-        return read_step(self._file, identity, at, self._size, next_index, ownership, STEP_BYTES, _read_what_can_be)
+        return read_step(self._file, identity, at, self._size, next_index, ownership, STEP_BYTES, self._log.read)
 
     def _with_payloads(self, raw: bytes, table: Int64s) -> Iterator[Found]:
         """Records whose columns are whole, those apart whose payloads are not."""
@@ -190,44 +214,25 @@ class _File:
             return at, Damage(self._path, at, what, first, first)
         if why != records.NOT_CONTIGUOUS and self._may_be_torn(at):
             return self._size, self._torn(at)
-        own = next(self._headers(at, min(at + HEADER_BYTES, self._size), first), None)
-        if own is not None and why != records.NOT_CONTIGUOUS:
-            # The tag says that the header is whole: how long the record is, and how many messages are in it.
-            size_bytes, log.next_index = records.end_of(own[1])
-            return at + size_bytes, Damage(self._path, at, what, first, log.next_index)
-        following = own or next(self._headers(at + 1, self._size, first), None)
-        if following is None:
+        onward = past_damage(self._file, log.identity, at, self._size, first, self._base_index, log.read)
+        if onward is None:
             log.unfinished = self._path, at, what
             return self._size, None
-        log.next_index = records.base_index_of(following[1])
-        return following[0], Damage(self._path, at, what, first, log.next_index)
+        offset, log.next_index = onward
+        return offset, Damage(self._path, at, what, first, log.next_index)
 
-    def _headers(self, at: int, size: int, index: int) -> Iterator[tuple[int, bytes]]:
-        least = max(index, self._base_index)
-        return headers_from(self._file, self._log.identity, at, size, least, _read_what_can_be)
+    def _headers(self, at: int) -> Iterator[tuple[int, bytes]]:
+        return headers_from(self._file, self._log.identity, at, self._size, self._base_index, self._log.read)
 
     def _may_be_torn(self, offset: int) -> bool:
         """Whether a crash may have left this: only after what any header of the last file names as synced."""
         if not self._is_last:
             return False
         if self._synced is None:
-            after = (records.synced_offset_of(header) for _, header in self._headers(offset, self._size, 0))
+            after = (records.synced_offset_of(header) for _, header in self._headers(offset))
             self._synced = max(self._named_synced, *after, 0)
         return offset >= self._synced
 
     def _torn(self, offset: int) -> TornEnd:
-        count = sum(1 for _ in self._headers(offset, self._size, 0))
+        count = sum(1 for _ in self._headers(offset))
         return TornEnd(self._path, offset, self._size - offset, count)
-
-
-def _read_what_can_be(file: int, size: int, offset: int) -> bytes:
-    """`os.pread`, with zeros in place of what the disk cannot give."""
-    try:
-        return os.pread(file, size, offset)
-    except OSError as e:
-        if e.errno != errno.EIO:
-            raise
-    if size <= SECTOR_BYTES:
-        return bytes(size)
-    half = (size // 2 + SECTOR_BYTES - 1) // SECTOR_BYTES * SECTOR_BYTES
-    return _read_what_can_be(file, half, offset) + _read_what_can_be(file, size - half, offset + half)
