@@ -25,9 +25,6 @@ DUE_PERIODS = LOOKS_A_TIMEOUT + 1
 ROWS_A_STEP = 65_536
 """Looked at before others have their turn."""
 
-LET_GO_SHARE = 4
-"""Rows and names are freed when one in so many of them is empty: that takes a pass over all, and a whole snapshot."""
-
 EXAMPLES = 3
 """So many names are logged."""
 
@@ -131,8 +128,7 @@ class Inactivity:
                 minutes,
                 shown(examples),
             )
-        if len(producers.empty()) * LET_GO_SHARE >= max(len(producers), 1):
-            await self._let_go()
+        await self._let_go()
 
 
 def shown(names: list[bytes]) -> str:

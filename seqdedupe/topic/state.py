@@ -31,6 +31,9 @@ from seqdedupe.topic.snapshotter import Snapshotter
 
 logger = logging.getLogger("seqdedupe.topic")
 
+LET_GO_SHARE = 4
+"""Rows and names are freed when one in so many of them is empty: that takes a pass over all, and a whole snapshot."""
+
 
 class State(Enum):
     """What a topic does at the moment."""
@@ -346,12 +349,18 @@ class TopicBase(ABC):
             )
 
     async def _let_go_of_empty(self) -> None:
-        """Names and rows of producers of which nothing is known and whom nobody holds are freed, and in the store."""
+        """Names and rows of producers of which nothing is known are freed, if many are, here and in the store."""
+        least = max(len(self.producers), 1) / LET_GO_SHARE
+        if len(self.producers.empty()) < least or len(self._empty()) < least:
+            return
         async with self.snapshotter.stands_still():
-            gone = np.setdiff1d(self.producers.empty(), np.concatenate([np.zeros(0, np.int64), *self._in_use()]))
-            self._renumber(self.producers.let_go(gone))
+            self._renumber(self.producers.let_go(self._empty()))
             self.snapshotter.renumbered()
         await self.snapshot()
+
+    def _empty(self) -> Int64s:
+        """The producers of which nothing is known, and whom nobody holds."""
+        return np.setdiff1d(self.producers.empty(), np.concatenate([np.zeros(0, np.int64), *self._in_use()]))
 
     async def _end_tasks(self) -> None:
         self.inactivity.close()

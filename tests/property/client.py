@@ -52,8 +52,10 @@ class Session:
     """The highest ID that was known to be in the log when that was sent."""
     highest: int = NO_SEQUENCE_ID
     """Of all messages made, also those from before it was forgotten."""
+    may_be_forgotten: bool = False
     lives: int = 0
-    """How often it has been forgotten."""
+    """Receipts of frames that were sent before a resume was asked for, or answered, say nothing after it: it may have
+    been forgotten in between."""
 
     def payload(self, sequence_id: int) -> bytes:
         return f"{self.name}/{self.number}/{sequence_id}".encode()
@@ -109,14 +111,15 @@ class Session:
     def asks(self, request: object) -> None:
         """An Open is sent."""
         self.request = request
+        self.lives += self.may_be_forgotten
         self.confirmed_before = max([*self.answered, *self.acked[-1:]], default=NO_SEQUENCE_ID)
 
     def opened(self, epoch: int, persisted: int, *, is_forgotten: bool) -> None:
         """Open has answered. What is not above `persisted` is in the log, as a Dup would say."""
-        if is_forgotten:
-            # It begins anew, from nothing: links and receipts do not reach over this.
+        self.lives += self.may_be_forgotten
+        if is_forgotten and persisted < self.confirmed_before:
+            # It begins anew, from nothing: links do not reach over this.
             self.answered, self.sent, self.last_sent = [], [], NO_SEQUENCE_ID
-            self.lives += 1
         elif persisted < self.confirmed_before:
             raise Violation(f"{self.name} resumes at {persisted}, confirmed was {self.confirmed_before}: data is lost")
         if self.epoch and persisted > max([self.highest, *self.answered]):

@@ -126,7 +126,11 @@ class World:
 
     def new_session(self, client: int, name: str) -> None:
         self.sessions_ever += 1
-        self.sessions[client, name] = Session(name, self.sessions_ever)
+        self.sessions[client, name] = Session(
+            name,
+            self.sessions_ever,
+            may_be_forgotten=self.applied.deduplication_producer_inactivity_timeout_minutes > 0,
+        )
 
     def mine(self, client: int) -> list[Session]:
         return [session for (owner, _), session in self.sessions.items() if owner == client]
