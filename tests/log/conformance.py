@@ -368,6 +368,18 @@ class LogConformance:
         assert times == [5_000_000] * 4 + [6_000_000] * 2
         await log.close()
 
+    async def test_what_is_whole_is_readable(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        for i in range(10):
+            owner.append(10 * i, 5)
+        await owner.until_stored(10)
+        assert [await log.next_readable(i) for i in range(51)] == list(range(51))
+        with pytest.raises(PositionError):
+            await log.next_readable(51)
+        assert log.damage_found == (0, 0)
+        await log.close()
+
     async def test_locating_a_publish_time(self, harness: LogHarness) -> None:
         log = await harness.open()
         owner = await Owner(log, 1).open()

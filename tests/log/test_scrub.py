@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -222,6 +223,66 @@ async def test_appends_go_on_meanwhile(logs: EmbeddedLogs) -> None:
     assert appended > 50
     await owner.until_stored(appended)
     assert log.damage_found == DamageFound(0, 0)
+    await log.close()
+
+
+async def test_damage_in_a_log_that_is_written_to(logs: EmbeddedLogs, caplog: pytest.LogCaptureFixture) -> None:
+    """In the file that is appended to, where the line says what the next start will do, and in one before."""
+    log, owner = await written(logs, 20)
+    paths = [Path(log.place) / f"{base:020d}.log" for base in log.base_indexes]
+    places = {9: paths[1], 19: paths[-1]}
+    for index, path in places.items():
+        with path.open("r+b") as file:
+            file.seek(path.read_bytes().index(bytes([index]) * 300))
+            file.write(b"\xff")
+    appended = 20
+
+    def append() -> None:
+        nonlocal appended
+        owner.append(appended, 1, 300)
+        appended += 1
+
+    scrub = make_scrub(log, sleeps=Sleeps(append))
+    for _ in range(3):
+        await scrub.run_once()
+    await scrub.close()
+    await owner.until_stored(appended)
+    assert log.damage_found == DamageFound(2, 2)
+    lines = said(caplog)
+    assert len(lines) == 2
+    assert sorted(index for index in places for line in lines if f"indexes {index} to {index} " in line) == [9, 19]
+    await log.close()
+
+
+async def test_the_last_file_is_said_to_be_that(logs: EmbeddedLogs, caplog: pytest.LogCaptureFixture) -> None:
+    log, _ = await written(logs, 20)
+    for base in (log.base_indexes[0], log.base_indexes[-1]):
+        path = Path(log.place) / f"{base:020d}.log"
+        path.write_bytes(flipped(path.read_bytes(), path.stat().st_size - 1))
+        caplog.clear()
+        await scrubbed(log)
+        [line] = said(caplog)
+        assert ("the next start" in line) == (base > 0)
+    await log.close()
+
+
+async def test_a_defect_in_one_segment_keeps_none_from_being_looked_at(
+    logs: EmbeddedLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = small_file(13)
+    put_three(tmp_path, flipped(file.raw, file.stored[3].start))
+    log = await logs.open(INCARNATION, 39)
+    really = log.durable_part
+
+    def durable_part(base_index: int) -> Any:
+        if base_index != 13:
+            raise ValueError("a defect")
+        return really(base_index)
+
+    monkeypatch.setattr(log, "durable_part", durable_part)
+    assert await scrubbed(log) == DamageFound(1, file.stored[3].rows)
+    assert len([line for line in said(caplog) if "the scrub has failed" in line]) == 2
+    await log.close()
     await log.close()
 
 
