@@ -213,8 +213,7 @@ class Log(Protocol):
         """The index of the first message from this one on that `read` can give: past what is damaged, or stands where
         the disk cannot be read.
 
-        That of the next message if there is none. Raises `PositionError` (POSITION_TRIMMED), NEWER_FORMAT,
-        OLDER_FORMAT.
+        That of the next message if there is none. Raises `PositionError` (POSITION_TRIMMED), NEWER_FORMAT.
         """
 
     async def locate(self, index: int) -> Location:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import os
+import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from seqdedupe.log.embedded.scrub import FILE_BYTES, PASS_SECONDS, Scrub
 from tests.log.batches import TOPIC
 from tests.log.conformance import Owner
 from tests.log.test_damage import INCARNATION, put, small_file
-from tests.log.test_past_damage import FLIP, fields_of, flipped
+from tests.log.test_past_damage import FLIP, fields_of, flipped, read_past
 
 FAST = 10**9
 SEGMENT_BYTES = 2_000
@@ -420,3 +421,57 @@ def first_page_is_in_memory(path: Path) -> bool:
             return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
         except OSError:
             return False
+
+
+def harm(chance: random.Random, raw: bytes) -> bytes:
+    """Some of a file's bytes are others, up to a sector of them, or it is cut."""
+    changed = bytearray(raw)
+    at, size = chance.randrange(len(raw)), chance.choice((1, 1, 8, 100, 512))
+    match chance.choice(("noise", "zeros", "elsewhere", "cut")):
+        case "noise":
+            changed[at : at + size] = chance.randbytes(len(changed[at : at + size]))
+        case "zeros":
+            changed[at : at + size] = bytes(len(changed[at : at + size]))
+        case "elsewhere":
+            other = chance.randrange(len(raw))
+            part = raw[other : other + size]
+            changed[at : at + len(part)] = part[: len(changed) - at]
+        case _:
+            del changed[at:]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_scrub_and_readers_agree_whatever_is_damaged(logs: EmbeddedLogs, tmp_path: Path, seed: int) -> None:
+    """Readers get each message whose record was not touched, and are told of just those that the scrub counts."""
+    chance = random.Random(seed)
+    files = [small_file(0), small_file(13)]
+    for file in files:
+        for _ in range(chance.randrange(5)):
+            file.add(len(file.raw), chance.randint(1, 3), chance.randrange(300))
+        files[1] = files[1] if file is files[1] else small_file(file.next_index)
+    end = files[1].next_index
+    harmed = []
+    for file in files:
+        raw = file.raw
+        for _ in range(chance.randint(0, 3)):
+            raw = harm(chance, raw)
+        harmed.append(raw)
+    last = small_file(end)
+    put(tmp_path, (0, harmed[0]), (files[1].base_index, harmed[1]), (end, last.raw))
+    log = await logs.open(INCARNATION, last.next_index)
+    ids, skipped = await read_past(log, 0, last.next_index)
+    missing = [i for part in skipped for i in part]
+    assert sorted(ids + missing) == list(range(last.next_index))
+    touched = [
+        i
+        for file, raw in zip(files, harmed, strict=True)
+        for record in file.stored
+        if raw[record.start : record.end] != file.raw[record.start : record.end]
+        for i in range(record.base_index, record.base_index + record.rows)
+    ]
+    assert missing == touched
+    found = await scrubbed(log)
+    assert found.messages == len(missing)
+    assert (found.places > 0) == any(raw != file.raw for file, raw in zip(files, harmed, strict=True))
+    await log.close()
