@@ -74,13 +74,13 @@ def values(column: bytes, kind: Any, name: str) -> np.ndarray:
     return np.frombuffer(column, kind)
 
 
-def names_of(register: Any) -> list[bytes]:
-    """The names to be registered. Raises INVALID_REQUEST."""
-    offsets = values(register.producer_name_offsets, INT32, "producer_name_offsets")
-    blob = register.producer_names
+def names_of(message: Any) -> list[bytes]:
+    """The names in a message's columns, not checked. Raises INVALID_REQUEST."""
+    offsets = values(message.producer_name_offsets, INT32, "producer_name_offsets")
+    blob = message.producer_names
     count = len(offsets) - 1
     if not 1 <= count <= MAX_OPEN_NAMES:
-        raise error("INVALID_REQUEST", f"register takes 1 to {MAX_OPEN_NAMES} names")
+        raise error("INVALID_REQUEST", f"producer_names takes 1 to {MAX_OPEN_NAMES} names at once")
     if offsets[0] != 0 or offsets[-1] != len(blob) or (offsets[1:] < offsets[:-1]).any():
         raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
     at = offsets.tolist()
