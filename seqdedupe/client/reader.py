@@ -14,7 +14,7 @@ from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import Batch, decode
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
-from seqdedupe.errors import UnavailableError, error
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
@@ -126,9 +126,12 @@ class Reader:
     reads on by itself, and for a topic that recovers it waits, for as long as it takes, without skipping or doubling a
     message: `position` is that of the last one handed out.
 
+    Messages that are damaged on the sidecar's disk end it, unless `skip_damaged` says to go on with the next one that
+    can be read. What is missing is in `skipped` before any message after it is handed out.
+
     Raises `PositionError` if that cannot be (the messages are trimmed, the topic was recreated, or ends before where it
     ended when the reader connected), `NotFoundError`
-    for an unknown topic, `DamagedError` for what is damaged where it reads.
+    for an unknown topic, `DamagedError` for what is damaged where it reads (not with `skip_damaged`).
     """
 
     def __init__(
@@ -139,11 +142,15 @@ class Reader:
         *,
         follow: bool = False,
         stop_index: int | None = None,
+        skip_damaged: bool = False,
     ) -> None:
         if stop_index is not None and (follow or stop_index < 0):
             why = "an index is 0 or higher" if stop_index < 0 else "a reader that follows has no end"
             raise error("INVALID_POSITION", f"stop_index is {stop_index}: {why}")
         self.topic = topic_name(topic)
+        self.skipped: list[range] = []
+        """With `skip_damaged`, the indexes of messages that were passed over, in order."""
+        self._skip_damaged = skip_damaged
         self._address = address
         self._start = start
         self._follow = follow
@@ -278,7 +285,9 @@ class Reader:
             await self._look_at_the_ends(self._channel)
         if self._is_at_stop:
             return False
-        request = read_pb2.ReadStreamRequest(topic=self.topic, start=self._read_start())
+        request = read_pb2.ReadStreamRequest(
+            topic=self.topic, start=self._read_start(), skip_damaged=self._skip_damaged
+        )
         if self._stop_index is None:
             request.follow = True
         else:
@@ -343,6 +352,8 @@ class Reader:
                 return False
             raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream before its end")
         self._check_incarnation(answer.incarnation)
+        if answer.HasField("skipped"):
+            self._skip(answer.skipped.first_index, answer.skipped.next_index)
         self._records = [record for record in reversed(answer.records) if record.HasField("batch")]
         if self._records:
             self._backoff.reset()
@@ -358,17 +369,30 @@ class Reader:
             )
         self._incarnation = incarnation
 
+    def _skip(self, first_index: int, next_index: int) -> None:
+        """The sidecar passes over these. After a new connection it may begin with some that it has named before."""
+        expected = first_index if self._next_index is None else self._next_index
+        if first_index > expected:
+            raise self._not_the_next(f"{first_index} to {next_index - 1} were skipped", first_index)
+        if expected < next_index:
+            self.skipped.append(range(expected, next_index))
+            self._next_index = next_index
+        self._backoff.reset()
+
+    def _not_the_next(self, what: str, index: int) -> SeqdedupeError:
+        return error(
+            "LOG_DAMAGED",
+            f"{self.topic} was read up to index {self._next_index}, then {what}",
+            expected_index=self._next_index,
+            index=index,
+        )
+
     def _take_in_hand(self, record: Any) -> None:
         self._check_incarnation(record.incarnation)
         batch = decode(record.batch)
         if record.rows != len(batch) or self._next_index not in (None, record.base_index):
-            raise error(
-                "LOG_DAMAGED",
-                f"{self.topic} was read up to index {self._next_index}, then came {record.base_index} with "
-                f"{len(batch)} of {record.rows} rows",
-                expected_index=self._next_index,
-                index=record.base_index,
-            )
+            what = f"came {record.base_index} with {len(batch)} of {record.rows} rows"
+            raise self._not_the_next(what, record.base_index)
         self._stored = StoredBatch(
             batch, record.base_index, record.publish_time_ms, record.incarnation, record.ownership
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,11 @@ async def export_watermarks(address: SidecarAddress, stub: Any, topic: str, path
 async def import_watermarks(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
     """See `Admin.import_watermarks`."""
     check_not_forked()
-    marks = watermarks.read(path)
-    # With the first one the whole file has been checked, before anything is sent.
-    first = await asyncio.to_thread(next, marks, None)
-    with typed_errors(address):
-        answer = await stub.ImportWatermarks(_requests(topic, chain([first] if first else [], marks)))
+    with closing(watermarks.read(path)) as marks:
+        # With the first one the whole file has been checked, before anything is sent.
+        first = await asyncio.to_thread(next, marks, None)
+        with typed_errors(address):
+            answer = await stub.ImportWatermarks(_requests(topic, chain([first] if first else [], marks)))
     return int(answer.producers)
 
 
