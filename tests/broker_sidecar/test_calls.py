@@ -160,7 +160,7 @@ def test_random_bytes_to_every_call(client: Client, reflected: Reflected, topic:
             junk = rng.randbytes(rng.choice([1, 2, 5, 20, 200, 5000]))
             try:
                 answer = call(iter([junk]) if method.client_streaming else junk, timeout=TIMEOUT_SECONDS)
-                if method.server_streaming:
+                if method.client_streaming or method.server_streaming:
                     list(answer)
             except grpc.RpcError as e:
                 reasons.add(status(e).reason)
