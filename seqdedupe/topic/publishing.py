@@ -15,7 +15,7 @@ from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import Failure, Log, Outcome, last_of
+from seqdedupe.log.contract import DamageFound, Failure, Log, Outcome, last_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -87,6 +87,10 @@ class Topic(TopicBase):
     @property
     def first_index(self) -> int:
         return self.log.first_index
+
+    @property
+    def damage_found(self) -> DamageFound:
+        return self.log.damage_found
 
     @property
     def log_bytes(self) -> int:

@@ -250,6 +250,8 @@ class Topic(_message.Message):
     WHY_FIELD_NUMBER: _builtins.int
     SET_POLICY_FIELD_NUMBER: _builtins.int
     RESETS_FIELD_NUMBER: _builtins.int
+    DAMAGED_PLACES_FIELD_NUMBER: _builtins.int
+    DAMAGED_MESSAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The full name."""
     incarnation: _builtins.int
@@ -278,6 +280,12 @@ class Topic(_message.Message):
     """Why it does not serve; empty when it does."""
     resets: _builtins.int
     """Producers reset since this process started the topic."""
+    damaged_places: _builtins.int
+    """Places of the log that are damaged, as far as the scrub in the background has found any since this process started
+    the topic. It goes on to serve; readers that meet one get `LOG_DAMAGED`, or skip it.
+    """
+    damaged_messages: _builtins.int
+    """The messages there, which cannot be read."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """What is in force, each value of it."""
@@ -312,10 +320,12 @@ class Topic(_message.Message):
         why: _builtins.str = ...,
         set_policy: Global___TopicPolicy | None = ...,
         resets: _builtins.int = ...,
+        damaged_places: _builtins.int = ...,
+        damaged_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "resets", b"resets", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "resets", b"resets", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
