@@ -16,6 +16,7 @@ from seqdedupe.batch import Batch, decode
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_ids import MessageIds
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
@@ -39,14 +40,21 @@ class StoredBatch:
     incarnation: int
     ownership: int = 0
     """See `Position`."""
+    message_ids: MessageIds | None = None
+    """Those of the rows, where the log gives them; None where the index says them, as in the embedded log."""
 
     def __len__(self) -> int:
         return len(self.batch)
 
     def position(self, row: int) -> Position:
         """The position of a row's message, from which to read on after it."""
-        index = self.base_index + row
-        return Position(self.incarnation, MessageId.of(self.incarnation, index), index, self.ownership)
+        return Position(self.incarnation, self.message_id(row), self.base_index + row, self.ownership)
+
+    def message_id(self, row: int) -> MessageId:
+        """That of a row's message."""
+        if self.message_ids is None:
+            return MessageId.of(self.incarnation, self.base_index + row)
+        return self.message_ids[row]
 
 
 class Message:
@@ -106,7 +114,7 @@ class Message:
 
     @property
     def message_id(self) -> MessageId:
-        return MessageId.of(self._stored.incarnation, self.index)
+        return self._stored.message_id(self._row)
 
     @property
     def position(self) -> Position:
@@ -226,7 +234,8 @@ class Reader:
         if not row:
             return stored
         rest = stored.batch.take(np.arange(row, len(stored)))
-        return replace(stored, batch=rest, base_index=stored.base_index + row)
+        ids = stored.message_ids and stored.message_ids.cut(row, len(stored))
+        return replace(stored, batch=rest, base_index=stored.base_index + row, message_ids=ids)
 
     async def fetch(self) -> bool:
         """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
@@ -369,8 +378,13 @@ class Reader:
                 expected_index=self._next_index,
                 index=record.base_index,
             )
+        try:
+            ids = MessageIds.of_record(record)
+        except ValueError as e:
+            what = f"the message IDs of {self.topic} from index {record.base_index} on are wrong: {e}"
+            raise error("LOG_DAMAGED", what, index=record.base_index) from e
         self._stored = StoredBatch(
-            batch, record.base_index, record.publish_time_ms, record.incarnation, record.ownership
+            batch, record.base_index, record.publish_time_ms, record.incarnation, record.ownership, ids
         )
         self._row = 0
         self._read_on_after(self._stored.position(len(batch) - 1))

@@ -42,7 +42,7 @@ async def index_in_log(producers: Producers, number: int, log: Log) -> int:
         return NOT_KNOWN
     [name] = producers.names_from(number, 1)
     try:
-        raw = await log.read(stated, stated + 1, 1)
+        raw, _ = await log.read(stated, stated + 1, 1)
     except SeqdedupeError:
         return NOT_KNOWN
     places = np.empty(PLACES, np.int64)
@@ -96,7 +96,7 @@ async def _records(log: Log, start: int, stop: int) -> AsyncIterator[tuple[bytes
     """The records with these messages; what retention has dropped meanwhile is left out."""
     here = max(start, log.first_index)
     while here < stop:
-        raw = await log.read(here, stop, _PAGE_BYTES)
+        raw, _ = await log.read(here, stop, _PAGE_BYTES)
         at = 0
         while at < len(raw):
             places = np.empty(PLACES, np.int64)
