@@ -2,14 +2,13 @@
 
 import asyncio
 import secrets
-from contextlib import suppress
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from broker_sidecar.rpc import Context, unary
-from broker_sidecar.steps import INT32, columns_of, names_of, parse_steps, values
+from broker_sidecar.steps import INT32, binary, columns_of, names_of, parse_steps, values
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe import wire
 from seqdedupe.errors import SeqdedupeError, error
@@ -66,29 +65,49 @@ class DedupeService:
             await hold.tell_end(e)
             raise
         finally:
-            topic.detach(hold.attachment)
             hold.close()
 
 
 class _Hold:
-    """One attachment, as messages of its stream."""
+    """One attachment, as messages of its stream.
+
+    One task writes, so that the end of the attachment, which cancels the other one, cuts no message off, and is the
+    last one.
+    """
 
     def __init__(self, topic: AttachedTopic, stream: Stream) -> None:
         self._topic = topic
         self._stream = stream
         self._token = secrets.randbelow(MAX_TOKEN) + 1
-        self._writing = asyncio.Lock()
-        self._telling: asyncio.Task[None] | None = None
         self._held_bytes = 0
         """For admissions in flight, of the memory that all clients share."""
-        self.attachment: Attachment = topic.attach(stream.end, self._trim_moved)
+        self._unsent: list[bytes] = []
+        self._news = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_ended = False
+        self._attachment: Attachment = topic.attach(stream.end, self._news.set)
+        self._writer = asyncio.ensure_future(self._send_all())
+        # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
+        self._writer.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def serve(self) -> None:
-        """Answers what the broker says until it says no more."""
-        topic, attachment = self._topic, self.attachment
+        """Answers what the broker says until it says no more. Raises why the attachment ends before that."""
+        try:
+            with self._stream.ending():
+                await self._answer_all()
+                self._has_ended = True
+                self._news.set()
+                await asyncio.wait({self._writer})
+        finally:
+            self._topic.detach(self._attachment)
+
+    async def _answer_all(self) -> None:
+        topic, attachment = self._topic, self._attachment
         attached = wire.Attached(token=self._token, replay_after=attachment.position, incarnation=topic.incarnation)
-        await self._write(wire.AttachResponse(attached=attached))
+        self._say(wire.AttachResponse(attached=attached))
         while (data := await self._stream.read()) is not grpc.aio.EOF:
+            # What one message asked for may wait while another is written, and no more.
+            await self._has_room.wait()
             request = parse_steps(data)
             if request.token != self._token:
                 raise error("NOT_ATTACHED", "the token is not that of this attachment")
@@ -100,11 +119,11 @@ class _Hold:
                 self._check(check, answer)
             self._hold(attachment.in_flight * ADMISSION_BYTES)
             if request.checks or request.HasField("end_replay"):
-                await self._write(answer)
+                self._say(answer)
 
     def _change(self, request: Any, answer: Any) -> None:
         """Does all that a message says beside its checks."""
-        topic, attachment = self._topic, self.attachment
+        topic, attachment = self._topic, self._attachment
         if request.HasField("register"):
             attachment.register(request.register.first_handle, names_of(request.register))
         if request.HasField("release"):
@@ -123,21 +142,19 @@ class _Hold:
 
     def _replay(self, replay: Any) -> None:
         columns = columns_of(replay)
-        self.attachment.replay(
+        self._attachment.replay(
             columns,
-            replay.positions,
-            values(replay.position_offsets, INT32, "position_offsets"),
-            replay.previous_positions,
-            values(replay.previous_position_offsets, INT32, "previous_position_offsets"),
+            binary(replay.position_offsets, replay.positions, "position_offsets"),
+            binary(replay.previous_position_offsets, replay.previous_positions, "previous_position_offsets"),
         )
-        self._topic.replayed(self.attachment, len(columns.lowest))
+        self._topic.replayed(self._attachment, len(columns))
 
     def _check(self, check: Any, answer: Any) -> None:
         try:
             columns = columns_of(check)
-            if not self._stream.share.fits(len(columns.lowest) * ADMISSION_BYTES):
+            if not self._stream.share.fits(len(columns) * ADMISSION_BYTES):
                 raise error("QUEUE_FULL", "this broker, or all clients together, have too much in flight")
-            checked = self._topic.check(self.attachment, columns)
+            checked = self._topic.check(self._attachment, columns)
         except SeqdedupeError as e:
             answer.refusals.add(
                 frame=check.frame,
@@ -161,26 +178,32 @@ class _Hold:
         elif more < 0:
             self._stream.share.give_back(-more)
 
-    async def _write(self, answer: Any) -> None:
-        # gRPC takes one message at a time, and news of the trim position comes whenever it comes.
-        async with self._writing:
-            answer.trim_position = self._topic.trim_position
-            await self._stream.write(answer.SerializeToString())
+    def _say(self, answer: Any) -> None:
+        self._unsent.append(answer.SerializeToString())
+        self._has_room.clear()
+        self._news.set()
 
-    def _trim_moved(self) -> None:
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.ensure_future(self._write(wire.AttachResponse()))
-            # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
-            self._telling.add_done_callback(lambda task: task.cancelled() or task.exception())
+    async def _send_all(self) -> None:
+        """Sends what is said, and news of the trim position, until nothing more comes."""
+        while not self._has_ended or self._unsent:
+            if not self._unsent:
+                await self._news.wait()
+            self._news.clear()
+            trim = wire.AttachResponse(trim_position=self._topic.trim_position)
+            # Messages one after the other are one message.
+            data = b"".join((*self._unsent, trim.SerializeToString()))
+            self._unsent.clear()
+            self._has_room.set()
+            if data:
+                await self._stream.write(data)
 
     async def tell_end(self, why: SeqdedupeError) -> None:
         """Says why it ends, to a client that has room for it: what the status says is lost to one that is writing."""
         end = wire.End(reason=why.reason, message=why.message, retry_delay_ms=why.retry_delay_ms)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
-                await self._write(wire.AttachResponse(end=end))
+        self._say(wire.AttachResponse(end=end))
+        self._has_ended = True
+        await asyncio.wait({self._writer}, timeout=END_SECONDS)
 
     def close(self) -> None:
         self._hold(0)
-        if self._telling is not None:
-            self._telling.cancel()
+        self._writer.cancel()

@@ -22,6 +22,8 @@ FREE_PARTS = 128
 """A page is such a part of the memory that is free, at most: hundreds of clients that read nothing leave some."""
 
 _TAIL = struct.Struct("<BqBqBq")
+_SKIPPED = struct.Struct("<HBBqBq")
+"""Field 16, whose tag takes two bytes, and in it an IndexRange."""
 
 UNKNOWN_END = -1
 
@@ -30,14 +32,16 @@ def _encode(topic: Topic, page: Page) -> bytes:
     """A ReadResponse or ReadStreamResponse: the stored records are its encoding already."""
     end = topic.confirmed_index if topic.knows_its_end else UNKNOWN_END
     tail = _TAIL.pack(13 << 3 | 1, page.next_index, 14 << 3 | 1, end, 15 << 3 | 1, topic.incarnation)
+    if page.skipped:
+        tail += _SKIPPED.pack(0x0182, 18, 1 << 3 | 1, page.skipped.start, 2 << 3 | 1, page.skipped.stop)
     return b"".join((page.records, tail))
 
 
-async def _start(topic: Topic, start: read_pb2.ReadStart) -> int:
+async def _start(topic: Topic, start: read_pb2.ReadStart, *, skip_damaged: bool) -> int:
     """The index at which to begin reading."""
     match start.WhichOneof("start"):
         case "after":
-            index = await index_after(topic, Position.from_proto(start.after))
+            index = await index_after(topic, Position.from_proto(start.after), skip_damaged=skip_damaged)
         case "index":
             index = start.index
         case "latest":
@@ -72,10 +76,10 @@ class ReadService:
             if not share.fits(page_bytes):
                 raise error("QUEUE_FULL", "readers hold all the memory that there is for pages")
             topic = self._topics.get(request.topic)
-            index = await _start(topic, request.start)
+            index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
             stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)
             if index < stop:
-                page = await read_page(topic, index, stop, page_bytes)
+                page = await read_page(topic, index, stop, page_bytes, skip_damaged=request.skip_damaged)
             else:
                 if not request.stop_index or index < request.stop_index:
                     # An empty page says that this is the end.
@@ -91,7 +95,7 @@ class ReadService:
     async def _stream(self, data: bytes, _context: Context, stream: Stream) -> None:
         request = parse_small(read_pb2.ReadStreamRequest, data)
         topic = self._topics.get(request.topic)
-        index = await _start(topic, request.start)
+        index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
         stop: int | None = None
         if request.HasField("stop_index"):
             stop = _checked_stop(request.stop_index)
@@ -105,7 +109,7 @@ class ReadService:
             await stream.share.wait_for(size)
             return size
 
-        async for page in read_on(topic, index, stop, room):
+        async for page in read_on(topic, index, stop, room, skip_damaged=request.skip_damaged):
             size = len(page.records)
             stream.share.take(size)
             try:

@@ -6,6 +6,7 @@ import numpy as np
 
 from broker_sidecar.rpc import parse
 from seqdedupe import wire
+from seqdedupe.batch import Binary
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
 from seqdedupe.topic.attachment import Columns
@@ -63,6 +64,11 @@ def columns_of(message: Any) -> Columns:
     return Columns(values(message.handles, INT32, "handles"), lowest, highest, np.frombuffer(message.passes, np.uint8))
 
 
+def binary(offsets: bytes, data: bytes, name: str) -> Binary:
+    """A column of byte strings, whose offsets have this name; whether they fit is not looked at. As `values`."""
+    return Binary(values(offsets, INT32, name), data)
+
+
 def values(column: bytes, kind: Any, name: str) -> np.ndarray:
     """The values of a column, or of offsets, of which there is one more. Raises INVALID_REQUEST."""
     size = kind.itemsize
@@ -76,12 +82,10 @@ def values(column: bytes, kind: Any, name: str) -> np.ndarray:
 
 def names_of(register: Any) -> list[bytes]:
     """The names to be registered. Raises INVALID_REQUEST."""
-    offsets = values(register.producer_name_offsets, INT32, "producer_name_offsets")
-    blob = register.producer_names
-    count = len(offsets) - 1
+    names = binary(register.producer_name_offsets, register.producer_names, "producer_name_offsets")
+    count = len(names.offsets) - 1
     if not 1 <= count <= MAX_OPEN_NAMES:
         raise error("INVALID_REQUEST", f"register takes 1 to {MAX_OPEN_NAMES} names")
-    if offsets[0] != 0 or offsets[-1] != len(blob) or (offsets[1:] < offsets[:-1]).any():
+    if not names.cuts_into(count):
         raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
-    at = offsets.tolist()
-    return [blob[at[i] : at[i + 1]] for i in range(count)]
+    return names.values()

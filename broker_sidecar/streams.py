@@ -75,11 +75,22 @@ class Stream:
         self.writing_since = None
         self.moved_at = time.monotonic()
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Where the stream is ended, why it is comes in place of the cancellation."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.ended_because is not None:
+                raise self.ended_because from None
+            raise
+
     def end(self, why: SeqdedupeError) -> None:
-        """Ends it with this error, soon."""
-        self.ended_because = why
-        if self._task is not None:
-            self._task.cancel()
+        """Ends it with this error, soon; the first one counts."""
+        if self.ended_because is None:
+            self.ended_because = why
+            if self._task is not None:
+                self._task.cancel()
 
 
 class Streams:
@@ -112,11 +123,8 @@ class Streams:
         self._make_room(stream.connection)
         self._open.add(stream)
         try:
-            yield stream
-        except asyncio.CancelledError:
-            if stream.ended_because is not None:
-                raise stream.ended_because from None
-            raise
+            with stream.ending():
+                yield stream
         finally:
             self._open.discard(stream)
 

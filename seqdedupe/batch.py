@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,17 @@ class Binary:
 
     def __getitem__(self, row: int) -> bytes | None:
         return self.data[self.offsets[row] : self.offsets[row + 1]] if self.is_there(row) else None
+
+    def values(self) -> list[bytes]:
+        """All of them, if all are there."""
+        return [self.data[start:end] for start, end in pairwise(self.offsets.tolist())]
+
+    def cuts_into(self, count: int) -> bool:
+        """Whether the offsets cut the data into so many values, with nothing before, between or after them."""
+        offsets = self.offsets
+        if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(self.data):
+            return False
+        return not (offsets[1:] < offsets[:-1]).any()
 
     def take(self, rows: Int64s) -> "Binary":
         """The column of these rows, which rise."""

@@ -1,5 +1,6 @@
 """`seqdedupe read`: a topic's messages on stdout."""
 
+import json
 import re
 import sys
 from contextlib import suppress
@@ -10,6 +11,7 @@ import click
 from seqdedupe.cli.message_columns import Condition, json_line
 from seqdedupe.cli.options import common, connect_to
 from seqdedupe.client import Message
+from seqdedupe.client.blocking import Reader
 from seqdedupe.client.reader import Start
 from seqdedupe.command import printable, standard_output
 from seqdedupe.errors import SeqdedupeError
@@ -65,6 +67,11 @@ class _ConditionType(click.ParamType[Condition]):
     metavar="COLUMN=VALUE",
     help="Only messages with this value in a column of --json, or in property.NAME. More than once: all must hold.",
 )
+@click.option(
+    "--skip-damaged",
+    is_flag=True,
+    help="Pass over messages that are damaged on the sidecar's disk, and say on stderr which.",
+)
 @common
 def read(
     topic: str,
@@ -72,6 +79,7 @@ def read(
     follow: bool,
     limit: int | None,
     conditions: tuple[Condition, ...],
+    skip_damaged: bool,
     address: str,
     as_json: bool,
 ) -> None:
@@ -86,8 +94,10 @@ def read(
         if not follow and limit is None:
             client.ends(topic)  # a topic that does not know its end says so in time
         left = limit
-        with client.reader(topic, start, follow=follow) as reader:
+        with client.reader(topic, start, follow=follow, skip_damaged=skip_damaged) as reader:
+            told = 0
             for stored in reader.batches():
+                told = _tell_skipped(reader, told, as_json)
                 messages = (Message(stored, row) for row in range(len(stored)))
                 chosen = list(islice((m for m in messages if all(c.holds(m) for c in conditions)), left))
                 with standard_output():
@@ -97,6 +107,23 @@ def read(
                     left -= len(chosen)
                     if not left:
                         return
+            _tell_skipped(reader, told, as_json)
+
+
+def _tell_skipped(reader: Reader, told: int, as_json: bool) -> int:
+    """Says which messages were passed over since the first `told` times; how many times it is now."""
+    for skipped in reader.skipped[told:]:
+        first, next_index = skipped.start, skipped.stop
+        if as_json:
+            found = {"topic": reader.topic, "first_index": first, "next_index": next_index, "messages": len(skipped)}
+            click.echo(json.dumps({"skipped": found}), err=True)
+        else:
+            click.echo(
+                f"seqdedupe: {len(skipped):,} messages of {printable(reader.topic)} are damaged and were skipped, "
+                f"indexes {first} to {next_index - 1}",
+                err=True,
+            )
+    return len(reader.skipped)
 
 
 def _payload_line(message: Message) -> bytes:

@@ -17,6 +17,7 @@ import numpy as np
 
 from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
+from seqdedupe.batch import Binary
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, call, error_of_reason, new_channel, typed_errors
 from seqdedupe.client.receipts import Verdict
 from seqdedupe.errors import SeqdedupeError, error
@@ -194,14 +195,14 @@ class Attachment:
         """Sends entries that are in the log; returns when there is room for more."""
         self._check_not_ended()
         columns = self._columns([entry.range for entry in entries])
-        positions = [entry.position for entry in entries]
-        previous = [entry.previous_position for entry in entries]
+        positions = Binary.of_all([entry.position for entry in entries])
+        previous = Binary.of_all([entry.previous_position for entry in entries])
         replay = wire.Replay(
             **columns,
-            position_offsets=_offsets(positions),
-            positions=b"".join(positions),
-            previous_position_offsets=_offsets(previous),
-            previous_positions=b"".join(previous),
+            position_offsets=positions.offsets.tobytes(),
+            positions=positions.data,
+            previous_position_offsets=previous.offsets.tobytes(),
+            previous_positions=previous.data,
         )
         self._has_room.clear()
         self._ask(replay=replay)
@@ -337,11 +338,11 @@ class Attachment:
         all_encoded = [new_producer_name(name) for name in new]
         for first in range(0, len(new), REGISTER_NAMES):
             some = new[first : first + REGISTER_NAMES]
-            encoded = all_encoded[first : first + REGISTER_NAMES]
+            encoded = Binary.of_all(all_encoded[first : first + REGISTER_NAMES])
             register = wire.Register(
                 first_handle=self._registered,
-                producer_name_offsets=_offsets(encoded),
-                producer_names=b"".join(encoded),
+                producer_name_offsets=encoded.offsets.tobytes(),
+                producer_names=encoded.data,
             )
             self._ask(register=register)
             self._handles.update(zip(some, itertools.count(self._registered)))
@@ -418,12 +419,6 @@ def _goes_with(step: Any, request: Any) -> bool:
 def _last_step(request: Any) -> int:
     number: int = request.ListFields()[-1][0].number
     return number
-
-
-def _offsets(values: Sequence[bytes]) -> bytes:
-    offsets = np.zeros(len(values) + 1, "<i4")
-    np.cumsum([len(value) for value in values], out=offsets[1:])
-    return offsets.tobytes()
 
 
 def _ids(values: Sequence[int]) -> bytes:

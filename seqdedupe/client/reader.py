@@ -2,19 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import grpc.aio
-import numpy as np
 
 from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
-from seqdedupe.batch import Batch, decode
+from seqdedupe.batch import decode
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
-from seqdedupe.errors import UnavailableError, error
+from seqdedupe.client.stored import Message, StoredBatch
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.message_ids import MessageIds
 from seqdedupe.names import topic_name
@@ -27,102 +25,6 @@ Start = Position | MessageId | int | Literal["earliest", "latest"]
 _READ_STREAM = "/seqdedupe.v1.ReadService/ReadStream"
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
-_EPOCH = datetime.fromtimestamp(0, UTC)
-
-
-@dataclass(slots=True)
-class StoredBatch:
-    """A batch as the log stores it. Row i has index `base_index + i`."""
-
-    batch: Batch
-    base_index: int
-    publish_time_ms: int
-    incarnation: int
-    ownership: int = 0
-    """See `Position`."""
-    message_ids: MessageIds | None = None
-    """Those of the rows, where the log gives them; None where the index says them, as in the embedded log."""
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def position(self, row: int) -> Position:
-        """The position of a row's message, from which to read on after it."""
-        return Position(self.incarnation, self.message_id(row), self.base_index + row, self.ownership)
-
-    def message_id(self, row: int) -> MessageId:
-        """That of a row's message."""
-        if self.message_ids is None:
-            return MessageId.of(self.incarnation, self.base_index + row)
-        return self.message_ids[row]
-
-
-class Message:
-    """One message. Its columns are looked at when they are asked for."""
-
-    __slots__ = ("_row", "_stored")
-
-    def __init__(self, stored: StoredBatch, row: int) -> None:
-        self._stored = stored
-        self._row = row
-
-    @property
-    def payload(self) -> bytes | None:
-        return self._stored.batch.payloads[self._row]
-
-    @property
-    def key(self) -> bytes | None:
-        return self._stored.batch.keys[self._row]
-
-    @property
-    def properties(self) -> dict[str, str]:
-        return self._stored.batch.properties_of(self._row)
-
-    @property
-    def event_time_ms(self) -> int:
-        """Milliseconds since 1970 as the producer set them; 0 is none."""
-        times = self._stored.batch.event_times_ms
-        return int(times[self._row]) if len(times) else 0
-
-    @property
-    def event_time(self) -> datetime | None:
-        """The event time in UTC. Raises OverflowError for one that `datetime` cannot hold."""
-        return _EPOCH + timedelta(milliseconds=self.event_time_ms) if self.event_time_ms else None
-
-    @property
-    def publish_time_ms(self) -> int:
-        """When the log took the message, in milliseconds since 1970. Never falls within a topic."""
-        return self._stored.publish_time_ms
-
-    @property
-    def publish_time(self) -> datetime:
-        """The publish time in UTC."""
-        return _EPOCH + timedelta(milliseconds=self._stored.publish_time_ms)
-
-    @property
-    def producer_name(self) -> str:
-        batch = self._stored.batch
-        return (batch.producer_names[batch.producer_of(self._row)] or b"").decode()
-
-    @property
-    def sequence_id(self) -> int:
-        return int(self._stored.batch.sequence_ids[self._row])
-
-    @property
-    def index(self) -> int:
-        return self._stored.base_index + self._row
-
-    @property
-    def message_id(self) -> MessageId:
-        return self._stored.message_id(self._row)
-
-    @property
-    def position(self) -> Position:
-        """From which to read on after this message."""
-        return self._stored.position(self._row)
-
-    def __repr__(self) -> str:
-        return f"Message({self.producer_name!r}, sequence_id={self.sequence_id}, message_id={self.message_id})"
 
 
 class Reader:
@@ -134,9 +36,12 @@ class Reader:
     reads on by itself, and for a topic that recovers it waits, for as long as it takes, without skipping or doubling a
     message: `position` is that of the last one handed out.
 
+    Messages that are damaged on the sidecar's disk end it, unless `skip_damaged` says to go on with the next one that
+    can be read. What is missing is in `skipped` before any message after it is handed out.
+
     Raises `PositionError` if that cannot be (the messages are trimmed, the topic was recreated, or ends before where it
     ended when the reader connected), `NotFoundError`
-    for an unknown topic, `DamagedError` for what is damaged where it reads.
+    for an unknown topic, `DamagedError` for what is damaged where it reads (not with `skip_damaged`).
     """
 
     def __init__(
@@ -147,11 +52,15 @@ class Reader:
         *,
         follow: bool = False,
         stop_index: int | None = None,
+        skip_damaged: bool = False,
     ) -> None:
         if stop_index is not None and (follow or stop_index < 0):
             why = "an index is 0 or higher" if stop_index < 0 else "a reader that follows has no end"
             raise error("INVALID_POSITION", f"stop_index is {stop_index}: {why}")
         self.topic = topic_name(topic)
+        self.skipped: list[range] = []
+        """With `skip_damaged`, the indexes of messages that were passed over, in order."""
+        self._skip_damaged = skip_damaged
         self._address = address
         self._start = start
         self._follow = follow
@@ -231,11 +140,7 @@ class Reader:
         if stored is None:
             return None
         self._row = len(stored)
-        if not row:
-            return stored
-        rest = stored.batch.take(np.arange(row, len(stored)))
-        ids = stored.message_ids and stored.message_ids.cut(row, len(stored))
-        return replace(stored, batch=rest, base_index=stored.base_index + row, message_ids=ids)
+        return stored.rest(row)
 
     async def fetch(self) -> bool:
         """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
@@ -287,7 +192,9 @@ class Reader:
             await self._look_at_the_ends(self._channel)
         if self._is_at_stop:
             return False
-        request = read_pb2.ReadStreamRequest(topic=self.topic, start=self._read_start())
+        request = read_pb2.ReadStreamRequest(
+            topic=self.topic, start=self._read_start(), skip_damaged=self._skip_damaged
+        )
         if self._stop_index is None:
             request.follow = True
         else:
@@ -352,6 +259,8 @@ class Reader:
                 return False
             raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream before its end")
         self._check_incarnation(answer.incarnation)
+        if answer.HasField("skipped"):
+            self._skip(answer.skipped.first_index, answer.skipped.next_index)
         self._records = [record for record in reversed(answer.records) if record.HasField("batch")]
         if self._records:
             self._backoff.reset()
@@ -367,17 +276,30 @@ class Reader:
             )
         self._incarnation = incarnation
 
+    def _skip(self, first_index: int, next_index: int) -> None:
+        """The sidecar passes over these. After a new connection it may begin with some that it has named before."""
+        expected = first_index if self._next_index is None else self._next_index
+        if first_index > expected:
+            raise self._not_the_next(f"{first_index} to {next_index - 1} were skipped", first_index)
+        if expected < next_index:
+            self.skipped.append(range(expected, next_index))
+            self._next_index = next_index
+        self._backoff.reset()
+
+    def _not_the_next(self, what: str, index: int) -> SeqdedupeError:
+        return error(
+            "LOG_DAMAGED",
+            f"{self.topic} was read up to index {self._next_index}, then {what}",
+            expected_index=self._next_index,
+            index=index,
+        )
+
     def _take_in_hand(self, record: Any) -> None:
         self._check_incarnation(record.incarnation)
         batch = decode(record.batch)
         if record.rows != len(batch) or self._next_index not in (None, record.base_index):
-            raise error(
-                "LOG_DAMAGED",
-                f"{self.topic} was read up to index {self._next_index}, then came {record.base_index} with "
-                f"{len(batch)} of {record.rows} rows",
-                expected_index=self._next_index,
-                index=record.base_index,
-            )
+            what = f"came {record.base_index} with {len(batch)} of {record.rows} rows"
+            raise self._not_the_next(what, record.base_index)
         try:
             ids = MessageIds.of_record(record)
         except ValueError as e:

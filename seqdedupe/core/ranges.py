@@ -7,6 +7,7 @@ none) are no messages of their own, and leave no trace.
 
 import numpy as np
 
+from seqdedupe.batch import Binary
 from seqdedupe.core.rule import PERSISTED, confirm_rows, decide
 from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel
 
@@ -85,7 +86,9 @@ def confirm_ranges(
     return int(confirm_rows(rows_of, handles, highest, passes, -1, numbers, dirty))
 
 
-def follow(last: bytes, positions: bytes, offsets: Int64s, previous: bytes, previous_offsets: Int64s) -> bool:
+def follow(last: bytes, positions: Binary, previous: Binary) -> bool:
     """Whether each of these entries names the one before it as its predecessor, and the first of them `last`."""
-    before = np.concatenate((np.zeros(1, np.int64), offsets[:-1] + len(last)))
-    return bool((previous_offsets == before).all()) and previous == last + positions[: int(offsets[-2])]
+    before = np.concatenate((np.zeros(1, np.int32), positions.offsets[:-1] + np.int32(len(last))))
+    if not np.array_equal(previous.offsets, before):
+        return False
+    return previous.data == last + positions.data[: int(positions.offsets[-2])]

@@ -207,6 +207,14 @@ class Log(Protocol):
         (POSITION_TRIMMED), `DamagedError`.
         """
 
+    async def next_readable(self, from_index: int) -> int:
+        """The index of the first message from this one on that `read` can give: past what is damaged, or stands where
+        the disk cannot be read.
+
+        That of the next message if there is none. Raises `PositionError` (POSITION_TRIMMED), NEWER_FORMAT,
+        OLDER_FORMAT.
+        """
+
     async def locate(self, index: int) -> Location:
         """Where the message with this index stands. It may take a read.
 
@@ -220,7 +228,10 @@ class Log(Protocol):
         """As `message_ids_at`, at once: those that are known without a read, and -1 in all columns for the others."""
 
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
-        """The index of the first message below `stop_index` published at or after that time, or `stop_index`."""
+        """The index of the first message below `stop_index` published at or after that time, or `stop_index`.
+
+        Damaged messages count as published when what stands after them was.
+        """
 
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
         """The index up to which about so many bytes stand from `from_index` on; above it unless that is the end."""

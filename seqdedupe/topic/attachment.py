@@ -5,11 +5,13 @@ keep to stands in dedupe.proto.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from seqdedupe.batch import Binary
 from seqdedupe.core import ranges
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import NOT_DUP, PERSISTED, PUSHED, UNKNOWN
@@ -18,9 +20,6 @@ from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_POSITION_BYTES
 from seqdedupe.names import new_producer_name, producer_name
 from seqdedupe.topic.policy import Applied, OverlapPolicy
-
-MAX_ADMISSIONS_IN_FLIGHT = 1 << 20
-"""Of one attachment; 16 bytes each."""
 
 NO_ADMISSION = -1
 NO_ROW = -1
@@ -41,14 +40,17 @@ class Columns:
     highest: np.ndarray
     passes: np.ndarray = field(default_factory=lambda: _NO_PASSES)
 
+    def __len__(self) -> int:
+        return len(self.lowest)
+
     def __getitem__(self, rows: Any) -> "Columns":
-        """Some of the rows."""
+        """Some of the rows, as numpy takes them."""
         passes = self.passes[rows] if len(self.passes) else self.passes
         return Columns(self.handles[rows], self.lowest[rows], self.highest[rows], passes)
 
     def check(self) -> None:
         """Raises INVALID_REQUEST unless there are rows, not too many, and a value in every column for each."""
-        rows = len(self.lowest)
+        rows = len(self)
         if not 1 <= rows <= MAX_BATCH_ROWS:
             raise error("INVALID_REQUEST", f"there are {rows} sequence IDs: 1 to {MAX_BATCH_ROWS} are taken at once")
         if len(self.handles) != rows or len(self.highest) != rows or len(self.passes) not in (0, rows):
@@ -137,25 +139,21 @@ class Attachment:
 
     # -- replay ------------------------------------------------------------------------------------------------
 
-    def replay(
-        self,
-        columns: Columns,
-        positions: bytes,
-        offsets: np.ndarray,
-        previous: bytes,
-        previous_offsets: np.ndarray,
-    ) -> None:
-        """Entries that follow on `position` in the log. Raises REPLAY_GAP if they do not, INVALID_REQUEST, …"""
+    def replay(self, columns: Columns, positions: Binary, previous: Binary) -> None:
+        """Entries that follow on `position` in the log, each with the position of the one before it.
+
+        Raises REPLAY_GAP if they do not, INVALID_REQUEST, INVALID_SEQUENCE_ID.
+        """
         if self.is_ready:
             raise error("INVALID_REQUEST", "the replay has ended already")
         columns.check()
         self._check_sound(columns, overlap=False)
-        starts = _offsets(offsets, len(positions), len(columns.lowest), "positions")
-        before = _offsets(previous_offsets, len(previous), len(columns.lowest), "previous_positions")
-        lengths = np.diff(starts)
+        if not positions.cuts_into(len(columns)) or not previous.cuts_into(len(columns)):
+            raise error("INVALID_REQUEST", f"the offsets of the positions do not fit {len(columns)} entries")
+        lengths = np.diff(positions.offsets)
         if lengths.min() < 1 or lengths.max() > MAX_POSITION_BYTES:
             raise error("INVALID_REQUEST", f"a position has 1 to {MAX_POSITION_BYTES} bytes")
-        if not ranges.follow(self.position, positions, starts, previous, before):
+        if not ranges.follow(self.position, positions, previous):
             raise error(
                 "REPLAY_GAP",
                 f"after {self.replayed} entries, the last of which is at {_shown(self.position)}, comes one that was "
@@ -163,8 +161,8 @@ class Attachment:
                 replayed=self.replayed,
             )
         self._confirm(columns)
-        self.replayed += len(columns.lowest)
-        self.position = positions[int(starts[-2]) :]
+        self.replayed += len(columns)
+        self.position = positions.data[int(positions.offsets[-2]) :]
 
     def end_replay(self, last_position: bytes) -> None:
         """The log's last entry is at this position (empty: there is none). Raises REPLAY_GAP if that is another one."""
@@ -183,18 +181,16 @@ class Attachment:
     def check(self, columns: Columns, policy: Applied, now_seconds: float) -> Checked:
         """The verdicts; what is new is in flight from now on.
 
-        Raises NOT_ATTACHED before the replay has ended, INVALID_REQUEST, INVALID_SEQUENCE_ID, OVERLAP, QUEUE_FULL.
+        Raises NOT_ATTACHED before the replay has ended, INVALID_REQUEST, INVALID_SEQUENCE_ID, OVERLAP.
         """
         if not self.is_ready:
             raise error("NOT_ATTACHED", "the replay has not ended yet")
         columns.check()
-        rows = len(columns.lowest)
+        rows = len(columns)
         overlap = policy.deduplication_enabled and policy.overlap is OverlapPolicy.REJECT
         if self.has_failed:
             self._check_sound(columns, overlap=overlap)
             return Checked(np.full(rows, UNKNOWN, np.uint8), NO_ADMISSION)
-        if self.in_flight + rows > MAX_ADMISSIONS_IN_FLIGHT:
-            raise error("QUEUE_FULL", f"of {self.in_flight} admissions nothing was reported yet")
         verdicts = np.empty(rows, np.uint8)
         new = ranges.judge(
             columns.handles,
@@ -290,20 +286,16 @@ class Attachment:
             columns.handles, columns.highest, columns.passes, self._rows_of, producers.numbers, producers.dirty
         )
 
-    def _take(self, count: int) -> list[Columns]:
-        """So many of the oldest admissions, which have settled."""
-        taken = []
+    def _take(self, count: int) -> Iterator[Columns]:
+        """So many of the oldest admissions, which have settled, check by check."""
         self._settled += count
         while count:
             oldest = self._in_flight[0]
-            left = len(oldest.columns.lowest)
-            if left <= count:
-                taken.append(self._in_flight.popleft().columns)
-                count -= left
-            else:
-                taken.append(oldest.columns[:count])
-                oldest.columns, count = oldest.columns[count:], 0
-        return taken
+            settled, oldest.columns = oldest.columns[:count], oldest.columns[count:]
+            if not oldest.columns:
+                self._in_flight.popleft()
+            count -= len(settled)
+            yield settled
 
     def reset(self) -> None:
         """Takes back what was pushed and is not persisted. Raises INVALID_REQUEST while anything is in flight."""
@@ -313,13 +305,6 @@ class Attachment:
             )
         self._producers.fail_in_flight()
         self.has_failed = False
-
-
-def _offsets(offsets: np.ndarray, size: int, count: int, column: str) -> Int64s:
-    """Checked offsets of a column with so many values. Raises INVALID_REQUEST."""
-    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != size or (offsets[1:] < offsets[:-1]).any():
-        raise error("INVALID_REQUEST", f"the offsets of {column} do not fit {count} values of {size} bytes")
-    return offsets.astype(np.int64)
 
 
 def _shown(position: bytes) -> str:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from seqdedupe import wire
+from seqdedupe.batch import Binary
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import error
@@ -81,10 +81,8 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
         control.policy.SetInParent()
     else:
         columns = control.reset if isinstance(change, Reset) else control.sessions
-        offsets = np.zeros(len(change.names) + 1, np.int32)
-        np.cumsum([len(name) for name in change.names], out=offsets[1:])
-        columns.producer_name_offsets = offsets.tobytes()
-        columns.producer_names = b"".join(change.names)
+        names = Binary.of_all(change.names)
+        columns.producer_name_offsets, columns.producer_names = names.offsets.tobytes(), names.data
         columns.epochs = change.epochs.astype(np.int64).tobytes()
         if change.persisted is not None:
             columns.persisted = change.persisted.astype(np.int64).tobytes()
@@ -156,11 +154,10 @@ def _reset(columns: Any) -> Reset:
 
 
 def _names(columns: Any) -> list[bytes]:
-    offsets = np.frombuffer(columns.producer_name_offsets, "<i4").tolist()
-    blob = columns.producer_names
-    if not offsets or offsets[-1] != len(blob):
+    names = Binary(np.frombuffer(columns.producer_name_offsets, "<i4"), columns.producer_names)
+    if not names.cuts_into(len(names.offsets) - 1):
         raise ValueError("the columns of names do not fit together")
-    return [blob[start:end] for start, end in pairwise(offsets)]
+    return names.values()
 
 
 def _int64s(column: bytes, names: list[bytes]) -> Int64s:

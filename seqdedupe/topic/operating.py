@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqdedupe.core.rule import PERSISTED, PUSHED
-from seqdedupe.errors import PositionError, error
+from seqdedupe.errors import DamagedError, PositionError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
 from seqdedupe.names import producer_name
@@ -93,10 +93,10 @@ async def message_state(topic: Topic, name: str, sequence_id: int) -> Message:
 
 
 async def _position_of(topic: Topic, index: int) -> Position:
-    """That of a message, without a message ID if retention has dropped it."""
+    """That of a message, without a message ID if retention has dropped it, or it is damaged."""
     try:
         return await topic.position_before(index + 1)
-    except PositionError:
+    except (PositionError, DamagedError):
         return Position(topic.incarnation, None, index)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, STATED
-from seqdedupe.errors import PositionError, SeqdedupeError, error
+from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, error
 from seqdedupe.format.columns import (
     BASE_INDEX,
     COLUMNS_END,
@@ -54,7 +54,8 @@ async def index_in_log(producers: Producers, number: int, log: Log) -> int:
 async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int) -> int:
     """The index of the newest message with this ID of this producer among the last ones before `end_index`.
 
-    NOT_KNOWN if it is not found in as much as is looked through. Raises what a log raises that cannot be read.
+    NOT_KNOWN if it is not found in as much as is looked through, but for what is damaged. Raises what a log raises that
+    cannot be read now.
     """
     mark = sequence_id.to_bytes(8, "little")
     found = NOT_KNOWN
@@ -83,7 +84,7 @@ async def _looked_through_from(log: Log, end_index: int) -> int:
 
 
 async def publish_time_ms(log: Log, index: int) -> int:
-    """When the log took the message with this index; 0 if retention has dropped it."""
+    """When the log took the message with this index; 0 if retention has dropped it, or it is damaged."""
     try:
         async for _, places in _records(log, index, index + 1):
             return int(places[PUBLISH_TIME_MS])
@@ -93,10 +94,17 @@ async def publish_time_ms(log: Log, index: int) -> int:
 
 
 async def _records(log: Log, start: int, stop: int) -> AsyncIterator[tuple[bytes | memoryview, Int64s]]:
-    """The records with these messages; what retention has dropped meanwhile is left out."""
+    """The records with these messages; what is damaged, or retention has dropped meanwhile, is left out."""
     here = max(start, log.first_index)
     while here < stop:
-        raw, _ = await log.read(here, stop, _PAGE_BYTES)
+        try:
+            raw, _ = await log.read(here, stop, _PAGE_BYTES)
+        except DamagedError:
+            after = await log.next_readable(here)
+            if after == here:
+                raise
+            here = after
+            continue
         at = 0
         while at < len(raw):
             places = np.empty(PLACES, np.int64)

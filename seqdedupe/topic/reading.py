@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqdedupe import batch as batches
-from seqdedupe.errors import PositionError, error
+from seqdedupe.errors import PositionError, SeqdedupeError, error
 from seqdedupe.format.columns import (
     BASE_INDEX,
     COLUMNS_END,
@@ -28,9 +28,14 @@ from seqdedupe.topic.state import TopicBase
 PAGE_BYTES = 1024 * 1024
 """What an answer holds, about: large enough that gRPC's cost a message does not count."""
 
-
 CUT_BYTES = 4_000_000
 """With an answer around it, this is below gRPC's default limit of 4 MiB a message."""
+
+
+_SKIP_HINT = (
+    "What is damaged is not shown. Read past it with skip_damaged, which says which messages are missing; or restore "
+    "logs and store from one backup. `seqdedupe doctor` says what else is damaged."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class Page:
 
     records: bytes | memoryview
     next_index: int
+    skipped: range = range(0)
+    """Instead of records: the indexes of messages that are damaged."""
 
 
 def end_index(topic: TopicBase) -> int:
@@ -47,12 +54,13 @@ def end_index(topic: TopicBase) -> int:
     return topic.confirmed_index
 
 
-async def index_after(topic: Topic, position: Position) -> int:
+async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = False) -> int:
     """The index at which to read on after a position.
 
     Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, POSITION_DIVERGED if another message stands there or one
     of another history, RECOVERING if it is after what is certain. The history cannot be told of a position that does
-    not say it, and of one whose message is trimmed.
+    not say it, and of one whose message is trimmed; nor of one whose message is damaged, which is LOG_DAMAGED unless
+    `skip_damaged`.
     """
     incarnation = topic.incarnation
     if position.incarnation != incarnation:
@@ -70,7 +78,11 @@ async def index_after(topic: Topic, position: Position) -> int:
             f"the position {position} is after the end of topic {topic.name}, whose next message gets index {end}",
             end_index=end,
         )
-    await _check_is_the_same(topic, position)
+    try:
+        await _check_is_the_same(topic, position)
+    except SeqdedupeError as e:
+        if await _next_readable(topic, position.index, e, skip_damaged) == position.index:
+            raise
     return position.index + 1
 
 
@@ -119,12 +131,38 @@ def check_index(topic: Topic, index: int) -> None:
         )
 
 
-async def read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
+async def read_page(
+    topic: Topic, from_index: int, stop_index: int, max_bytes: int, *, skip_damaged: bool = False
+) -> Page:
     """The records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
 
     A batch that is larger than clients take by default is cut between its rows. `from_index` below `stop_index`, and
-    `stop_index` at most the topic's readable index.
+    `stop_index` at most the topic's readable index. With `skip_damaged`, a page may instead say what is damaged
+    there, up to the next message that can be read; otherwise that is LOG_DAMAGED.
     """
+    try:
+        return await _limited_page(topic, from_index, stop_index, max_bytes)
+    except SeqdedupeError as e:
+        next_index = min(await _next_readable(topic, from_index, e, skip_damaged), stop_index)
+    if next_index > from_index:
+        return Page(b"", next_index, range(from_index, next_index))
+    # The disk has failed for a moment.
+    return await _limited_page(topic, from_index, stop_index, max_bytes)
+
+
+async def _next_readable(topic: Topic, index: int, e: SeqdedupeError, skip_damaged: bool) -> int:
+    """The first message from this one on that can be read, where `e` was raised when it was.
+
+    Raises `e` unless it says that something cannot be read, and the reader that this may be skipped.
+    """
+    if skip_damaged and e.reason in ("LOG_DAMAGED", "LOG_UNREADABLE"):
+        return await topic.log.next_readable(index)
+    if e.reason == "LOG_DAMAGED":
+        e.hint = _SKIP_HINT
+    raise e
+
+
+async def _limited_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
     page = await _read_page(topic, from_index, stop_index, max_bytes)
     while len(page.records) > CUT_BYTES and (rows := page.next_index - from_index) > 1:
         page = await _read_page(topic, from_index, from_index + rows // 2, max_bytes)
@@ -204,12 +242,17 @@ async def _page_bytes() -> int:
 
 
 async def read_on(
-    topic: Topic, from_index: int, stop_index: int | None, room: Callable[[], Awaitable[int]] = _page_bytes
+    topic: Topic,
+    from_index: int,
+    stop_index: int | None,
+    room: Callable[[], Awaitable[int]] = _page_bytes,
+    *,
+    skip_damaged: bool = False,
 ) -> AsyncIterator[Page]:
     """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
 
     `room` is asked before each how many bytes it may have. Ends early when the topic closes. Raises LOG_DAMAGED when
-    no more messages will come.
+    no more messages will come, and for what is damaged where it reads unless `skip_damaged`.
     """
     here = from_index
     while stop_index is None or here < stop_index:
@@ -218,6 +261,6 @@ async def read_on(
         if end <= here:
             topic.check_not_damaged()
             return
-        page = await read_page(topic, here, end, await room())
+        page = await read_page(topic, here, end, await room(), skip_damaged=skip_damaged)
         yield page
         here = page.next_index

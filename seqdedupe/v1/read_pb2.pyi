@@ -66,10 +66,15 @@ class ReadRequest(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     STOP_INDEX_FIELD_NUMBER: _builtins.int
+    SKIP_DAMAGED_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     stop_index: _builtins.int
     """Read no message at or above this index. 0: up to the end."""
+    skip_damaged: _builtins.bool
+    """Pass over messages that are damaged on the disk, and say so in `skipped`. Otherwise they are an error,
+    `LOG_DAMAGED`.
+    """
     @_builtins.property
     def start(self) -> Global___ReadStart:
         """Where to start. Left out: earliest."""
@@ -80,10 +85,11 @@ class ReadRequest(_message.Message):
         topic: _builtins.str = ...,
         start: Global___ReadStart | None = ...,
         stop_index: _builtins.int = ...,
+        skip_damaged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "stop_index", b"stop_index", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["skip_damaged", b"skip_damaged", "start", b"start", "stop_index", b"stop_index", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -99,6 +105,7 @@ class ReadResponse(_message.Message):
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
     END_INDEX_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     next_index: _builtins.int
     """The index at which the next page starts."""
     end_index: _builtins.int
@@ -109,6 +116,10 @@ class ReadResponse(_message.Message):
     def records(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.Record]:
         """Batches as stored, cut at both ends to what was asked for."""
 
+    @_builtins.property
+    def skipped(self) -> Global___IndexRange:
+        """With `skip_damaged`: these messages cannot be read. Then there are no records, and it is not the end."""
+
     def __init__(
         self,
         *,
@@ -116,14 +127,41 @@ class ReadResponse(_message.Message):
         next_index: _builtins.int = ...,
         end_index: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        skipped: Global___IndexRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["skipped", b"skipped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_index", b"end_index", "incarnation", b"incarnation", "next_index", b"next_index", "records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_index", b"end_index", "incarnation", b"incarnation", "next_index", b"next_index", "records", b"records", "skipped", b"skipped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadResponse: _TypeAlias = ReadResponse  # noqa: Y015
+
+@_typing.final
+class IndexRange(_message.Message):
+    """Some indexes, one after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    first_index: _builtins.int
+    """The first of them."""
+    next_index: _builtins.int
+    """The one after the last of them."""
+    def __init__(
+        self,
+        *,
+        first_index: _builtins.int = ...,
+        next_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "next_index", b"next_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IndexRange: _TypeAlias = IndexRange  # noqa: Y015
 
 @_typing.final
 class ReadStreamRequest(_message.Message):
@@ -135,12 +173,15 @@ class ReadStreamRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     STOP_INDEX_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
+    SKIP_DAMAGED_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     stop_index: _builtins.int
     """Read no message at or above this index; wait for those that are not there yet."""
     follow: _builtins.bool
     """Never (true): wait for new messages."""
+    skip_damaged: _builtins.bool
+    """See `ReadRequest.skip_damaged`."""
     @_builtins.property
     def start(self) -> Global___ReadStart:
         """Where to start. Left out: earliest."""
@@ -152,10 +193,11 @@ class ReadStreamRequest(_message.Message):
         start: Global___ReadStart | None = ...,
         stop_index: _builtins.int = ...,
         follow: _builtins.bool = ...,
+        skip_damaged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "follow", b"follow", "start", b"start", "stop_index", b"stop_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "follow", b"follow", "start", b"start", "stop_index", b"stop_index", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "follow", b"follow", "skip_damaged", b"skip_damaged", "start", b"start", "stop_index", b"stop_index", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["stop_index", "follow"]  # noqa: Y015
     _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
@@ -173,6 +215,7 @@ class ReadStreamResponse(_message.Message):
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
     END_INDEX_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     next_index: _builtins.int
     """The index at which the next answer starts."""
     end_index: _builtins.int
@@ -183,6 +226,10 @@ class ReadStreamResponse(_message.Message):
     def records(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.Record]:
         """Batches as stored, cut at both ends to what was asked for."""
 
+    @_builtins.property
+    def skipped(self) -> Global___IndexRange:
+        """With `skip_damaged`: these messages, which stand at the place of records in this answer, cannot be read."""
+
     def __init__(
         self,
         *,
@@ -190,10 +237,11 @@ class ReadStreamResponse(_message.Message):
         next_index: _builtins.int = ...,
         end_index: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        skipped: Global___IndexRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["skipped", b"skipped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_index", b"end_index", "incarnation", b"incarnation", "next_index", b"next_index", "records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_index", b"end_index", "incarnation", b"incarnation", "next_index", b"next_index", "records", b"records", "skipped", b"skipped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,10 @@ class ReadServiceStub(object):
     `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
     after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
     where others would wait.
+
+    So does a record that is damaged where it is read. Whoever says `skip_damaged` gets past it: an answer without records
+    says in `skipped` which messages are missing, each time one of them would be next. The position of a message that is
+    damaged is taken then, though nobody can say whether it is the one that stood there.
     """
 
     def __init__(self, channel):
@@ -79,6 +83,10 @@ class ReadServiceServicer(object):
     `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
     after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
     where others would wait.
+
+    So does a record that is damaged where it is read. Whoever says `skip_damaged` gets past it: an answer without records
+    says in `skipped` which messages are missing, each time one of them would be next. The position of a message that is
+    damaged is taken then, though nobody can say whether it is the one that stood there.
     """
 
     def Read(self, request, context):
@@ -155,6 +163,10 @@ class ReadService(object):
     `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
     after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
     where others would wait.
+
+    So does a record that is damaged where it is read. Whoever says `skip_damaged` gets past it: an answer without records
+    says in `skipped` which messages are missing, each time one of them would be next. The position of a message that is
+    damaged is taken then, though nobody can say whether it is the one that stood there.
     """
 
     @staticmethod

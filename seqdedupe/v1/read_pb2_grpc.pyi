@@ -38,6 +38,10 @@ class ReadServiceStub:
     `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
     after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
     where others would wait.
+
+    So does a record that is damaged where it is read. Whoever says `skip_damaged` gets past it: an answer without records
+    says in `skipped` which messages are missing, each time one of them would be next. The position of a message that is
+    damaged is taken then, though nobody can say whether it is the one that stood there.
     """
 
     @_typing.overload
@@ -70,6 +74,10 @@ class ReadServiceAsyncStub(ReadServiceStub):
     `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
     after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
     where others would wait.
+
+    So does a record that is damaged where it is read. Whoever says `skip_damaged` gets past it: an answer without records
+    says in `skipped` which messages are missing, each time one of them would be next. The position of a message that is
+    damaged is taken then, though nobody can say whether it is the one that stood there.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -98,6 +106,10 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
     `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
     after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
     where others would wait.
+
+    So does a record that is damaged where it is read. Whoever says `skip_damaged` gets past it: an answer without records
+    says in `skipped` which messages are missing, each time one of them would be next. The position of a message that is
+    damaged is taken then, though nobody can say whether it is the one that stood there.
     """
 
     @_abc_1.abstractmethod

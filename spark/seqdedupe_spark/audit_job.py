@@ -34,7 +34,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.client import TopicEnds
-from seqdedupe.client.reader import StoredBatch
+from seqdedupe.client.stored import StoredBatch
 from seqdedupe.command import address_option
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position

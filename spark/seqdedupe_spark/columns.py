@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from seqdedupe.batch import Binary, Int64s
-from seqdedupe.client.reader import StoredBatch
+from seqdedupe.client.stored import StoredBatch
 from seqdedupe_spark.message_id_column import encoded
 from seqdedupe_spark.ranges import partition_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 
 from seqdedupe.client import blocking
-from seqdedupe.client.reader import StoredBatch
+from seqdedupe.client.stored import StoredBatch
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.columns import SCHEMA, to_arrow

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from seqdedupe.v1 import dedupe_pb2, dedupe_pb2_grpc
-from tests.broker_sidecar.calls import TIMEOUT_SECONDS, offsets
+from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Refused, offsets, refused
 
 AttachRequest = dedupe_pb2.AttachRequest
 Check = dedupe_pb2.Check
@@ -27,6 +27,7 @@ class Attaching:
         )
         self.call: Any = call(iter(self._requests.get, None), timeout=TIMEOUT_SECONDS, wait_for_ready=True)
         self.trim_position = b""
+        self.told_end: dedupe_pb2.End | None = None
         self.token = self._frame = 0
         if topic is not None:
             self.send_raw(AttachRequest(begin=dedupe_pb2.Begin(topic=topic)).SerializeToString())
@@ -50,8 +51,20 @@ class Attaching:
         while True:
             answer: dedupe_pb2.AttachResponse = next(self.call)
             self.trim_position = answer.trim_position
+            if answer.HasField("end"):
+                self.told_end = answer.end
             if len(answer.ListFields()) > bool(answer.trim_position) + answer.HasField("end"):
                 return answer
+
+    def ended(self) -> Refused:
+        """Why the attachment, which must end without another answer, has ended: told in the stream, then its status."""
+        why = refused(self.answer)
+        assert not self.call.is_active()
+        if self.token:
+            told = self.told_end
+            assert told is not None
+            assert (told.reason, told.message, told.retry_delay_ms) == (why.reason, why.message, why.retry_delay_ms)
+        return why
 
     def end(self) -> None:
         """Says that nothing more comes; returns when the sidecar has let go."""

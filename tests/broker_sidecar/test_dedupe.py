@@ -25,7 +25,7 @@ from tests.broker_sidecar.attaching import (
     replay,
     report,
 )
-from tests.broker_sidecar.calls import DUP, NOT_DUP, UNKNOWN, Client, Refused, refused
+from tests.broker_sidecar.calls import DUP, NOT_DUP, UNKNOWN, Client, refused
 
 N, D, U = NOT_DUP, DUP, UNKNOWN
 
@@ -47,13 +47,6 @@ def broker(shared: Sidecar, topic: str) -> Iterator[Attaching]:
         assert attaching.judge((0, 5)) == [N]
         attaching.report(0, persisted=1, position=b"first")
         yield attaching
-
-
-def ended(attaching: Attaching) -> Refused:
-    """The attachment, which must end; returns why."""
-    why = refused(attaching.answer)
-    assert not attaching.call.is_active()
-    return why
 
 
 # -- what may be said -----------------------------------------------------------------------------------------------
@@ -149,12 +142,12 @@ def test_with_deduplication_off_a_straddling_range_is_new_like_everything_else(
 
 def test_a_newer_attachment_ends_the_older_one_whose_reports_change_nothing(shared: Sidecar, topic: str) -> None:
     with attached(shared.address, topic, "a") as old, attached(shared.address, topic, "a") as new:
-        why = ended(old)
+        why = old.ended()
         assert (why.reason, why.code) == ("NOT_ATTACHED", grpc.StatusCode.UNAVAILABLE)
         assert new.judge((0, 3)) == [N]
         new.token = old.token
         new.report(0, persisted=1, position=b"x")
-        assert ended(new).reason == "NOT_ATTACHED"
+        assert new.ended().reason == "NOT_ATTACHED"
     with attached(shared.address, topic, "a") as third:
         assert third.replay_after == b""
         assert third.judge((0, 3)) == [N]
@@ -236,7 +229,7 @@ def test_a_released_handle_is_not_used_again(broker: Attaching, shared: Sidecar,
     broker.register("a", first=2)
     assert broker.judge((2, 9), (2, 10)) == [D, N], "what was in flight when it was released has settled"
     broker.send(release=dedupe_pb2.Release(handles=[0]))
-    assert ended(broker).reason == "INVALID_REQUEST"
+    assert broker.ended().reason == "INVALID_REQUEST"
 
 
 # -- what ends the attachment ---------------------------------------------------------------------------------------
@@ -292,7 +285,7 @@ def test_a_bad_step_ends_the_attachment_and_changes_nothing(
         broker.send_raw(steps)
     else:
         broker.send(**steps)
-    assert ended(broker).reason == reason
+    assert broker.ended().reason == reason
     with attached(shared.address, topic, "a", "b") as again:
         assert again.replay_after == b"first"
         assert again.judge((0, 5), (0, 6), (1, 0)) == [D, N, N]
@@ -304,21 +297,21 @@ def test_a_strange_token_ends_the_attachment(broker: Attaching, token: int) -> N
     own, broker.token = broker.token, token
     assert own != token
     broker.send(checks=[check((0, 6))])
-    assert ended(broker).reason == "NOT_ATTACHED"
+    assert broker.ended().reason == "NOT_ATTACHED"
 
 
 def test_a_reset_while_something_is_in_flight_ends_the_attachment(broker: Attaching) -> None:
     assert broker.judge((0, 6), (0, 7)) == [N, N]
     broker.report(1, failed=1)
     broker.reset()
-    assert ended(broker).reason == "INVALID_REQUEST"
+    assert broker.ended().reason == "INVALID_REQUEST"
 
 
 def test_persisted_after_failed_ends_the_attachment(broker: Attaching, shared: Sidecar, topic: str) -> None:
     assert broker.judge((0, 6), (0, 7)) == [N, N]
     broker.report(1, failed=1)
     broker.report(2, persisted=1, position=b"hole")
-    assert ended(broker).reason == "NOT_ATTACHED"
+    assert broker.ended().reason == "NOT_ATTACHED"
     with attached(shared.address, topic, "a") as again:
         assert again.replay_after == b"first"
 
@@ -339,7 +332,7 @@ def test_a_stream_begins_with_begin(shared: Sidecar, first: AttachRequest | byte
     with grpc.insecure_channel(shared.address) as channel:
         stream = Attaching(channel)
         stream.send_raw(first if isinstance(first, bytes) else first.SerializeToString())
-        assert ended(stream).reason == reason
+        assert stream.ended().reason == reason
 
 
 # -- replay ---------------------------------------------------------------------------------------------------------
@@ -387,7 +380,7 @@ def test_a_bad_replay_ends_the_attachment_and_changes_nothing(
         broker = Attaching(channel, topic)
         broker.register("a")
         broker.send(replay=entries)
-        assert ended(broker).reason == reason
+        assert broker.ended().reason == reason
         again = Attaching(channel, topic)
         assert again.replay_after == b""
         again.register("a")
@@ -417,7 +410,7 @@ def test_the_replay_ends_with_the_logs_last_entry(shared: Sidecar, topic: str, l
         broker = Attaching(channel, topic)
         broker.register("a")
         broker.send(replay=GOOD, end_replay=dedupe_pb2.EndReplay(last_position=last))
-        why = ended(broker)
+        why = broker.ended()
         assert (why.reason, why.code) == ("REPLAY_GAP", grpc.StatusCode.FAILED_PRECONDITION)
 
 
@@ -581,7 +574,7 @@ def test_a_huge_message_costs_little_and_ends_its_attachment_only(
     with attached(shared.address, f"{topic}-other", "a") as other:
         before, held = cpu_seconds(shared), psutil.Process(shared.pid).memory_info().rss
         broker.send_raw(broker.message() + make())
-        assert ended(broker).reason == reason
+        assert broker.ended().reason == reason
         assert cpu_seconds(shared) - before < CPU_SECONDS
         assert psutil.Process(shared.pid).memory_info().rss - held < 16 * MAX_REQUEST_BYTES
         assert other.judge((0, 0)) == [N]

@@ -22,7 +22,7 @@ from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.attaching import Attaching, attached, check, numbers
-from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, Refused, refused
+from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, refused
 from tests.broker_sidecar.health import health_of
 
 StartSidecar = Callable[..., Sidecar]
@@ -49,11 +49,6 @@ def client_of(sidecar: Sidecar) -> Iterator[Client]:
     client.close()
 
 
-def ended(attaching: Attaching) -> Refused:
-    """The attachment, which must end; returns why."""
-    return refused(attaching.answer)
-
-
 # -- limits ---------------------------------------------------------------------------------------------------------
 
 
@@ -62,7 +57,7 @@ def test_an_admission_of_which_nothing_is_reported_ends_the_attachment(start_sid
     with attached(sidecar.address, "t", "a") as broker:
         assert broker.judge((0, 1), (0, 2)) == [N, N]
         broker.report(0, persisted=1, position=b"p1")
-        why = ended(broker)
+        why = broker.ended()
         assert (why.reason, "1 seconds" in why.message) == ("NOT_ATTACHED", True)
         assert refused(lambda: numbers(sidecar.address, "t", "a")).reason == "NOT_ATTACHED"
     with attached(sidecar.address, "t", "a") as broker:
@@ -72,7 +67,7 @@ def test_an_admission_of_which_nothing_is_reported_ends_the_attachment(start_sid
         with attached(sidecar.address, "other", "a") as other:
             # Somebody else's admission times out; an attachment with nothing in flight stays.
             assert other.judge((0, 1)) == [N]
-            assert ended(other).reason == "NOT_ATTACHED"
+            assert other.ended().reason == "NOT_ATTACHED"
         assert broker.judge((0, 2)) == [D]
 
 
@@ -141,7 +136,7 @@ def test_draining_ends_attachments_after_a_last_snapshot(for_brokers: Sidecar) -
         status: list[int] = []
         stopping = threading.Thread(target=lambda: status.append(for_brokers.stop()))
         stopping.start()
-        assert ended(broker).reason == "DRAINING"
+        assert broker.ended().reason == "DRAINING"
         stopping.join(60)
     assert status == [0]
     for_brokers.start()
@@ -161,7 +156,7 @@ def test_deleting_an_attached_topic_ends_its_attachment(for_brokers: Sidecar) ->
         broker.report(0, persisted=1, position=b"p1")
         assert broker.judge((0, 1)) == [D]
         client.admin.DeleteTopic(admin_pb2.DeleteTopicRequest(topic="t"))
-        assert ended(broker).reason == "TOPIC_NOT_FOUND"
+        assert broker.ended().reason == "TOPIC_NOT_FOUND"
     with attached(for_brokers.address, "t", "a") as again:
         assert again.replay_after == b""
         assert again.incarnation > broker.incarnation
@@ -174,7 +169,7 @@ def test_topics_are_not_made_where_that_is_not_wanted(start_sidecar: StartSideca
         with grpc.insecure_channel(sidecar.address) as channel:
             stream = Attaching(channel)
             stream.send_raw(b"\x12\x03\x0a\x01t")
-            assert ended(stream).reason == "TOPIC_NOT_FOUND"
+            assert stream.ended().reason == "TOPIC_NOT_FOUND"
         client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic="t"))
     with attached(sidecar.address, "t", "a") as broker:
         assert broker.judge((0, 1)) == [N]
@@ -218,7 +213,7 @@ def test_health_of_a_topic_is_whether_its_checks_are_answered(for_brokers: Sidec
             again.answer()
             becomes(SERVING)
             again.send_raw(b"\xff")
-            ended(again)
+            again.ended()
         becomes(NOT_SERVING)
         watch.cancel()
     assert seen == [SERVICE_UNKNOWN, NOT_SERVING, SERVING, NOT_SERVING, SERVING, NOT_SERVING]

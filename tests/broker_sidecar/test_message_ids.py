@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import grpc.aio
@@ -78,7 +79,7 @@ async def publish(address: str, sizes: tuple[int, ...] = SIZES, payload_bytes: i
 
 
 @asynccontextmanager
-async def stub(address: str) -> AsyncIterator[ReadServiceStub]:
+async def stub(address: str) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(address) as channel:
         yield ReadServiceStub(channel)
 
@@ -134,7 +135,7 @@ async def test_a_page_by_the_schema_alone(tmp_path: Path) -> None:
 async def test_the_checksums_of_what_readers_get_are_right(tmp_path: Path) -> None:
     async with served(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
         await publish(address, (20,))
-        read = channel.unary_unary("/seqdedupe.v1.ReadService/Read")
+        read: Any = channel.unary_unary("/seqdedupe.v1.ReadService/Read")
         for start, stop in ((0, 20), (3, 17)):
             request = read_pb2.ReadRequest(topic="t", start=read_pb2.ReadStart(index=start), stop_index=stop)
             raw = await read(request.SerializeToString())

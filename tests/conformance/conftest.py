@@ -1,4 +1,4 @@
-"""A sidecar for brokers that the cases share, for those that do not kill it."""
+"""Sidecars that the cases share, also those that kill them: they start again at once, at the same address."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
 """What a real Pulsar broker answered, asked again of DedupeService and of PublishService."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -12,8 +12,6 @@ from seqdedupe.v1 import admin_pb2, admin_pb2_grpc, publish_pb2
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch, frame_bytes, refused, verdicts
 from tests.conformance.broker import ListBroker, Stored
 from tests.conformance.cases import DIFFERENTIAL, Difference, differences
-
-StartSidecar = Callable[..., Sidecar]
 
 OWN_LOG = "A broker's own log"
 OWN_LOG_PULSAR = "A broker's own log, with the policy overlap = PULSAR"
@@ -61,10 +59,6 @@ def hold_against_the_page(heading: str, name: str, found: list[Difference]) -> N
     gone = listed(heading, name) - set(found)
     assert not missing, "not on the page:\n" + "\n".join(map(str, sorted(missing, key=lambda d: d.step)))
     assert not gone, "on the page, and not so:\n" + "\n".join(map(str, sorted(gone, key=lambda d: d.step)))
-
-
-def restarts(name: str) -> bool:
-    return any(step["op"] == "restart_broker" for step in DIFFERENTIAL[name]["steps"])
 
 
 # -- a broker's own log ---------------------------------------------------------------------------------------------
@@ -122,19 +116,16 @@ class OfBroker:
 
 @pytest.mark.parametrize("heading", [OWN_LOG, OWN_LOG_PULSAR])
 @pytest.mark.parametrize("name", DIFFERENTIAL)
-async def test_a_brokers_own_log(
-    name: str, heading: str, for_brokers: Sidecar, start_sidecar: StartSidecar, topic: str
-) -> None:
-    sidecar = start_sidecar(log="broker") if restarts(name) else for_brokers
-    broker = ListBroker(sidecar.address, topic)
+async def test_a_brokers_own_log(name: str, heading: str, for_brokers: Sidecar, topic: str) -> None:
+    broker = ListBroker(for_brokers.address, topic)
     await broker.attach()
     if heading == OWN_LOG_PULSAR:
         policy = admin_pb2.TopicPolicy(deduplication_enabled=True, overlap=admin_pb2.OVERLAP_POLICY_PULSAR)
-        with grpc.insecure_channel(sidecar.address) as channel:
+        with grpc.insecure_channel(for_brokers.address) as channel:
             admin_pb2_grpc.AdminServiceStub(channel).SetTopicPolicy(
                 admin_pb2.SetTopicPolicyRequest(topic=topic, policy=policy), timeout=TIMEOUT_SECONDS
             )
-    driver = OfBroker(sidecar, broker)
+    driver = OfBroker(for_brokers, broker)
     answers = [await driver.do(step) for step in DIFFERENTIAL[name]["steps"]]
     await broker.close()
     hold_against_the_page(heading, name, list(compare(name, answers, driver.log())))
@@ -218,9 +209,8 @@ def in_runs(ids: list[int], judged: list[int]) -> str:
 
 
 @pytest.mark.parametrize("name", DIFFERENTIAL)
-def test_the_sidecars_log(name: str, for_producers: Sidecar, start_sidecar: StartSidecar, topic: str) -> None:
-    sidecar = start_sidecar() if restarts(name) else for_producers
-    driver = OfProducers(sidecar, topic)
+def test_the_sidecars_log(name: str, for_producers: Sidecar, topic: str) -> None:
+    driver = OfProducers(for_producers, topic)
     answers = [driver.do(step) for step in DIFFERENTIAL[name]["steps"]]
     found = list(compare(name, answers, driver.log()))
     driver.client.close()

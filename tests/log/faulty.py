@@ -18,11 +18,12 @@ import asyncio
 from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.errors import error
+from seqdedupe.errors import DamagedError, error
 from seqdedupe.format import headers, records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.tag import key_of
@@ -373,6 +374,15 @@ class FaultyLog:
             found += record
             runs.append(self.storage.runs_of(places))
         return Records(found, runs)
+
+    async def next_readable(self, from_index: int) -> int:
+        self._check_is_there(from_index)
+        for record in self.storage.records:
+            with suppress(DamagedError):
+                places = self.storage.places(record)
+                if places[BASE_INDEX] + places[ROWS] > from_index:
+                    return max(from_index, int(places[BASE_INDEX]))
+        return self.storage.next_index
 
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
         for record in self.storage.records:

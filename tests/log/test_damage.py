@@ -225,10 +225,12 @@ async def test_every_byte_of_an_earlier_segment_flipped(logs: EmbeddedLogs, tmp_
         put(tmp_path, (0, first.raw), (13, bytes(raw)), (26, third.raw))
         log = await logs.open(INCARNATION, 39)
         hit = next(r for r in second.stored if r.start <= at < r.end)
-        assert await read_until_error(log, 39) == (list(range(hit.base_index)), "LOG_DAMAGED")
         if hit.is_seen_at_start(at):
             with pytest.raises(DamagedError):
                 await replayed(log, 20)
+        # A marker has no messages, and the indexes prove that none is missing.
+        expected = (list(range(hit.base_index)), "LOG_DAMAGED") if hit.rows else (list(range(39)), "")
+        assert await read_until_error(log, 39) == expected
         assert [r.base_index for r in await replayed(log, 26) if r.rows] == [
             r.base_index for r in third.stored if r.rows
         ]

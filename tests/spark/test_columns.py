@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from seqdedupe import batch as batches
-from seqdedupe.client.reader import StoredBatch
+from seqdedupe.client.stored import StoredBatch
 from seqdedupe.message_id import MessageId
 from seqdedupe.message_ids import MessageIds
 from seqdedupe_spark.columns import SCHEMA, plain, to_arrow

@@ -4,7 +4,6 @@ The broker's log is a list that survives everything. Its producers send rising I
 was not acknowledged whenever they are told to. At the end the log holds what they sent, each range once, in order.
 """
 
-import itertools
 import logging
 import random
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from seqdedupe.batch import Binary
 from seqdedupe.core.rule import DUP, NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
@@ -282,13 +282,7 @@ def columns(rows: list[Row]) -> Columns:
 def replay(topic: AttachedTopic, attachment: Attachment, rows: list[Row], first: int) -> None:
     """Tells these entries of the log, the first of which has this number."""
     positions = [position(first + i) for i in range(-1, len(rows))]
-    attachment.replay(
-        columns(rows),
-        b"".join(positions[1:]),
-        np.array([0, *itertools.accumulate(map(len, positions[1:]))], np.int32),
-        b"".join(positions[:-1]),
-        np.array([0, *itertools.accumulate(map(len, positions[:-1]))], np.int32),
-    )
+    attachment.replay(columns(rows), Binary.of_all(positions[1:]), Binary.of_all(positions[:-1]))
     topic.replayed(attachment, len(rows))
 
 

@@ -98,10 +98,16 @@ class Client:
         return Producer(self._address, topic, name, config)
 
     def reader(
-        self, topic: str, start: Start = "earliest", *, follow: bool = False, stop_index: int | None = None
+        self,
+        topic: str,
+        start: Start = "earliest",
+        *,
+        follow: bool = False,
+        stop_index: int | None = None,
+        skip_damaged: bool = False,
     ) -> Reader:
         """A reader, see `Reader`."""
-        return Reader(self._address, topic, start, follow, stop_index)
+        return Reader(self._address, topic, start, follow, stop_index, skip_damaged)
 
     def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError."""

@@ -7,15 +7,26 @@ from typing import Self
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.reader import Message, Start, StoredBatch
+from seqdedupe.client.reader import Start
+from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.message_id import Position
 
 
 class Reader:
     """As `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread."""
 
-    def __init__(self, address: SidecarAddress, topic: str, start: Start, follow: bool, stop_index: int | None) -> None:
-        self._reader = _reader.Reader(address, topic, start, follow=follow, stop_index=stop_index)
+    def __init__(
+        self,
+        address: SidecarAddress,
+        topic: str,
+        start: Start,
+        follow: bool,
+        stop_index: int | None,
+        skip_damaged: bool,
+    ) -> None:
+        self._reader = _reader.Reader(
+            address, topic, start, follow=follow, stop_index=stop_index, skip_damaged=skip_damaged
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -33,6 +44,11 @@ class Reader:
     def position(self) -> Position | None:
         """After the last message handed out; before the first, where it was told to start if that is known."""
         return self._reader.position
+
+    @property
+    def skipped(self) -> list[range]:
+        """With `skip_damaged`, the indexes of messages that were passed over, in order."""
+        return self._reader.skipped
 
     def __iter__(self) -> Iterator[Message]:
         return self

@@ -4,7 +4,6 @@ Opening a log (`tail`) and reading it stop at the first damage. Here it is named
 reading goes on with the next header that this log wrote where it stands.
 """
 
-import errno
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +15,12 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
-from seqdedupe.format.headers import HEADER_BYTES
+from seqdedupe.log.embedded.past_damage import headers_from, past_damage, read_what_can_be
 from seqdedupe.log.embedded.segment import SUFFIX, WHAT_STANDS_THERE, Identity, Step, damaged, read_step
-from seqdedupe.log.embedded.tail import base_indexes, headers_from
+from seqdedupe.log.embedded.tail import base_indexes
 
 STEP_BYTES = 1024 * 1024
 """What is read and checked at once: it stays in the processor's cache meanwhile."""
-
-SECTOR_BYTES = 512
-"""What is read at once where the disk does not give a larger piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +150,7 @@ class _File:
 
     def _step(self, at: int, next_index: int, ownership: int) -> Step:
         identity = self._log.identity
-        return read_step(self._file, identity, at, self._size, next_index, ownership, STEP_BYTES, _read_what_can_be)
+        return read_step(self._file, identity, at, self._size, next_index, ownership, STEP_BYTES, read_what_can_be)
 
     def _with_payloads(self, raw: bytes, table: Int64s) -> Iterator[Found]:
         """Records whose columns are whole, those apart whose payloads are not."""
@@ -190,44 +186,25 @@ class _File:
             return at, Damage(self._path, at, what, first, first)
         if why != records.NOT_CONTIGUOUS and self._may_be_torn(at):
             return self._size, self._torn(at)
-        own = next(self._headers(at, min(at + HEADER_BYTES, self._size), first), None)
-        if own is not None and why != records.NOT_CONTIGUOUS:
-            # The tag says that the header is whole: how long the record is, and how many messages are in it.
-            size_bytes, log.next_index = records.end_of(own[1])
-            return at + size_bytes, Damage(self._path, at, what, first, log.next_index)
-        following = own or next(self._headers(at + 1, self._size, first), None)
-        if following is None:
+        onward = past_damage(self._file, log.identity, at, self._size, first, self._base_index, read_what_can_be)
+        if onward is None:
             log.unfinished = self._path, at, what
             return self._size, None
-        log.next_index = records.base_index_of(following[1])
-        return following[0], Damage(self._path, at, what, first, log.next_index)
+        offset, log.next_index = onward
+        return offset, Damage(self._path, at, what, first, log.next_index)
 
-    def _headers(self, at: int, size: int, index: int) -> Iterator[tuple[int, bytes]]:
-        least = max(index, self._base_index)
-        return headers_from(self._file, self._log.identity, at, size, least, _read_what_can_be)
+    def _headers(self, at: int) -> Iterator[tuple[int, bytes]]:
+        return headers_from(self._file, self._log.identity, at, self._size, self._base_index, read_what_can_be)
 
     def _may_be_torn(self, offset: int) -> bool:
         """Whether a crash may have left this: only after what any header of the last file names as synced."""
         if not self._is_last:
             return False
         if self._synced is None:
-            after = (records.synced_offset_of(header) for _, header in self._headers(offset, self._size, 0))
+            after = (records.synced_offset_of(header) for _, header in self._headers(offset))
             self._synced = max(self._named_synced, *after, 0)
         return offset >= self._synced
 
     def _torn(self, offset: int) -> TornEnd:
-        count = sum(1 for _ in self._headers(offset, self._size, 0))
+        count = sum(1 for _ in self._headers(offset))
         return TornEnd(self._path, offset, self._size - offset, count)
-
-
-def _read_what_can_be(file: int, size: int, offset: int) -> bytes:
-    """`os.pread`, with zeros in place of what the disk cannot give."""
-    try:
-        return os.pread(file, size, offset)
-    except OSError as e:
-        if e.errno != errno.EIO:
-            raise
-    if size <= SECTOR_BYTES:
-        return bytes(size)
-    half = (size // 2 + SECTOR_BYTES - 1) // SECTOR_BYTES * SECTOR_BYTES
-    return _read_what_can_be(file, half, offset) + _read_what_can_be(file, size - half, offset + half)

@@ -128,6 +128,9 @@ class EmbeddedLog:
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
         return Records(await self._reader.read(from_index, stop_index, max_bytes))
 
+    async def next_readable(self, from_index: int) -> int:
+        return await self._reader.next_readable(from_index)
+
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
         return await self._reader.locate_time(publish_time_ms, stop_index)
 

@@ -1,6 +1,7 @@
 """Reading one topic's log: what is durable in its segment files."""
 
 import asyncio
+import errno
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.log.contract import Entries, Location, Run, Runs
+from seqdedupe.log.embedded.past_damage import look_past
 from seqdedupe.log.embedded.segment import (
     BASE,
     CHUNK_BYTES,
@@ -34,6 +36,9 @@ from seqdedupe.message_id import MessageId
 
 INLINE_BYTES = 1024 * 1024
 """What the event loop itself reads and checks at once, if the system has it in memory: a quarter of a millisecond."""
+
+ANYWHERE = 2**63 - 1
+"""Damage is passed over wherever it ends."""
 
 T = TypeVar("T")
 
@@ -130,17 +135,35 @@ class Reader:
         offset, index = segment.before_index(from_index)
         if before is not None and before.segment is segment:
             offset, index = before.end, from_index
-        found = await self._find(segment, offset, index, _holds(from_index), size=size, payloads_from=from_index)
+        found = await self._find(
+            segment, offset, index, _holds(from_index), past=from_index, size=size, payloads_from=from_index
+        )
         if found is None:
             raise damaged(segment.path, segment.end, f"the message with index {from_index} should be here")
         return Window(segment, *found)
+
+    async def next_readable(self, index: int) -> int:
+        """See `Log.next_readable`."""
+        self.check_is_there(index)
+        while index < self.next_index:
+            segment = self.segments[self._place_of(index)]
+            found = await self._find(
+                segment, *segment.before_index(index), _holds(index), past=ANYWHERE, payloads_from=index
+            )
+            if found is not None:
+                piece, i = found
+                return max(index, int(piece.table[i, BASE]))
+            index = self._index_after(segment)
+        return self.next_index
 
     async def locate(self, index: int) -> Location:
         """See `Log.locate`."""
         self.check_is_there(index)
         self.check_is_there(index + 1)
         segment = self.segments[self._place_of(index)]
-        found = await self._find(segment, *segment.before_index(index), _holds(index), size=2 * POINT_INTERVAL_BYTES)
+        found = await self._find(
+            segment, *segment.before_index(index), _holds(index), past=index, size=2 * POINT_INTERVAL_BYTES
+        )
         if found is None:
             raise damaged(segment.path, segment.end, f"the message with index {index} should be here")
         piece, i = found
@@ -156,25 +179,27 @@ class Reader:
                 low = middle + 1
             else:
                 high = middle
-        if low:
-            segment = segments[low - 1]
-            offset, index = segment.before_time(publish_time_ms)
-            found = await self._find(segment, offset, index, lambda piece: piece.table[:, TIME_MS] >= publish_time_ms)
-            if found:
-                piece, i = found
-                return min(int(piece.table[i, BASE]), stop_index)
-        return min(segments[low].base_index, stop_index) if low < len(segments) else stop_index
+        if not low:
+            return min(segments[0].base_index, stop_index)
+        segment = segments[low - 1]
+        # What is damaged counts as published when what stands after it was: nobody is led past it.
+        offset, older = segment.before_time(publish_time_ms)
+        while (piece := await self._piece(segment, offset, older, past=ANYWHERE)) is not None:
+            hits = np.flatnonzero(piece.table[:, TIME_MS] >= publish_time_ms)
+            if len(hits):
+                return min(int(piece.table[hits[0], BASE]) if hits[0] else older, stop_index)
+            offset, older = piece.end, piece.next_index(older)
+        return min(older, stop_index)
 
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
         """See `Log.locate_bytes`."""
         self.check_is_there(from_index)
         segments = self.segments[self._place_of(from_index) :]
         offset, index = segments[0].before_index(from_index)
-        found = await self._find(segments[0], offset, index, _holds(from_index))
-        if found is None:
-            raise damaged(segments[0].path, segments[0].end, f"the message {from_index} should be here")
-        piece, i = found
-        goal = piece.offset + int(piece.table[i, START]) + size_bytes
+        found = await self._find(segments[0], offset, index, _holds(from_index), past=ANYWHERE)
+        # What is damaged there has no bytes.
+        start = segments[0].end if found is None else found[0].offset + int(found[0].table[found[1], START])
+        goal = start + size_bytes
         for segment in segments:
             if goal <= segment.end:
                 break
@@ -182,16 +207,18 @@ class Reader:
         else:
             return stop_index
         offset, index = segment.before_offset(goal)
-        found = await self._find(segment, offset, index, lambda piece: piece.table[:, END] + piece.offset >= goal)
+        found = await self._find(
+            segment, offset, index, lambda piece: piece.table[:, END] + piece.offset >= goal, past=ANYWHERE
+        )
         if found is None:
-            return stop_index
+            return min(self._index_after(segment), stop_index)
         piece, i = found
         return min(max(int(piece.table[i, BASE] + piece.table[i, COUNT]), from_index + 1), stop_index)
 
     async def begins_before(self, segment: Segment, publish_time_ms: int) -> bool:
         """Whether the first record of a segment was published before that time; not if there is none yet."""
         if not segment.points and segment.end:
-            await self._read(segment, 0, segment.end, segment.base_index, POINT_INTERVAL_BYTES)
+            await self._piece(segment, 0, segment.base_index, POINT_INTERVAL_BYTES, past=ANYWHERE)
         return bool(segment.points) and segment.points[0].publish_time_ms < publish_time_ms
 
     async def _find(
@@ -201,17 +228,47 @@ class Reader:
         index: int,
         wanted: Callable[[Piece], np.ndarray],
         *,
+        past: int,
         size: int = CHUNK_BYTES,
         payloads_from: int | None = None,
     ) -> tuple[Piece, int] | None:
-        """The first wanted record of a segment from an offset on: its place in the piece that was read with it."""
-        end = segment.end
-        while offset < end:
-            piece = await self._read(segment, offset, end, index, size, payloads_from)
+        """The first wanted record of a segment from an offset on: its place in the piece that was read with it.
+
+        Damage is passed over if it ends at or before the index `past`.
+        """
+        while (piece := await self._piece(segment, offset, index, size, payloads_from, past=past)) is not None:
             hits = np.flatnonzero(wanted(piece))
             if len(hits):
                 return piece, int(hits[0])
             offset, index, size = piece.end, piece.next_index(index), CHUNK_BYTES
+        return None
+
+    async def _piece(
+        self,
+        segment: Segment,
+        offset: int,
+        index: int,
+        size: int = CHUNK_BYTES,
+        payloads_from: int | None = None,
+        *,
+        past: int,
+    ) -> Piece | None:
+        """The next piece of a segment from an offset on, None at its end."""
+        while offset < segment.end:
+            end = segment.end
+            try:
+                return await self._read(segment, offset, end, index, size, payloads_from)
+            except SeqdedupeError as e:
+                if not _may_be_damage(e):
+                    raise
+                following = self._index_after(segment)
+                onward = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, look_past, segment, offset, end, index, payloads_from, following
+                )
+                if onward is None or onward.next_index > past:
+                    raise
+                segment.pass_over(offset, onward.offset)
+                offset, index = onward
         return None
 
     async def _read(
@@ -244,6 +301,11 @@ class Reader:
     def _place_of(self, index: int) -> int:
         """Which segment holds an index, or would."""
         return max(0, bisect_right(self.segments, index, key=lambda segment: segment.base_index) - 1)
+
+    def _index_after(self, segment: Segment) -> int:
+        """The index after the messages of a segment."""
+        i = bisect_right(self.segments, segment.base_index, key=lambda segment: segment.base_index)
+        return self.segments[i].base_index if i < len(self.segments) else self.next_index
 
     def check_is_there(self, index: int) -> None:
         """Raises POSITION_TRIMMED or POSITION_AFTER_END unless reading can begin at this index."""
@@ -288,6 +350,13 @@ def _trimmed(index: int, first_index: int) -> SeqdedupeError:
         index=index,
         first_index=first_index,
     )
+
+
+def _may_be_damage(e: SeqdedupeError) -> bool:
+    """Whether it may be that a record is damaged, or stands where the disk cannot be read."""
+    if e.reason == "LOG_UNREADABLE":
+        return isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EIO
+    return e.reason == "LOG_DAMAGED"
 
 
 def _holds(index: int) -> Callable[[Piece], np.ndarray]:

@@ -293,7 +293,7 @@ class Segment:
         Raises LOG_DAMAGED or NEWER_FORMAT if the first record is not intact, LOG_UNREADABLE, FileNotFoundError if
         retention was faster, NotInMemoryError if `read` does.
         """
-        with self._file() as file:
+        with self.opened() as file:
             piece = read_piece(
                 file, self.identity, offset, end, next_index, size=size, payloads_from=payloads_from, read=read
             )
@@ -303,7 +303,7 @@ class Segment:
 
     def read_step(self, offset: int, end: int, next_index: int, ownership: int) -> Step:
         """`read_step` of this file. It ends before damage. Raises as `read`."""
-        with self._file() as file:
+        with self.opened() as file:
             step = read_step(file, self.identity, offset, end, next_index, ownership)
         if not step.parts:
             raise damaged(self.path, step.end, WHAT_STANDS_THERE[step.why], step.why)
@@ -311,11 +311,12 @@ class Segment:
 
     def forget_pages(self) -> None:
         """Has the system read the file from the disk the next time, where it can."""
-        with self._file() as file:
+        with self.opened() as file:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     @contextmanager
-    def _file(self) -> Iterator[int]:
+    def opened(self) -> Iterator[int]:
+        """The file, for reading. Raises FileNotFoundError, NotInMemoryError from within; LOG_UNREADABLE."""
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -340,6 +341,11 @@ class Segment:
             row = piece.table[i]
             self.points.append(Point(int(row[BASE]), int(starts[i]), int(row[TIME_MS])))
         self.indexed_end = piece.end
+
+    def pass_over(self, offset: int, end: int) -> None:
+        """Between these offsets stands damage: the sparse index goes on after it."""
+        if offset <= self.indexed_end < end:
+            self.indexed_end = end
 
     def grow(self, end: int, points: list[Point]) -> None:
         """What was appended is durable up to `end`."""

@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from seqdedupe.errors import error
 from seqdedupe.files import sync_folder
 from seqdedupe.format import records
-from seqdedupe.format.headers import HEADER_BYTES
+from seqdedupe.log.embedded.past_damage import headers_from
 from seqdedupe.log.embedded.segment import (
     BASE,
     CHUNK_BYTES,
@@ -29,7 +27,6 @@ from seqdedupe.log.embedded.segment import (
     WHAT_STANDS_THERE,
     Identity,
     Piece,
-    Read,
     Segment,
     damaged,
     read_piece,
@@ -216,23 +213,3 @@ def _intact_end(tail: Tail, file: int, at: int) -> int:
 
 def _headers(tail: Tail, file: int, at: int, size: int) -> Iterator[tuple[int, bytes]]:
     return headers_from(file, tail.segment.identity, at, size, tail.segment.base_index)
-
-
-def headers_from(
-    file: int, identity: Identity, at: int, size: int, base_index: int, read: Read = os.pread
-) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of the headers that this log wrote where they stand, from an offset of a segment file on.
-
-    Those that name an index below `base_index`, that of the segment or a higher one, are passed over.
-    """
-    while at + HEADER_BYTES <= size:
-        raw = read(file, CHUNK_BYTES, at)
-        if len(raw) < HEADER_BYTES:
-            break
-        view = np.frombuffer(raw, np.uint8)
-        found = records.find_header(view, identity.incarnation, at, base_index, identity.key)
-        if found < 0:
-            at += len(raw) - HEADER_BYTES + 1
-        else:
-            yield at + found, bytes(raw[found : found + HEADER_BYTES])
-            at += found + HEADER_BYTES
