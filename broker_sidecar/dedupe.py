@@ -163,6 +163,7 @@ class _Hold:
                 row=int(e.numbers.get("row", -1)),
                 pushed=int(e.numbers.get("pushed", -1)),
                 persisted=int(e.numbers.get("persisted", -1)),
+                expected_sequence_id=int(e.numbers["expected_sequence_id"]) if e.reason == "GAP" else None,
                 retry_delay_ms=e.retry_delay_ms,
             )
             return

@@ -141,6 +141,13 @@ class Location(NamedTuple):
     """The first eight bytes of the token of the marker under which it was written, as an unsigned number."""
 
 
+class DamageFound(NamedTuple):
+    """What was found damaged since the log was opened, of what is still there."""
+
+    places: int = 0
+    messages: int = 0
+
+
 class Log(Protocol):
     """One topic's log. Its methods raise `DamagedError` for what is damaged where they look."""
 
@@ -166,6 +173,10 @@ class Log(Protocol):
     @property
     def size_bytes(self) -> int:
         """What the log takes, in bytes of the stored form."""
+
+    @property
+    def damage_found(self) -> DamageFound:
+        """What was found by a scrub in the background. What readers meet is not counted."""
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
         """Shuts earlier writers out and writes a marker with this term and token, durable on return.

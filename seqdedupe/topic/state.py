@@ -14,6 +14,7 @@ from typing import Any
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.log.contract import DamageFound
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -149,6 +150,11 @@ class TopicBase(ABC):
     @abstractmethod
     def _snapshot_is_durable(self, next_index: int) -> None:
         """All below this index is covered by a durable snapshot: retention may go on."""
+
+    @property
+    def damage_found(self) -> DamageFound:
+        """What a scrub of the log has found."""
+        return DamageFound()
 
     @property
     @abstractmethod

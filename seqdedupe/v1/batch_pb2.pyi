@@ -213,6 +213,7 @@ class Control(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    IMPORTED_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     term: _builtins.int
@@ -231,20 +232,25 @@ class Control(_message.Message):
     def reset(self) -> Global___ControlReset:
         """Producers that an operator has set to a lower sequence ID."""
 
+    @_builtins.property
+    def imported(self) -> Global___ControlImport:
+        """A part of watermarks that an operator imported."""
+
     def __init__(
         self,
         *,
         sessions: Global___ControlSessions | None = ...,
         policy: Global___ControlPolicy | None = ...,
         reset: Global___ControlReset | None = ...,
+        imported: Global___ControlImport | None = ...,
         term: _builtins.int = ...,
         id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["imported", b"imported", "kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "imported", b"imported", "kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "reset"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "reset", "imported"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -329,6 +335,51 @@ class ControlReset(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ControlReset: _TypeAlias = ControlReset  # noqa: Y015
+
+@_typing.final
+class ControlImport(_message.Message):
+    """Watermarks of P producers, in columns: a part of an import, which merges with what is known by maximum. Of an import
+    nothing is in force before its last part stands in the log; one that lacks it never is, and the next one begins with
+    part 0 again. All of it stands before the topic's first message and first session.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    producer_names: _builtins.bytes
+    """The names, UTF-8, rising as unsigned bytes over all parts."""
+    part: _builtins.int
+    """Which part it is, from 0."""
+    is_last: _builtins.bool
+    """Whether it is the last one."""
+    @_builtins.property
+    def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """P + 1 offsets into `producer_names`."""
+
+    @_builtins.property
+    def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """P sequence IDs, 0 or higher, up to which each producer's count as being in the log."""
+
+    def __init__(
+        self,
+        *,
+        producer_name_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        producer_names: _builtins.bytes = ...,
+        persisted: _abc.Iterable[_builtins.int] | None = ...,
+        part: _builtins.int = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_last", b"is_last", "part", b"part", "persisted", b"persisted", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlImport: _TypeAlias = ControlImport  # noqa: Y015
 
 @_typing.final
 class ControlPolicy(_message.Message):

@@ -27,7 +27,7 @@ from seqdedupe.errors import DamagedError, error
 from seqdedupe.format import headers, records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.tag import key_of
-from seqdedupe.log.contract import Entries, Failure, Location, Outcome, Records, Retention, Run, Runs
+from seqdedupe.log.contract import DamageFound, Entries, Failure, Location, Outcome, Records, Retention, Run, Runs
 from seqdedupe.message_id import MessageId
 
 KNOWN_MESSAGE_IDS = 10
@@ -296,6 +296,10 @@ class FaultyLog:
     @property
     def size_bytes(self) -> int:
         return sum(map(len, self.storage.records))
+
+    @property
+    def damage_found(self) -> DamageFound:
+        return DamageFound()
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
         if self._dead:
