@@ -18,6 +18,7 @@ from bench import setup
 from bench.echo import ECHO
 from bench.figure import Figure, Ratio, over
 from seqdedupe import wire
+from seqdedupe.batch import Binary
 from seqdedupe.client.broker import ATTACH
 from seqdedupe.testing import Sidecar
 
@@ -31,10 +32,8 @@ _topics = itertools.count()
 
 
 def _register() -> Any:
-    names = [b"producer-%d" % i for i in range(NAMES)]
-    offsets = np.zeros(NAMES + 1, "<i4")
-    np.cumsum([len(name) for name in names], out=offsets[1:])
-    return wire.Register(producer_name_offsets=offsets.tobytes(), producer_names=b"".join(names))
+    names = Binary.of_all([b"producer-%d" % i for i in range(NAMES)])
+    return wire.Register(producer_name_offsets=names.offsets.tobytes(), producer_names=names.data)
 
 
 def _columns(frame: int, rows: int) -> dict[str, bytes]:
@@ -79,7 +78,7 @@ async def _begun(call: Any) -> int:
     return token
 
 
-async def _answer(call: Any) -> Any:
+async def answer(call: Any) -> Any:
     """The next answer that is one; news of the trim position come whenever they come."""
     while True:
         data = await call.read()
@@ -97,7 +96,7 @@ async def _decisions(address: str, rows: int) -> float:
         call = method()
         token = await _begun(call)
         await call.write(wire.AttachRequest(token=token, end_replay=wire.EndReplay()).SerializeToString())
-        await _answer(call)
+        await answer(call)
         # Without its token: that comes first, and with it the report.
         checks = [check[9:] for check in _checks(token, rows)]
         room = asyncio.Semaphore(IN_FLIGHT)
@@ -106,7 +105,7 @@ async def _decisions(address: str, rows: int) -> float:
         async def read() -> None:
             nonlocal answered
             while answered < len(checks):
-                for checked in (await _answer(call)).checked:
+                for checked in (await answer(call)).checked:
                     if checked.first_admission != answered * rows:
                         raise RuntimeError("not all was new")
                     answered += 1
@@ -139,7 +138,7 @@ async def _replay(address: str, rows: int) -> float:
             await call.write(replay)
         end = wire.EndReplay(last_position=last)
         await call.write(wire.AttachRequest(token=token, end_replay=end).SerializeToString())
-        await _answer(call)
+        await answer(call)
         return ROWS / (time.perf_counter() - began)
 
 

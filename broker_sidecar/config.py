@@ -184,6 +184,6 @@ def table() -> str:
     """The table of keys for the documentation, in Markdown."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for item in fields(Config):
-        default = str(item.default).lower() if isinstance(item.default, bool) else item.default or "–"
-        rows.append(f"| `{item.name}` | {default} | {item.metadata['about']} |")
+        default = str(item.default).lower() if isinstance(item.default, bool) else item.default
+        rows.append(f"| `{item.name}` | {'–' if default == '' else default} | {item.metadata['about']} |")
     return "\n".join(rows)

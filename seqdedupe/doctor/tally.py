@@ -33,6 +33,7 @@ class Tally:
         self.missing: list[Missing] = []
         self._has_damage = False
         self._is_trimmed = False
+        self._import_parts = control.ImportParts()
         self.reset_at: dict[int, int] = {}
         """By producer number, the index before which the last reset or purge stands."""
 
@@ -56,11 +57,11 @@ class Tally:
         if isinstance(change, Policy):
             self.policy = change
             return
-        if not isinstance(change, control.Sessions):
+        if isinstance(change, control.Reset | control.Purge):
             # A snapshot may know a name of which the log says no more than this.
             self.reset_at |= dict.fromkeys(self.producers.add_all(change.names).tolist(), index)
-        control.apply(change, self.producers, index)
-        if not isinstance(change, control.Purge) and len(change.epochs):
+        control.apply(change, self._import_parts, self.producers, index)
+        if isinstance(change, control.Sessions | control.Reset) and len(change.epochs):
             self.term = max(self.term, int(change.epochs.max()) >> _TERM_SHIFT)
 
     def add_damage(self, damage: Damage) -> None:

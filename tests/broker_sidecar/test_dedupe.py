@@ -11,7 +11,7 @@ import pytest
 from broker_sidecar.server import MAX_REQUEST_BYTES
 from broker_sidecar.steps import MAX_CHECKS, SMALL_BYTES
 from seqdedupe import wire
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_OPEN_NAMES, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, dedupe_pb2
 from tests.broker_sidecar.attaching import (
@@ -287,6 +287,12 @@ BAD_STEPS: list[tuple[str, dict[str, Any] | bytes, str]] = [
         )
         for offsets in ([1, 2], [0, 1], [0, 3], [0, -1, 2], [0, 2, 1, 2])
     ),
+    (
+        "too many names",
+        {"register": register(*map(str, range(MAX_OPEN_NAMES + 1)), first=2)},
+        "INVALID_REQUEST",
+    ),
+    ("too many released", {"release": dedupe_pb2.Release(handles=[0] * (MAX_BATCH_ROWS + 2))}, "INVALID_REQUEST"),
     ("a handle of nobody released", {"release": dedupe_pb2.Release(handles=[2])}, "INVALID_REQUEST"),
     ("a handle below 0 released", {"release": dedupe_pb2.Release(handles=[-1])}, "INVALID_REQUEST"),
     ("more reported than is in flight", {"report": report(1, 1, b"x")}, "NOT_ATTACHED"),
@@ -379,6 +385,10 @@ BAD_REPLAYS: list[tuple[str, dedupe_pb2.Replay, str]] = [
     ("an ID below 0", replaced(sequence_ids=[-1, 2]), "INVALID_SEQUENCE_ID"),
     ("a falling range", replaced(highest_sequence_ids=[1, 1]), "INVALID_SEQUENCE_ID"),
     ("passes too short", replaced(passes=b"\1"), "INVALID_REQUEST"),
+    ("a handle too many", replaced(handles=[0, 0, 0]), "INVALID_REQUEST"),
+    ("a highest ID too few", replaced(highest_sequence_ids=[1]), "INVALID_REQUEST"),
+    ("positions too long", replaced(positions=b"p1p2p"), "INVALID_REQUEST"),
+    ("previous positions too long", replaced(previous_positions=b"p1p"), "INVALID_REQUEST"),
     ("no positions", replaced(position_offsets=[], positions=b""), "INVALID_REQUEST"),
     ("an empty position", replaced(position_offsets=[0, 0, 4]), "INVALID_REQUEST"),
     ("a position too few", replaced(position_offsets=[0, 4]), "INVALID_REQUEST"),

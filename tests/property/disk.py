@@ -172,6 +172,8 @@ class CheckedStorage(Storage):
             for name in change.names:
                 self._purged(name.decode())
             return runs
+        if isinstance(change, control.Import):
+            return runs
         for name, epoch in zip(change.names, change.epochs.tolist(), strict=True):
             durable = self.promise(name.decode())
             durable.stored_epoch = max(durable.stored_epoch, epoch)

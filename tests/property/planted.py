@@ -351,9 +351,9 @@ def reset_answered_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
 def purge_not_replayed(patch: pytest.MonkeyPatch) -> None:
     original = control.apply
 
-    def apply(change: Any, producers: Producers, index: int) -> None:
+    def apply(change: Any, parts: Any, producers: Producers, index: int) -> None:
         if not isinstance(change, control.Purge) or producers.activity._connected:
-            original(change, producers, index)
+            original(change, parts, producers, index)
 
     patch.setattr(control, "apply", apply)
 

@@ -130,7 +130,7 @@ class History:
 
     async def step(self) -> None:
         kinds = ["send"] * 8 + ["write"] * 6 + ["report"] * 5 + ["fail", "reset", "reset", "detach", "kill", "snapshot"]
-        kinds += ["bad_snapshot"]
+        kinds += ["bad_snapshot", "bad_report"]
         await getattr(self, f"_{self.rng.choice(kinds)}")()
         self.compare_numbers()
         self.trim_told = max(self.trim_told, int(self.topic.trim_position or b"-1", 16))
@@ -232,6 +232,21 @@ class History:
             self._acknowledge(row)
         del self.in_flight[: count + failed]
         self.written -= count
+
+    async def _bad_report(self) -> None:
+        """A report is lost, comes twice, too early, or says too much: nothing changes, and the attachment is over."""
+        settled, in_flight = self.attachment._settled, len(self.in_flight)
+        bad = [(settled + 1, 1, 0), (settled + 1, 0, 1), (settled, in_flight + 1, 0), (settled, 0, in_flight + 1)]
+        if settled:
+            bad += [(settled - 1, 1, 0), (0, settled, 0)]
+        if self.has_failed and in_flight:
+            bad += [(settled, 1, 0)]
+        first, persisted, failed = self.rng.choice(bad)
+        with pytest.raises(SeqdedupeError, match="NOT_ATTACHED"):
+            self.topic.report(self.attachment, first, persisted, b"no position" if persisted else b"", failed)
+        self.compare_numbers()
+        self.topic.detach(self.attachment)
+        self.attach()
 
     async def _fail(self) -> None:
         """The log refuses what it has not stored: of some of it the sidecar hears later."""

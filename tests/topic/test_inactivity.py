@@ -361,7 +361,7 @@ async def test_replay_in_another_order_brings_it_back(scene: Scene, monkeypatch:
     scene.keep_rows()
     await scene.publish("a")
     await scene.pass_timeout()
-    monkeypatch.setattr(control, "apply", lambda change, producers, index: None)
+    monkeypatch.setattr(control, "apply", lambda change, parts, producers, index: None)
     await scene.restart()
     assert scene.known() == {"a": 7}
 
