@@ -141,7 +141,7 @@ class AttachedTopic(TopicBase):
         except SeqdedupeError:
             self.counters.refused += 1
             raise
-        self.counters.count_verdicts(checked.verdicts)
+        self.counters.count_verdicts(checked.verdicts, checked.admissions)
         if self._timer is None and attachment.in_flight:
             self._watch(attachment)
         return checked
