@@ -33,6 +33,7 @@ class Tally:
         self.missing: list[Missing] = []
         self._has_damage = False
         self._is_trimmed = False
+        self._import_parts = control.ImportParts()
         self.reset_at: dict[int, int] = {}
         """By producer number, the index before which the last reset stands."""
 
@@ -56,7 +57,9 @@ class Tally:
         if isinstance(change, Policy):
             self.policy = change
             return
-        control.apply(change, self.producers, index)
+        control.apply(change, self._import_parts, self.producers, index)
+        if isinstance(change, control.Import):
+            return
         if len(change.epochs):
             self.term = max(self.term, int(change.epochs.max()) >> _TERM_SHIFT)
         if isinstance(change, control.Reset):

@@ -110,6 +110,11 @@ class AttachedTopic(TopicBase):
         self._set_state(State.RECOVERING, "the broker replays its log")
         return attachment
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether a broker holds it."""
+        return self._attachment is not None
+
     def detach(self, attachment: Attachment) -> None:
         """The broker is gone, if it is still this one."""
         if attachment is self._attachment:

@@ -45,7 +45,40 @@ class Reset:
     persisted: Int64s
 
 
-Change = Sessions | Reset | Policy
+@dataclass(frozen=True, slots=True, eq=False)
+class Import:
+    """A part of imported watermarks: nothing of an import is in force before its last part."""
+
+    names: list[bytes]
+    persisted: Int64s
+    part: int
+    is_last: bool
+
+
+class ImportParts:
+    """The parts of an import that is not complete yet."""
+
+    def __init__(self) -> None:
+        self._parts: list[Import] | None = None
+
+    def add(self, part: Import) -> list[Import]:
+        """The next part in the log. All parts if it completes an import, else none.
+
+        An import that lacks its first part is in force already: retention has said it again before it dropped that.
+        """
+        if part.part == 0:
+            self._parts = []
+        if self._parts is None or part.part != len(self._parts):
+            self._parts = None
+            return []
+        self._parts.append(part)
+        if not part.is_last:
+            return []
+        complete, self._parts = self._parts, None
+        return complete
+
+
+Change = Sessions | Reset | Import | Policy
 
 
 def parts(sessions: Sessions) -> Iterator[Sessions]:
@@ -73,6 +106,10 @@ def _part(sessions: Sessions, start: int, end: int) -> Sessions:
     return Sessions(sessions.names[start:end], sessions.epochs[start:end], persisted)
 
 
+_FIELDS: dict[type[Change], str] = {Sessions: "sessions", Reset: "reset", Import: "imported"}
+"""Of `Control`, by what each changes."""
+
+
 def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
     """The body of a control record, written in this term. With `record_id` it is unlike all others of the topic."""
     control = wire.Control(id=record_id, term=term)
@@ -80,10 +117,13 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
         change.fill(control.policy)
         control.policy.SetInParent()
     else:
-        columns = control.reset if isinstance(change, Reset) else control.sessions
+        columns = getattr(control, _FIELDS[type(change)])
         names = Binary.of_all(change.names)
         columns.producer_name_offsets, columns.producer_names = names.offsets.tobytes(), names.data
-        columns.epochs = change.epochs.astype(np.int64).tobytes()
+        if isinstance(change, Import):
+            columns.part, columns.is_last = change.part, change.is_last
+        else:
+            columns.epochs = change.epochs.astype(np.int64).tobytes()
         if change.persisted is not None:
             columns.persisted = change.persisted.astype(np.int64).tobytes()
     body: bytes = control.SerializeToString()
@@ -101,6 +141,8 @@ def decode(body: bytes) -> tuple[Change, int]:
                 return _sessions(control.sessions), control.term
             case "reset":
                 return _reset(control.reset), control.term
+            case "imported":
+                return _import(control.imported), control.term
     except (DecodeError, ValueError) as e:
         raise error("LOG_DAMAGED", f"a control record is damaged: {e}") from e
     raise error("NEWER_FORMAT", "the log has a control record of a kind that this version does not know")
@@ -125,8 +167,13 @@ def runs(chunk: bytes, table: Int64s) -> Iterator[tuple[Int64s, list[tuple[Chang
     yield table[first:], changes
 
 
-def apply(change: Sessions | Reset, producers: Producers, index: int) -> None:
+def apply(change: Sessions | Reset | Import, parts: ImportParts, producers: Producers, index: int) -> None:
     """The change is in the log, before the message with this index."""
+    if isinstance(change, Import):
+        for part in parts.add(change):
+            numbers = producers.add_all(part.names)
+            producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), part.persisted, index)
+        return
     numbers = producers.add_all(change.names)
     if isinstance(change, Reset):
         producers.reset(numbers, change.epochs, change.persisted, index)
@@ -151,6 +198,11 @@ def _sessions(columns: Any) -> Sessions:
 def _reset(columns: Any) -> Reset:
     names = _names(columns)
     return Reset(names, _int64s(columns.epochs, names), _int64s(columns.persisted, names))
+
+
+def _import(columns: Any) -> Import:
+    names = _names(columns)
+    return Import(names, _int64s(columns.persisted, names), columns.part, columns.is_last)
 
 
 def _names(columns: Any) -> list[bytes]:

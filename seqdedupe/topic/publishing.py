@@ -83,6 +83,9 @@ class Topic(TopicBase):
         self._policy_stated = -1
         """From this index on the log states the policy; -1: not known."""
         self._trimming: asyncio.Task[None] | None = None
+        self._import_parts = control.ImportParts()
+        self.newest_import: object = None
+        """The one that was begun last: it alone may go on."""
 
     @property
     def first_index(self) -> int:
@@ -234,7 +237,7 @@ class Topic(TopicBase):
             # It may stand at the end of a segment that is dropped with the message before it.
             self._policy_stated = index - 1
         else:
-            control.apply(change, self.producers, index)
+            control.apply(change, self._import_parts, self.producers, index)
 
     # -- publishing --------------------------------------------------------------------------------------------
 

@@ -1247,6 +1247,130 @@ class SnapshotResponse(_message.Message):
 Global___SnapshotResponse: _TypeAlias = SnapshotResponse  # noqa: Y015
 
 @_typing.final
+class ExportWatermarksRequest(_message.Message):
+    """A topic whose watermarks are wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportWatermarksRequest: _TypeAlias = ExportWatermarksRequest  # noqa: Y015
+
+@_typing.final
+class ExportWatermarksResponse(_message.Message):
+    """Some producers, in columns. All answers together have each producer once, in no order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    producer_names: _builtins.bytes
+    """The names one after the other, UTF-8."""
+    @_builtins.property
+    def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where each name starts and the last one ends: one value more than there are names, from 0."""
+
+    @_builtins.property
+    def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The highest persisted sequence ID of each producer, 0 or higher."""
+
+    def __init__(
+        self,
+        *,
+        producer_name_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        producer_names: _builtins.bytes = ...,
+        persisted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["persisted", b"persisted", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportWatermarksResponse: _TypeAlias = ExportWatermarksResponse  # noqa: Y015
+
+@_typing.final
+class ImportWatermarksRequest(_message.Message):
+    """Some watermarks, in columns, at most 1 MiB in all. Over all messages of a call the names rise, compared as unsigned
+    bytes, and none comes twice.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    PRODUCERS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`; in the first message."""
+    producer_names: _builtins.bytes
+    """The names, without control characters."""
+    producers: _builtins.int
+    """In the last message, how many producers all messages have. Without it nothing is taken over."""
+    @_builtins.property
+    def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See `ExportWatermarksResponse`. None in a message without producers."""
+
+    @_builtins.property
+    def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A sequence ID for each producer, 0 or higher."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        producer_name_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        producer_names: _builtins.bytes = ...,
+        persisted: _abc.Iterable[_builtins.int] | None = ...,
+        producers: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_producers", b"_producers", "producers", b"producers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_producers", b"_producers", "persisted", b"persisted", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names", "producers", b"producers", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__producers: _TypeAlias = _typing.Literal["producers"]  # noqa: Y015
+    _WhichOneofArgType__producers: _TypeAlias = _typing.Literal["_producers", b"_producers"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__producers) -> _WhichOneofReturnType__producers | None: ...
+
+Global___ImportWatermarksRequest: _TypeAlias = ImportWatermarksRequest  # noqa: Y015
+
+@_typing.final
+class ImportWatermarksResponse(_message.Message):
+    """The watermarks are in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCERS_FIELD_NUMBER: _builtins.int
+    producers: _builtins.int
+    """How many producers were imported."""
+    def __init__(
+        self,
+        *,
+        producers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producers", b"producers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportWatermarksResponse: _TypeAlias = ImportWatermarksResponse  # noqa: Y015
+
+@_typing.final
 class GetVersionRequest(_message.Message):
     """A question for the version."""
 

@@ -1,6 +1,7 @@
 """The client for threads, and its calls for operators."""
 
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -67,6 +68,12 @@ class Admin:
 
     def snapshot(self, topic: str) -> Position:
         return self._run(lambda admin: admin.snapshot(topic))
+
+    def export_watermarks(self, topic: str, path: Path) -> int:
+        return self._run(lambda admin: admin.export_watermarks(topic, path))
+
+    def import_watermarks(self, topic: str, path: Path) -> int:
+        return self._run(lambda admin: admin.import_watermarks(topic, path))
 
     def version(self) -> admin_pb2.GetVersionResponse:
         return self._run(lambda admin: admin.version())
