@@ -64,7 +64,7 @@ class Session:
         self._work = asyncio.Event()  # something for the writer may have come up
         self._answered_at = 0.0
         self._resumed_in_vain = False
-        """Whether INVALID_EPOCH of a frame was answered by a resume, and nothing has had a receipt since."""
+        """Whether a refusal was answered by a resume, and nothing has had a receipt since."""
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         self.has_room.set()
 
@@ -188,11 +188,10 @@ class Session:
                     return
                 await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except SeqdedupeError as e:
-                if e.reason != "INVALID_EPOCH" or self._resumed_in_vain:
+                # A frame was refused so, no Open: see `Outbox.asks_for_resume`.
+                if e.reason != "INVALID_EPOCH":
                     self._fail(e)
                     return
-                # A frame was refused so, no Open: the name may have been forgotten. A resume tells.
-                self._resumed_in_vain = True
 
     async def _wait_for_something_to_send(self) -> None:
         while not len(self.outbox) and self.failure is None:
@@ -306,7 +305,8 @@ class Session:
             self.outbox.held_up(None)
         for refusal in answer.refusals:
             why = refusal_error(refusal)
-            if why.reason == "INVALID_EPOCH" and not self._resumed_in_vain:
+            if not self._resumed_in_vain and self.outbox.asks_for_resume(refusal.frame, why):
+                self._resumed_in_vain = True
                 raise why
             self.outbox.refused(refusal.frame, why)
         self._update_room()

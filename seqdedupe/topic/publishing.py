@@ -208,7 +208,7 @@ class Topic(TopicBase):
 
     def _merge(self, chunk: bytes, table: recovery.Table, count: int, runs_of: recovery.RunsOf) -> None:
         """Records found in the log; what is in flight and among them is confirmed and answered."""
-        for batches, changes in control.runs(chunk, table[:count]):
+        for batches, changes in control.runs(chunk, table[:count], self.log.place):
             if len(batches):
                 self.producers.replay(chunk, batches, len(batches))
             for change, term, index in changes:
@@ -385,8 +385,12 @@ class Topic(TopicBase):
             await self.in_flight_now()
         answer = self.sessions.opened(opening, len(names))
         if opening.is_resume and self.may_have_forgotten:
-            places = (place for place in opening.places.tolist() if place not in answer.refusals)
-            answer.forgotten.extend(place for place in places if answer.persisted[place] == NO_SEQUENCE_ID)
+            columns = zip(opening.places.tolist(), (durable_epochs == NO_EPOCH).tolist(), strict=True)
+            answer.forgotten.extend(
+                place
+                for place, had_nothing in columns
+                if place not in answer.refusals and (had_nothing or answer.persisted[place] == NO_SEQUENCE_ID)
+            )
             self.resumed_after_purge([opening.names[k] for k in np.flatnonzero(durable_epochs == NO_EPOCH)])
         for place, name in list(zip(opening.places.tolist(), opening.names, strict=True))[:MAX_LOOKED_UP]:
             if answer.indexes[place] < 0 and place not in answer.refusals:

@@ -54,7 +54,8 @@ class PublishServiceStub:
        CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
        `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
        session go on. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not yet: the name may
-       have been forgotten while nothing was sent. Resume it; if that is refused too, it is final.
+       have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also where the
+       first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
        never one of `Open`.
 
@@ -116,7 +117,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
        CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
        `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
        session go on. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not yet: the name may
-       have been forgotten while nothing was sent. Resume it; if that is refused too, it is final.
+       have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also where the
+       first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
        never one of `Open`.
 
@@ -174,7 +176,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
        CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
        `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
        session go on. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not yet: the name may
-       have been forgotten while nothing was sent. Resume it; if that is refused too, it is final.
+       have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also where the
+       first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
        never one of `Open`.
 

@@ -217,6 +217,9 @@ class Case(World):
         for stream in list(self.streams):
             if self.random.random() < 0.6:
                 self.break_stream(stream)
+        # Nobody waits for an answer of Open for as long.
+        for session in self.sessions.values():
+            session.request = None
         self.log.settle()
         self.loop.run()
         for _ in range(self.random.randint(2, 6)):

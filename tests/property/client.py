@@ -162,9 +162,11 @@ class Frame:
             return
         for session in mine.values():
             session.must_resend = True
-            if answer.error.reason == "INVALID_EPOCH" and session.state is State.OPEN:
-                # One of them may have been forgotten: a resume tells.
-                session.state = State.CLOSED
+            # One of them may have been forgotten: a resume tells.
+            first = next(sequence_id for owner, sequence_id in self.rows if owner is session)
+            misses_what_was_there = answer.error.reason == "PREDECESSOR_MISSING" and session.unacked[:1] == [first]
+            if answer.error.reason == "INVALID_EPOCH" or misses_what_was_there:
+                session.state = State.CLOSED if session.state is State.OPEN else session.state
         if answer.error.reason == "FENCED":
             for p in answer.producers:
                 # A refusal of an epoch that is no longer used says nothing.

@@ -221,6 +221,11 @@ class World:
             if (session.state is State.CLOSED and not session.request) or self.random.random() < 0.1:
                 by_kind.setdefault(session.epoch > 0, []).append(session)
         for is_resume, sessions in by_kind.items():
+            if is_resume and sessions[0].may_be_forgotten:
+                # Nothing of an earlier connection is under way for as long as it takes to be forgotten.
+                for stream in [stream for stream in self.streams if stream.client == client]:
+                    self.break_stream(stream)
+                self.loose = [(f, way) for f, way in self.loose if not any(s in sessions for s, _ in f.rows)]
             request = OpenRequest(sessions, [session.epoch for session in sessions] if is_resume else None)
             for session in sessions:
                 session.asks(request)
