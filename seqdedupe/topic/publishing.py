@@ -375,7 +375,7 @@ class Topic(TopicBase):
             # Whether these sessions have been fenced is not known before that has settled.
             await self.in_flight_now()
             self.check_serving()
-        opening = self.sessions.open(names, epochs)
+        opening = self.sessions.open(names, epochs, may_have_forgotten=self.may_have_forgotten)
         durable_epochs = self.producers.numbers[opening.numbers, DURABLE_EPOCH]
         if (durable_epochs < opening.epochs).any():
             # All that is in flight stands before it, and has settled when it has.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import NO_EPOCH, Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, EPOCH, PERSISTED
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
@@ -77,9 +77,11 @@ class Sessions:
         """The topic has a new owner."""
         self._term, self._opens = term, 0
 
-    def open(self, names: list[str], epochs: list[int] | None) -> Opening:
+    def open(self, names: list[str], epochs: list[int] | None, *, may_have_forgotten: bool = False) -> Opening:
         """Starts new sessions, or resumes those of the given epochs, each by itself. They are in force from now on.
 
+        Where names are forgotten, an earlier session may have gone on under one before the newest did: that one is
+        fenced then, or it would take the other one's messages for its own.
         Raises INVALID_NAME, INVALID_REQUEST for the whole call.
         """
         encoded = encoded_names(names, self._producers)
@@ -91,7 +93,7 @@ class Sessions:
             if len(epochs) != len(names):
                 raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
             for place, (name, epoch) in enumerate(zip(encoded, epochs, strict=True)):
-                if (why := self._why_not_resumed(name, epoch)) is not None:
+                if (why := self._why_not_resumed(name, epoch, may_have_forgotten)) is not None:
                     refusals[place] = why
         places = [place for place in range(len(names)) if place not in refusals]
         accepted = [encoded[place] for place in places]
@@ -136,7 +138,7 @@ class Sessions:
         numbers = (self._producers.number(name.encode(errors="replace")) for name in names)
         return np.array([number for number in numbers if number is not None], np.int64)
 
-    def _why_not_resumed(self, name: bytes, epoch: int) -> SeqdedupeError | None:
+    def _why_not_resumed(self, name: bytes, epoch: int, may_have_forgotten: bool) -> SeqdedupeError | None:
         number = self._producers.number(name)
         current = 0 if number is None else int(self._producers.numbers[number, EPOCH])
         shown = name.decode()
@@ -149,7 +151,7 @@ class Sessions:
                 epoch=epoch,
                 current_epoch=current,
             )
-        if epoch < current:
+        if epoch < current or (may_have_forgotten and epoch > current > NO_EPOCH):
             return _fenced(shown, epoch, current)
         return None
 

@@ -52,6 +52,8 @@ class Session:
     """The highest ID that was known to be in the log when that was sent."""
     highest: int = NO_SEQUENCE_ID
     """Of all messages made, also those from before it was forgotten."""
+    acked_before: int = 0
+    """So many messages had a receipt when it was forgotten."""
     may_be_forgotten: bool = False
     lives: int = 0
     """Receipts of frames that were sent before a resume was asked for, or answered, say nothing after it: it may have
@@ -106,13 +108,14 @@ class Session:
         at = bisect_left(self.unacked, sequence_id)
         if at < len(self.unacked) and self.unacked[at] == sequence_id:
             del self.unacked[at]
-            insort(self.acked, sequence_id)
+            self.acked.append(sequence_id)
 
     def asks(self, request: object) -> None:
         """An Open is sent."""
         self.request = request
         self.lives += self.may_be_forgotten
-        self.confirmed_before = max([*self.answered, *self.acked[-1:]], default=NO_SEQUENCE_ID)
+        acked = max(self.acked[self.acked_before :], default=NO_SEQUENCE_ID)
+        self.confirmed_before = max([*self.answered, acked])
 
     def opened(self, epoch: int, persisted: int, *, is_forgotten: bool) -> None:
         """Open has answered. What is not above `persisted` is in the log, as a Dup would say."""
@@ -120,6 +123,7 @@ class Session:
         if is_forgotten and persisted < self.confirmed_before:
             # It begins anew, from nothing: links do not reach over this.
             self.answered, self.sent, self.last_sent = [], [], NO_SEQUENCE_ID
+            self.acked_before = len(self.acked)
         elif persisted < self.confirmed_before:
             raise Violation(f"{self.name} resumes at {persisted}, confirmed was {self.confirmed_before}: data is lost")
         if self.epoch and persisted > max([self.highest, *self.answered]):

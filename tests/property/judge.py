@@ -144,7 +144,7 @@ class Judge:
         """Only a session that the log holds fences another one."""
         if epochs is None or e.reason != "FENCED":
             self.wrong(f"Open of {name} with epochs {epochs} gets {e}")
-        elif epochs[place] >= self.storage.promise(name).stored_epoch:
+        elif epochs[place] >= self.storage.promise(name).stored_epoch and not self.storage.promise(name).purges:
             self.wrong(f"Open of {name} is fenced by a session that the log does not hold")
 
     def policy_answered(self, policy: Policy) -> None:
