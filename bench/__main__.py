@@ -28,6 +28,7 @@ FIGURES = (
     "tag",
     "doctor",
     "memory",
+    "attached",
     "spark_source",
     "spark_postgres",
     "spark_dedupe",

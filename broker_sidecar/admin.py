@@ -11,7 +11,9 @@ import grpc
 from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.policies import Policies, policy_of
 from broker_sidecar.rpc import unary
+from broker_sidecar.streams import Streams
 from broker_sidecar.topics import topic_to_proto
+from broker_sidecar.transfer import Transfer
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
@@ -30,9 +32,10 @@ PAGE_ITEMS = 1_000
 class AdminService:
     """The handlers of AdminService."""
 
-    def __init__(self, topics: Topics[Any], own: Topics[Topic] | None) -> None:
+    def __init__(self, topics: Topics[Any], own: Topics[Topic] | None, streams: Streams) -> None:
         """`own` are the topics if they are on the sidecar's own log."""
         self._topics = topics
+        self._transfer = Transfer(topics, streams)
         self._operate = Operate(own)
         self._policies = Policies(topics)
         self._began = time.monotonic()
@@ -55,7 +58,9 @@ class AdminService:
             ("GetVersion", admin_pb2.GetVersionRequest, self._version),
         )
         methods: dict[str, Any] = {name: unary(kind, call) for name, kind, call in calls}  # type: ignore[arg-type]
-        return grpc.method_handlers_generic_handler(SERVICE, methods | self._operate.methods())
+        return grpc.method_handlers_generic_handler(
+            SERVICE, methods | self._operate.methods() | self._transfer.methods()
+        )
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
         topic = await self._topics.create(request.topic, policy=policy_of(request.policy))

@@ -60,6 +60,9 @@ class Config:
     )
     default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's log. -1: no limit.")
     default_retention_time_in_minutes: int = _key(-1, "Keep each message so long. -1: no limit.")
+    scrub_bytes_per_second: int = _key(
+        524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
+    )
     gap_policy: str = _key(
         "allow", "Of a message whose ID is not the one after its producer's last one: `allow` or `reject` it."
     )

@@ -51,6 +51,7 @@ class Data:
             _check_no_logs(folder / "logs")
         self._store = store = Store.open(folder / "store")
         self._logs: EmbeddedLogs | None = None
+        self._scrub_bytes_per_second = config.scrub_bytes_per_second
         self.topics: Topics[Topic] | None = None
         self.brokers_topics: Topics[AttachedTopic] | None = None
         limits: dict[str, Any] = {
@@ -86,6 +87,11 @@ class Data:
         if topics is None:
             raise RuntimeError("a data directory has topics of one kind")
         return topics
+
+    def begin_scrub(self) -> None:
+        """Looks for damage in the background from now on, if the configuration says so."""
+        if self._logs is not None and self._scrub_bytes_per_second:
+            self._logs.scrub(self._scrub_bytes_per_second)
 
     async def close(self) -> None:
         """Lets go of files, locks and threads."""

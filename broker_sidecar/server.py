@@ -74,6 +74,7 @@ class Sidecar:
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
         await self._topics.recover_all()
+        self._data.begin_scrub()
         self._health.set("", health.SERVING)
 
     async def _listen(self) -> None:
@@ -85,7 +86,7 @@ class Sidecar:
         self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *limits, *_PINGS])
         streams = self._streams
         services: dict[str, Any] = {
-            admin.SERVICE: admin.AdminService(self._topics, self._data.topics),
+            admin.SERVICE: admin.AdminService(self._topics, self._data.topics, streams),
             health.SERVICE: self._health,
         }
         if (topics := self._data.topics) is not None:

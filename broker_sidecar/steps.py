@@ -80,12 +80,12 @@ def values(column: bytes, kind: Any, name: str) -> np.ndarray:
     return np.frombuffer(column, kind)
 
 
-def names_of(register: Any) -> list[bytes]:
-    """The names to be registered. Raises INVALID_REQUEST."""
-    names = binary(register.producer_name_offsets, register.producer_names, "producer_name_offsets")
+def names_of(message: Any) -> list[bytes]:
+    """The names in a message's columns, not checked. Raises INVALID_REQUEST."""
+    names = binary(message.producer_name_offsets, message.producer_names, "producer_name_offsets")
     count = len(names.offsets) - 1
     if not 1 <= count <= MAX_OPEN_NAMES:
-        raise error("INVALID_REQUEST", f"register takes 1 to {MAX_OPEN_NAMES} names")
+        raise error("INVALID_REQUEST", f"producer_names takes 1 to {MAX_OPEN_NAMES} names at once")
     if not names.cuts_into(count):
         raise error("INVALID_REQUEST", "the offsets of producer_names do not fit")
     return names.values()

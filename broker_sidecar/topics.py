@@ -22,7 +22,7 @@ def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
             state=topic.state.value,  # type: ignore[arg-type]
             why=str(topic.why),
         )
-    counters = topic.counters
+    counters, damage = topic.counters, topic.damage_found
     return admin_pb2.Topic(
         name=topic.name,
         incarnation=topic.incarnation,
@@ -41,4 +41,6 @@ def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         refused=counters.refused,
         why=topic.why,
         resets=counters.resets,
+        damaged_places=damage.places,
+        damaged_messages=damage.messages,
     )

@@ -126,6 +126,11 @@ REASONS: dict[str, Reason] = {
         "or let the sidecar do it: allow_auto_topic_creation = true.",
     ),
     "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the topic that is there, or another name."),
+    "TOPIC_IN_USE": Reason(
+        InvalidRequestError,
+        "FAILED_PRECONDITION",
+        "Import watermarks into a topic that was just created, before its producers open it.",
+    ),
     "PRODUCER_NOT_FOUND": Reason(NotFoundError, "NOT_FOUND", "List the topic's producers to see their names."),
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."

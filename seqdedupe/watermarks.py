@@ -6,7 +6,7 @@
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -87,7 +87,7 @@ def _check(name: bytes, sequence_id: int) -> None:
         raise error("INVALID_SEQUENCE_ID", f"{sequence_id} of producer {text!r} is not a sequence ID")
 
 
-def read(path: Path) -> Iterator[Watermark]:
+def read(path: Path) -> Generator[Watermark, None, None]:
     """The watermarks of a file, by name. The whole file is checked before the first one is given out.
 
     Raises INVALID_SOURCE if any byte of it is not as it was written, NEWER_FORMAT, OSError.

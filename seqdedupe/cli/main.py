@@ -16,6 +16,7 @@ from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.topics import producers, snapshot, topics, version
+from seqdedupe.cli.transfer import export_file, import_file
 from seqdedupe.command import run_command, say_failure, says_json
 from seqdedupe.errors import error
 
@@ -39,6 +40,8 @@ for _command in (
     in_flight,
     reset_producer,
     snapshot,
+    export_file,
+    import_file,
     bench,
     job,
     doctor,

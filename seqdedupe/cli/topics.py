@@ -59,6 +59,8 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
         "dup": topic.dup,
         "unknown": topic.unknown,
         "refused": topic.refused,
+        "damaged_places": topic.damaged_places,
+        "damaged_messages": topic.damaged_messages,
     }
 
 
@@ -83,8 +85,17 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         ("log", _known(topic, f"{topic.log_bytes:,} bytes")),
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since the start"),
         ("refused", f"{topic.refused:,} frames since the start"),
+        *_damage(topic),
     ):
         echo(f"{name:<14}{printable(str(_shown(value)))}")
+
+
+def _damage(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
+    """A line for a topic in whose log damage was found."""
+    if not topic.damaged_places:
+        return []
+    found = f"{topic.damaged_places:,} places of the log, {topic.damaged_messages:,} messages: see the sidecar's log"
+    return [("damaged", f"{found}, and `seqdedupe doctor`")]
 
 
 def _shown(value: object) -> object:

@@ -1,10 +1,12 @@
 """What operators ask a sidecar. Topics and producers are the messages of `admin.proto`."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc.aio
 
 from seqdedupe.address import SidecarAddress
+from seqdedupe.client import transfer
 from seqdedupe.client.connection import call
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, topic_name
@@ -136,6 +138,23 @@ class Admin:
         """Takes a snapshot now; returns when it is durable, with the position after which recovery would start."""
         request = admin_pb2.SnapshotRequest(topic=topic_name(topic))
         return Position.from_proto((await call(self._address, self._stub.Snapshot, request)).position)
+
+    async def export_watermarks(self, topic: str, path: Path) -> int:
+        """Writes the highest persisted ID of every producer that has one, as of one moment, to a file of watermarks.
+
+        Returns how many there are, and holds them all meanwhile. What a producer sends later is not in it. Raises
+        NotFoundError, UnavailableError, OSError: then a file that was there is as it was.
+        """
+        return await transfer.export_watermarks(self._address, self._stub, topic_name(topic), path)
+
+    async def import_watermarks(self, topic: str, path: Path) -> int:
+        """Takes a file of watermarks over into a topic that nobody has used. In force, and durable, when it returns how
+        many there were.
+
+        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
+        UnavailableError: then nothing is in force, but after OutcomeUnknownError perhaps all. Repeating it is harmless.
+        """
+        return await transfer.import_watermarks(self._address, self._stub, topic_name(topic), path)
 
     async def version(self) -> admin_pb2.GetVersionResponse:
         """The sidecar's version and limits."""

@@ -219,9 +219,9 @@ class Attachment:
     async def check(self, ranges: Sequence[Range]) -> list[Verdict]:
         """The verdicts of ranges, at most MAX_BATCH_ROWS of them. What is NOT_DUP is to be written now, in order.
 
-        Verdicts come in the order of the calls. Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, QUEUE_FULL, … (then
-        none of the ranges was admitted, and the topic is still attached), NOT_ATTACHED and other reasons for which it
-        has ended.
+        Verdicts come in the order of the calls. Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, GAP, QUEUE_FULL, …
+        (then none of the ranges was admitted, and the topic is still attached), NOT_ATTACHED and other reasons for
+        which it has ended.
         Whoever is cancelled here does not know what was admitted: close the attachment and attach again.
         """
         self._check_not_ended()
@@ -392,6 +392,8 @@ class Attachment:
             self._answer(checked.frame, verdicts)
         for refusal in answer.refusals:
             numbers = {"row": str(refusal.row), "pushed": str(refusal.pushed), "persisted": str(refusal.persisted)}
+            if refusal.HasField("expected_sequence_id"):
+                numbers["expected_sequence_id"] = str(refusal.expected_sequence_id)
             self._answer(
                 refusal.frame, error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)
             )

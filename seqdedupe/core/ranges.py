@@ -8,7 +8,7 @@ none) are no messages of their own, and leave no trace.
 import numpy as np
 
 from seqdedupe.batch import Binary
-from seqdedupe.core.rule import PERSISTED, confirm_rows, decide
+from seqdedupe.core.rule import PERSISTED, PUSHED, confirm_rows, decide, leaves_out
 from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel
 
 # What is wrong with a row, in the order in which it is looked for.
@@ -16,6 +16,7 @@ SOUND = 0
 BAD_HANDLE = 1
 BAD_ID = 2
 OVERLAP = 3
+GAP = 4
 
 
 @kernel()
@@ -48,6 +49,43 @@ def look(
 
 
 @kernel()
+def find_gap(
+    handles: Int32Column,
+    lowest: Int64Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    numbers: Int64s2,
+    deduplicate: bool,
+    found: Int64s,
+) -> int:
+    """GAP if a row above what is pushed when it comes is not the next one, else SOUND. All rows are otherwise sound.
+
+    `found` tells that row and the ID that is missing. Pushes as `decide` would, and takes it back.
+    """
+    before = np.empty(lowest.shape[0], np.int64)
+    wrong = SOUND
+    judged = 0
+    for row in range(lowest.shape[0]):
+        if passes.shape[0] == 0 or passes[row] == 0:
+            producer_row = rows_of[handles[row]]
+            pushed = numbers[producer_row, PUSHED]
+            if lowest[row] > pushed and leaves_out(lowest[row], pushed):
+                found[0] = row
+                found[1] = pushed + 1
+                wrong = GAP
+                break
+            before[row] = pushed
+            if lowest[row] > pushed or not deduplicate:
+                numbers[producer_row, PUSHED] = max(pushed, highest[row])
+        judged = row + 1
+    for row in range(judged - 1, -1, -1):
+        if passes.shape[0] == 0 or passes[row] == 0:
+            numbers[rows_of[handles[row]], PUSHED] = before[row]
+    return wrong
+
+
+@kernel()
 def judge(
     handles: Int32Column,
     lowest: Int64Column,
@@ -56,15 +94,19 @@ def judge(
     rows_of: Int64s,
     numbers: Int64s2,
     overlap: bool,
+    gapless: bool,
     deduplicate: bool,
     found: Int64s,
     verdicts: Uint8s,
 ) -> int:
     """The verdicts; returns how many rows are new.
 
-    If a row cannot be judged nothing is changed, and what `look` answers is returned below 0.
+    If a row cannot be judged, or with `gapless` leaves an ID out, nothing is changed, and what `look` or `find_gap`
+    answers is returned below 0.
     """
     wrong = look(handles, lowest, highest, passes, rows_of, numbers, overlap, found)
+    if wrong == SOUND and gapless:
+        wrong = find_gap(handles, lowest, highest, passes, rows_of, numbers, deduplicate, found)
     if wrong != SOUND:
         return -wrong
     return int(decide(rows_of, handles, lowest, highest, passes, numbers, deduplicate, verdicts))

@@ -87,6 +87,12 @@ def first_ids(indexes: Int32Column, ids: Int64Column, producers: int) -> Int64s:
     return first
 
 
+@kernel(inline=True)
+def leaves_out(first: int, pushed: int) -> bool:
+    """Whether IDs are missing between what was pushed and this one, which is above it; after nothing any may come."""
+    return 0 <= pushed < first - 1
+
+
 @kernel()
 def gaps(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, expected: Int64s) -> int:
     """How many producers leave an ID out in what a frame has above PUSHED; after nothing any ID may come.
@@ -105,7 +111,7 @@ def gaps(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, ex
         if indexes.shape[0] != 0:
             p = indexes[row]
         if ids[row] > last[p]:
-            if last[p] >= 0 and ids[row] > last[p] + 1 and expected[p] < 0:
+            if expected[p] < 0 and leaves_out(ids[row], last[p]):
                 expected[p] = last[p] + 1
                 found += 1
             last[p] = ids[row]

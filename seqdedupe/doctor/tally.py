@@ -22,9 +22,10 @@ _TERM_SHIFT = 32
 
 
 class Tally:
-    """Is given a log in order, and merges it as recovery does."""
+    """Is given a log in order, and merges it as recovery does. `place` is where the log is, for a person."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: str) -> None:
+        self._place = place
         self.producers = Producers()
         self.policy: Policy | None = None
         self.term = 0
@@ -33,6 +34,7 @@ class Tally:
         self.missing: list[Missing] = []
         self._has_damage = False
         self._is_trimmed = False
+        self._import_parts = control.ImportParts()
         self.reset_at: dict[int, int] = {}
         """By producer number, the index before which the last reset stands."""
 
@@ -45,7 +47,7 @@ class Tally:
         raw, table = part.raw, part.table
         self.messages += int(table[:, ROWS].sum())
         self.term = max(self.term, int(table[:, TERM].max()))
-        for batches_of_run, changes in control.runs(raw, table):
+        for batches_of_run, changes in control.runs(raw, table, self._place):
             if len(batches_of_run):
                 self._confirm(raw, batches_of_run)
             for change, term, index in changes:
@@ -56,7 +58,9 @@ class Tally:
         if isinstance(change, Policy):
             self.policy = change
             return
-        control.apply(change, self.producers, index)
+        control.apply(change, self._import_parts, self.producers, index)
+        if isinstance(change, control.Import):
+            return
         if len(change.epochs):
             self.term = max(self.term, int(change.epochs.max()) >> _TERM_SHIFT)
         if isinstance(change, control.Reset):

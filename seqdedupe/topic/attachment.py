@@ -19,7 +19,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_POSITION_BYTES
 from seqdedupe.names import new_producer_name, producer_name
-from seqdedupe.topic.policy import Applied, OverlapPolicy
+from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
 
 NO_ADMISSION = -1
 NO_ROW = -1
@@ -59,9 +59,10 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Verdicts, and the number of the first admission among them (NO_ADMISSION if there is none)."""
+    """Verdicts, how many admissions they are, and the number of the first one (NO_ADMISSION if there is none)."""
 
     verdicts: Uint8s
+    admissions: int
     first_admission: int
 
 
@@ -89,8 +90,8 @@ class Attachment:
         self._live_rows_of: Int64s = self._rows_of.copy()
         """The same, but NO_ROW where the handle was released."""
         self._handles = 0
-        self._found: Int64s = np.zeros(1, np.int64)
-        """Which row cannot be judged."""
+        self._found: Int64s = np.zeros(2, np.int64)
+        """Which row cannot be judged; of a gap, the ID that is missing."""
         self._in_flight: deque[_Admitted] = deque()
         self._admitted = 0
         self._settled = 0
@@ -181,7 +182,7 @@ class Attachment:
     def check(self, columns: Columns, policy: Applied, now_seconds: float) -> Checked:
         """The verdicts; what is new is in flight from now on.
 
-        Raises NOT_ATTACHED before the replay has ended, INVALID_REQUEST, INVALID_SEQUENCE_ID, OVERLAP.
+        Raises NOT_ATTACHED before the replay has ended, INVALID_REQUEST, INVALID_SEQUENCE_ID, OVERLAP, GAP.
         """
         if not self.is_ready:
             raise error("NOT_ATTACHED", "the replay has not ended yet")
@@ -190,7 +191,7 @@ class Attachment:
         overlap = policy.deduplication_enabled and policy.overlap is OverlapPolicy.REJECT
         if self.has_failed:
             self._check_sound(columns, overlap=overlap)
-            return Checked(np.full(rows, UNKNOWN, np.uint8), NO_ADMISSION)
+            return Checked(np.full(rows, UNKNOWN, np.uint8), 0, NO_ADMISSION)
         verdicts = np.empty(rows, np.uint8)
         new = ranges.judge(
             columns.handles,
@@ -200,6 +201,7 @@ class Attachment:
             self._live_rows_of,
             self._producers.numbers,
             overlap,
+            policy.gap is GapPolicy.REJECT,
             policy.deduplication_enabled,
             self._found,
             verdicts,
@@ -207,12 +209,12 @@ class Attachment:
         if new < 0:
             raise self._unsound(columns, -new, int(self._found[0]))
         if not new:
-            return Checked(verdicts, NO_ADMISSION)
+            return Checked(verdicts, 0, NO_ADMISSION)
         first = self._admitted
         admitted = columns if new == rows else columns[verdicts == NOT_DUP]
         self._in_flight.append(_Admitted(admitted, now_seconds))
         self._admitted += new
-        return Checked(verdicts, first)
+        return Checked(verdicts, new, first)
 
     def _check_sound(self, columns: Columns, *, overlap: bool) -> None:
         found, numbers = self._found, self._producers.numbers
@@ -240,13 +242,24 @@ class Attachment:
                 row=row,
             )
         numbers = self._producers.numbers[self._live_rows_of[handle]]
-        persisted = int(numbers[PERSISTED])
+        pushed, persisted = int(numbers[PUSHED]), int(numbers[PERSISTED])
+        if wrong == ranges.GAP:
+            expected = int(self._found[1])
+            return error(
+                "GAP",
+                f"message {row} has sequence ID {lowest}, but its producer has not sent {expected}, and the topic's "
+                "policy rejects gaps",
+                row=row,
+                pushed=pushed,
+                persisted=persisted,
+                expected_sequence_id=expected,
+            )
         return error(
             "OVERLAP",
             f"message {row} has the sequence IDs {lowest} to {highest}, of which those up to {persisted} are "
             "persisted: split it",
             row=row,
-            pushed=int(numbers[PUSHED]),
+            pushed=pushed,
             persisted=persisted,
         )
 

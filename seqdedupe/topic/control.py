@@ -11,10 +11,10 @@ from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
-from seqdedupe.errors import error
+from seqdedupe.errors import DamagedError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.records import body_of
+from seqdedupe.format.records import body_of, file_offset_of
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.topic.policy import Policy
 
@@ -45,7 +45,40 @@ class Reset:
     persisted: Int64s
 
 
-Change = Sessions | Reset | Policy
+@dataclass(frozen=True, slots=True, eq=False)
+class Import:
+    """A part of imported watermarks: nothing of an import is in force before its last part."""
+
+    names: list[bytes]
+    persisted: Int64s
+    part: int
+    is_last: bool
+
+
+class ImportParts:
+    """The parts of an import that is not complete yet."""
+
+    def __init__(self) -> None:
+        self._parts: list[Import] | None = None
+
+    def add(self, part: Import) -> list[Import]:
+        """The next part in the log. All parts if it completes an import, else none.
+
+        An import that lacks its first part is in force already: retention has said it again before it dropped that.
+        """
+        if part.part == 0:
+            self._parts = []
+        if self._parts is None or part.part != len(self._parts):
+            self._parts = None
+            return []
+        self._parts.append(part)
+        if not part.is_last:
+            return []
+        complete, self._parts = self._parts, None
+        return complete
+
+
+Change = Sessions | Reset | Import | Policy
 
 
 def parts(sessions: Sessions) -> Iterator[Sessions]:
@@ -73,6 +106,10 @@ def _part(sessions: Sessions, start: int, end: int) -> Sessions:
     return Sessions(sessions.names[start:end], sessions.epochs[start:end], persisted)
 
 
+_FIELDS: dict[type[Change], str] = {Sessions: "sessions", Reset: "reset", Import: "imported"}
+"""Of `Control`, by what each changes."""
+
+
 def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
     """The body of a control record, written in this term. With `record_id` it is unlike all others of the topic."""
     control = wire.Control(id=record_id, term=term)
@@ -80,10 +117,13 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
         change.fill(control.policy)
         control.policy.SetInParent()
     else:
-        columns = control.reset if isinstance(change, Reset) else control.sessions
+        columns = getattr(control, _FIELDS[type(change)])
         names = Binary.of_all(change.names)
         columns.producer_name_offsets, columns.producer_names = names.offsets.tobytes(), names.data
-        columns.epochs = change.epochs.astype(np.int64).tobytes()
+        if isinstance(change, Import):
+            columns.part, columns.is_last = change.part, change.is_last
+        else:
+            columns.epochs = change.epochs.astype(np.int64).tobytes()
         if change.persisted is not None:
             columns.persisted = change.persisted.astype(np.int64).tobytes()
     body: bytes = control.SerializeToString()
@@ -101,21 +141,28 @@ def decode(body: bytes) -> tuple[Change, int]:
                 return _sessions(control.sessions), control.term
             case "reset":
                 return _reset(control.reset), control.term
+            case "imported":
+                return _import(control.imported), control.term
     except (DecodeError, ValueError) as e:
         raise error("LOG_DAMAGED", f"a control record is damaged: {e}") from e
     raise error("NEWER_FORMAT", "the log has a control record of a kind that this version does not know")
 
 
-def runs(chunk: bytes, table: Int64s) -> Iterator[tuple[Int64s, list[tuple[Change, int, int]]]]:
+def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list[tuple[Change, int, int]]]]:
     """Scanned records as runs: first the batches of each are to be merged, then its changes (change, term, index).
 
     All that merges by maximum may come in any order, so that there is one run of it. A reset is a run of its own.
-    Raises as `decode`.
+    `place` is that of the log, for a person. Raises as `decode`, with where the record stands.
     """
     first = 0
     changes: list[tuple[Change, int, int]] = []
     for k in np.flatnonzero((table[:, ROWS] == 0) & (table[:, TERM] == 0)).tolist():
-        change, term = decode(body_of(chunk, table[k]))
+        try:
+            change, term = decode(body_of(chunk, table[k]))
+        except DamagedError as e:
+            index, offset = int(table[k, BASE_INDEX]), file_offset_of(chunk, table[k])
+            where = f"the log {place}, at byte {offset} of a segment, before the message with index {index}"
+            raise error(e.reason, f"{where}: {e.message}", index=index, offset=offset) from e
         if isinstance(change, Reset):
             yield table[first:k], changes
             first, changes = k, []
@@ -125,8 +172,13 @@ def runs(chunk: bytes, table: Int64s) -> Iterator[tuple[Int64s, list[tuple[Chang
     yield table[first:], changes
 
 
-def apply(change: Sessions | Reset, producers: Producers, index: int) -> None:
+def apply(change: Sessions | Reset | Import, parts: ImportParts, producers: Producers, index: int) -> None:
     """The change is in the log, before the message with this index."""
+    if isinstance(change, Import):
+        for part in parts.add(change):
+            numbers = producers.add_all(part.names)
+            producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), part.persisted, index)
+        return
     numbers = producers.add_all(change.names)
     if isinstance(change, Reset):
         producers.reset(numbers, change.epochs, change.persisted, index)
@@ -151,6 +203,11 @@ def _sessions(columns: Any) -> Sessions:
 def _reset(columns: Any) -> Reset:
     names = _names(columns)
     return Reset(names, _int64s(columns.epochs, names), _int64s(columns.persisted, names))
+
+
+def _import(columns: Any) -> Import:
+    names = _names(columns)
+    return Import(names, _int64s(columns.persisted, names), columns.part, columns.is_last)
 
 
 def _names(columns: Any) -> list[bytes]:

@@ -33,7 +33,7 @@ class GapPolicy(Enum):
 
     ALLOW = 1
     REJECT = 2
-    """Its frame is refused with GAP. A producer of which the topic has nothing may begin anywhere."""
+    """The frame, or a broker's check, is refused with GAP. After nothing of its producer any ID may come."""
 
 
 class OverlapPolicy(Enum):
@@ -104,7 +104,7 @@ class Applied:
     deduplication_enabled: bool = True
     """False: rows that would be DUP or UNKNOWN are NOT_DUP. Sessions, links, failures and numbers stay as they are."""
     overlap: OverlapPolicy = OverlapPolicy.REJECT
-    """Only where the log is a broker's own; what follows on gaps and retention, only where it is not."""
+    """Only where the log is a broker's own; retention only where it is not."""
     deduplication_entries_interval: int = 1000
     """A snapshot is taken after so many stored batches."""
     deduplication_snapshot_interval_seconds: float = 120

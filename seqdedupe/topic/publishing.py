@@ -15,7 +15,7 @@ from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import Failure, Log, Outcome, last_of
+from seqdedupe.log.contract import DamageFound, Failure, Log, Outcome, last_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -83,10 +83,17 @@ class Topic(TopicBase):
         self._policy_stated = -1
         """From this index on the log states the policy; -1: not known."""
         self._trimming: asyncio.Task[None] | None = None
+        self._import_parts = control.ImportParts()
+        self.newest_import: object = None
+        """The one that was begun last: it alone may go on."""
 
     @property
     def first_index(self) -> int:
         return self.log.first_index
+
+    @property
+    def damage_found(self) -> DamageFound:
+        return self.log.damage_found
 
     @property
     def log_bytes(self) -> int:
@@ -198,7 +205,7 @@ class Topic(TopicBase):
 
     def _merge(self, chunk: bytes, table: recovery.Table, count: int, runs_of: recovery.RunsOf) -> None:
         """Records found in the log; what is in flight and among them is confirmed and answered."""
-        for batches, changes in control.runs(chunk, table[:count]):
+        for batches, changes in control.runs(chunk, table[:count], self.log.place):
             if len(batches):
                 self.producers.replay(chunk, batches, len(batches))
             for change, term, index in changes:
@@ -230,7 +237,7 @@ class Topic(TopicBase):
             # It may stand at the end of a segment that is dropped with the message before it.
             self._policy_stated = index - 1
         else:
-            control.apply(change, self.producers, index)
+            control.apply(change, self._import_parts, self.producers, index)
 
     # -- publishing --------------------------------------------------------------------------------------------
 

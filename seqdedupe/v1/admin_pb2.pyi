@@ -97,11 +97,11 @@ class _GapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GapPolicy.V
     GAP_POLICY_ALLOW: _GapPolicy.ValueType  # 1
     """It is taken."""
     GAP_POLICY_REJECT: _GapPolicy.ValueType  # 2
-    """Its frame is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
+    """Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
 
 class GapPolicy(_GapPolicy, metaclass=_GapPolicyEnumTypeWrapper):
     """What becomes of a message whose sequence ID is above all of its producer, and is not the next one. Where the log is a
-    broker's own, gaps are always allowed.
+    broker's own, the lowest ID of a range counts.
     """
 
 GAP_POLICY_UNSPECIFIED: GapPolicy.ValueType  # 0
@@ -109,7 +109,7 @@ GAP_POLICY_UNSPECIFIED: GapPolicy.ValueType  # 0
 GAP_POLICY_ALLOW: GapPolicy.ValueType  # 1
 """It is taken."""
 GAP_POLICY_REJECT: GapPolicy.ValueType  # 2
-"""Its frame is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
+"""Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
 Global___GapPolicy: _TypeAlias = GapPolicy  # noqa: Y015
 
 class _MessageState:
@@ -250,6 +250,8 @@ class Topic(_message.Message):
     WHY_FIELD_NUMBER: _builtins.int
     SET_POLICY_FIELD_NUMBER: _builtins.int
     RESETS_FIELD_NUMBER: _builtins.int
+    DAMAGED_PLACES_FIELD_NUMBER: _builtins.int
+    DAMAGED_MESSAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The full name."""
     incarnation: _builtins.int
@@ -278,6 +280,12 @@ class Topic(_message.Message):
     """Why it does not serve; empty when it does."""
     resets: _builtins.int
     """Producers reset since this process started the topic."""
+    damaged_places: _builtins.int
+    """Places of the log that are damaged, as far as the scrub in the background has found any since this process started
+    the topic. It goes on to serve; readers that meet one get `LOG_DAMAGED`, or skip it.
+    """
+    damaged_messages: _builtins.int
+    """The messages there, which cannot be read."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """What is in force, each value of it."""
@@ -312,10 +320,12 @@ class Topic(_message.Message):
         why: _builtins.str = ...,
         set_policy: Global___TopicPolicy | None = ...,
         resets: _builtins.int = ...,
+        damaged_places: _builtins.int = ...,
+        damaged_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "resets", b"resets", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "resets", b"resets", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1235,6 +1245,130 @@ class SnapshotResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SnapshotResponse: _TypeAlias = SnapshotResponse  # noqa: Y015
+
+@_typing.final
+class ExportWatermarksRequest(_message.Message):
+    """A topic whose watermarks are wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportWatermarksRequest: _TypeAlias = ExportWatermarksRequest  # noqa: Y015
+
+@_typing.final
+class ExportWatermarksResponse(_message.Message):
+    """Some producers, in columns. All answers together have each producer once, in no order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    producer_names: _builtins.bytes
+    """The names one after the other, UTF-8."""
+    @_builtins.property
+    def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where each name starts and the last one ends: one value more than there are names, from 0."""
+
+    @_builtins.property
+    def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The highest persisted sequence ID of each producer, 0 or higher."""
+
+    def __init__(
+        self,
+        *,
+        producer_name_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        producer_names: _builtins.bytes = ...,
+        persisted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["persisted", b"persisted", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportWatermarksResponse: _TypeAlias = ExportWatermarksResponse  # noqa: Y015
+
+@_typing.final
+class ImportWatermarksRequest(_message.Message):
+    """Some watermarks, in columns, at most 1 MiB in all. Over all messages of a call the names rise, compared as unsigned
+    bytes, and none comes twice.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    PRODUCERS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`; in the first message."""
+    producer_names: _builtins.bytes
+    """The names, without control characters."""
+    producers: _builtins.int
+    """In the last message, how many producers all messages have. Without it nothing is taken over."""
+    @_builtins.property
+    def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See `ExportWatermarksResponse`. None in a message without producers."""
+
+    @_builtins.property
+    def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A sequence ID for each producer, 0 or higher."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        producer_name_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        producer_names: _builtins.bytes = ...,
+        persisted: _abc.Iterable[_builtins.int] | None = ...,
+        producers: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_producers", b"_producers", "producers", b"producers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_producers", b"_producers", "persisted", b"persisted", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names", "producers", b"producers", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__producers: _TypeAlias = _typing.Literal["producers"]  # noqa: Y015
+    _WhichOneofArgType__producers: _TypeAlias = _typing.Literal["_producers", b"_producers"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__producers) -> _WhichOneofReturnType__producers | None: ...
+
+Global___ImportWatermarksRequest: _TypeAlias = ImportWatermarksRequest  # noqa: Y015
+
+@_typing.final
+class ImportWatermarksResponse(_message.Message):
+    """The watermarks are in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCERS_FIELD_NUMBER: _builtins.int
+    producers: _builtins.int
+    """How many producers were imported."""
+    def __init__(
+        self,
+        *,
+        producers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producers", b"producers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportWatermarksResponse: _TypeAlias = ImportWatermarksResponse  # noqa: Y015
 
 @_typing.final
 class GetVersionRequest(_message.Message):

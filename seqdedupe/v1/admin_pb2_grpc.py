@@ -115,6 +115,16 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SnapshotResponse.FromString,
                 _registered_method=True)
+        self.ExportWatermarks = channel.unary_stream(
+                '/seqdedupe.v1.AdminService/ExportWatermarks',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ExportWatermarksRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ExportWatermarksResponse.FromString,
+                _registered_method=True)
+        self.ImportWatermarks = channel.stream_unary(
+                '/seqdedupe.v1.AdminService/ImportWatermarks',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksResponse.FromString,
+                _registered_method=True)
         self.GetVersion = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/GetVersion',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
@@ -252,6 +262,26 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportWatermarks(self, request, context):
+        """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
+        these producers move to. Error: `RECOVERING` while that is not certain.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportWatermarks(self, request_iterator, context):
+        """Takes watermarks over into a topic that nobody has used yet: it has no message, and no producer has ever opened it
+        (where the log is a broker's own: it has no entry, and no broker is attached). They merge by maximum with those of
+        an earlier import. All of them are in force and durable when it is answered; before that, and whenever it is not
+        answered, none is, or all are: repeating it does no harm. Who opens the topic meanwhile wins, and the import fails.
+        Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
+        takes nothing now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVersion(self, request, context):
         """The version of the sidecar and what it has been told.
         """
@@ -341,6 +371,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Snapshot,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SnapshotRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.SnapshotResponse.SerializeToString,
+            ),
+            'ExportWatermarks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportWatermarks,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ExportWatermarksRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ExportWatermarksResponse.SerializeToString,
+            ),
+            'ImportWatermarks': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportWatermarks,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksResponse.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVersion,
@@ -781,6 +821,60 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/Snapshot',
             seqdedupe_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.SnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportWatermarks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/ExportWatermarks',
+            seqdedupe_dot_v1_dot_admin__pb2.ExportWatermarksRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ExportWatermarksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportWatermarks(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/seqdedupe.v1.AdminService/ImportWatermarks',
+            seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -86,6 +86,18 @@ class AdminServiceStub:
     """
     Snapshot: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]
     """Takes a snapshot of a topic now and answers when it is durable."""
+    ExportWatermarks: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportWatermarksRequest, _admin_pb2.ExportWatermarksResponse]
+    """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
+    these producers move to. Error: `RECOVERING` while that is not certain.
+    """
+    ImportWatermarks: _grpc.StreamUnaryMultiCallable[_admin_pb2.ImportWatermarksRequest, _admin_pb2.ImportWatermarksResponse]
+    """Takes watermarks over into a topic that nobody has used yet: it has no message, and no producer has ever opened it
+    (where the log is a broker's own: it has no entry, and no broker is attached). They merge by maximum with those of
+    an earlier import. All of them are in force and durable when it is answered; before that, and whenever it is not
+    answered, none is, or all are: repeating it does no harm. Who opens the topic meanwhile wins, and the import fails.
+    Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
+    takes nothing now.
+    """
     GetVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]
     """The version of the sidecar and what it has been told."""
 
@@ -147,6 +159,18 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Snapshot: _aio.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]  # type: ignore[assignment]
     """Takes a snapshot of a topic now and answers when it is durable."""
+    ExportWatermarks: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportWatermarksRequest, _admin_pb2.ExportWatermarksResponse]  # type: ignore[assignment]
+    """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
+    these producers move to. Error: `RECOVERING` while that is not certain.
+    """
+    ImportWatermarks: _aio.StreamUnaryMultiCallable[_admin_pb2.ImportWatermarksRequest, _admin_pb2.ImportWatermarksResponse]  # type: ignore[assignment]
+    """Takes watermarks over into a topic that nobody has used yet: it has no message, and no producer has ever opened it
+    (where the log is a broker's own: it has no entry, and no broker is attached). They merge by maximum with those of
+    an earlier import. All of them are in force and durable when it is answered; before that, and whenever it is not
+    answered, none is, or all are: repeating it does no harm. Who opens the topic meanwhile wins, and the import fails.
+    Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
+    takes nothing now.
+    """
     GetVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]  # type: ignore[assignment]
     """The version of the sidecar and what it has been told."""
 
@@ -301,6 +325,30 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SnapshotResponse, _abc.Awaitable[_admin_pb2.SnapshotResponse]]:
         """Takes a snapshot of a topic now and answers when it is durable."""
+
+    @_abc_1.abstractmethod
+    def ExportWatermarks(
+        self,
+        request: _admin_pb2.ExportWatermarksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.ExportWatermarksResponse], _abc.AsyncIterator[_admin_pb2.ExportWatermarksResponse]]:
+        """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
+        these producers move to. Error: `RECOVERING` while that is not certain.
+        """
+
+    @_abc_1.abstractmethod
+    def ImportWatermarks(
+        self,
+        request_iterator: _MaybeAsyncIterator[_admin_pb2.ImportWatermarksRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ImportWatermarksResponse, _abc.Awaitable[_admin_pb2.ImportWatermarksResponse]]:
+        """Takes watermarks over into a topic that nobody has used yet: it has no message, and no producer has ever opened it
+        (where the log is a broker's own: it has no entry, and no broker is attached). They merge by maximum with those of
+        an earlier import. All of them are in force and durable when it is answered; before that, and whenever it is not
+        answered, none is, or all are: repeating it does no harm. Who opens the topic meanwhile wins, and the import fails.
+        Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
+        takes nothing now.
+        """
 
     @_abc_1.abstractmethod
     def GetVersion(

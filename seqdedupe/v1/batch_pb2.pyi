@@ -213,6 +213,7 @@ class Control(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    IMPORTED_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     term: _builtins.int
@@ -231,20 +232,25 @@ class Control(_message.Message):
     def reset(self) -> Global___ControlReset:
         """Producers that an operator has set to a lower sequence ID."""
 
+    @_builtins.property
+    def imported(self) -> Global___ControlImport:
+        """A part of watermarks that an operator imported."""
+
     def __init__(
         self,
         *,
         sessions: Global___ControlSessions | None = ...,
         policy: Global___ControlPolicy | None = ...,
         reset: Global___ControlReset | None = ...,
+        imported: Global___ControlImport | None = ...,
         term: _builtins.int = ...,
         id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["imported", b"imported", "kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "imported", b"imported", "kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "reset"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "reset", "imported"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -329,6 +335,51 @@ class ControlReset(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ControlReset: _TypeAlias = ControlReset  # noqa: Y015
+
+@_typing.final
+class ControlImport(_message.Message):
+    """Watermarks of P producers, in columns: a part of an import, which merges with what is known by maximum. Of an import
+    nothing is in force before its last part stands in the log; one that lacks it never is, and the next one begins with
+    part 0 again. All of it stands before the topic's first message and first session.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    producer_names: _builtins.bytes
+    """The names, UTF-8, rising as unsigned bytes over all parts."""
+    part: _builtins.int
+    """Which part it is, from 0."""
+    is_last: _builtins.bool
+    """Whether it is the last one."""
+    @_builtins.property
+    def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """P + 1 offsets into `producer_names`."""
+
+    @_builtins.property
+    def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """P sequence IDs, 0 or higher, up to which each producer's count as being in the log."""
+
+    def __init__(
+        self,
+        *,
+        producer_name_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        producer_names: _builtins.bytes = ...,
+        persisted: _abc.Iterable[_builtins.int] | None = ...,
+        part: _builtins.int = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_last", b"is_last", "part", b"part", "persisted", b"persisted", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlImport: _TypeAlias = ControlImport  # noqa: Y015
 
 @_typing.final
 class ControlPolicy(_message.Message):
@@ -427,6 +478,10 @@ class Record(_message.Message):
     CONTROL_FIELD_NUMBER: _builtins.int
     MARKER_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    RUN_ROWS_FIELD_NUMBER: _builtins.int
+    RUN_LEDGER_IDS_FIELD_NUMBER: _builtins.int
+    RUN_ENTRY_IDS_FIELD_NUMBER: _builtins.int
+    RUN_BATCH_INDEXES_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
     """The version of the stored form: 2."""
     incarnation: _builtins.int
@@ -434,9 +489,7 @@ class Record(_message.Message):
     file_offset: _builtins.int
     """Where the record begins in the file that stores it, in bytes."""
     base_index: _builtins.int
-    """The index of the first row. Row i has index `base_index + i` and, in the embedded log, the message ID
-    (ledger `incarnation`, entry `base_index + i`, batch index -1). Without rows: the next message's index.
-    """
+    """The index of the first row. Row i has index `base_index + i`. Without rows: the next message's index."""
     publish_time_ms: _builtins.int
     """When the log took the batch, in milliseconds since 1970 by the sidecar's clock. Never falls within a topic."""
     synced_offset: _builtins.int
@@ -457,7 +510,7 @@ class Record(_message.Message):
     """CRC32C of the rest of the body."""
     tag: _builtins.int
     """SipHash-2-4 of all of the header but this value, by a secret of the incarnation that is never served: that the
-    sidecar wrote it there. It says nothing to readers. 0 where a batch was cut for a reader.
+    sidecar wrote it there. It says nothing to readers. 0 where a batch was cut for a reader, or was given `run_rows`.
     """
     @_builtins.property
     def control(self) -> Global___Control:
@@ -470,6 +523,27 @@ class Record(_message.Message):
     @_builtins.property
     def batch(self) -> Global___Batch:
         """Messages."""
+
+    @_builtins.property
+    def run_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The message IDs of the rows, as runs, where the log gives them: how many rows each run has, at least 1, together
+        `rows`. A run's first row has the ID in the next three columns; in those after it the entry counts up where the
+        batch index is -1 (an entry is one message), else the batch index does. They rise from row to row.
+        Left out, with the next three, where the index says them, as in the embedded log: row i has ledger `incarnation`,
+        entry `base_index + i`, batch index -1. The embedded log never stores them.
+        """
+
+    @_builtins.property
+    def run_ledger_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ledger of each run's first row."""
+
+    @_builtins.property
+    def run_entry_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The entry of each run's first row."""
+
+    @_builtins.property
+    def run_batch_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The batch index of each run's first row."""
 
     def __init__(
         self,
@@ -489,10 +563,14 @@ class Record(_message.Message):
         control: Global___Control | None = ...,
         marker: Global___Marker | None = ...,
         batch: Global___Batch | None = ...,
+        run_rows: _abc.Iterable[_builtins.int] | None = ...,
+        run_ledger_ids: _abc.Iterable[_builtins.int] | None = ...,
+        run_entry_ids: _abc.Iterable[_builtins.int] | None = ...,
+        run_batch_indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "control", b"control", "marker", b"marker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_index", b"base_index", "batch", b"batch", "body", b"body", "column_bytes", b"column_bytes", "column_crc32c", b"column_crc32c", "control", b"control", "file_offset", b"file_offset", "format_version", b"format_version", "incarnation", b"incarnation", "marker", b"marker", "ownership", b"ownership", "payload_crc32c", b"payload_crc32c", "publish_time_ms", b"publish_time_ms", "rows", b"rows", "synced_offset", b"synced_offset", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_index", b"base_index", "batch", b"batch", "body", b"body", "column_bytes", b"column_bytes", "column_crc32c", b"column_crc32c", "control", b"control", "file_offset", b"file_offset", "format_version", b"format_version", "incarnation", b"incarnation", "marker", b"marker", "ownership", b"ownership", "payload_crc32c", b"payload_crc32c", "publish_time_ms", b"publish_time_ms", "rows", b"rows", "run_batch_indexes", b"run_batch_indexes", "run_entry_ids", b"run_entry_ids", "run_ledger_ids", b"run_ledger_ids", "run_rows", b"run_rows", "synced_offset", b"synced_offset", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["control", "marker", "batch"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
@@ -550,7 +628,9 @@ class Position(_message.Message):
     """
     @_builtins.property
     def message_id(self) -> Global___MessageId:
-        """The ID of the message at the position. Left out where there is no message yet (the start)."""
+        """The ID of the message at the position. Left out where there is no message yet (the start), and where it is not
+        known: then it is not checked.
+        """
 
     def __init__(
         self,

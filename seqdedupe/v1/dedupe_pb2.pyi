@@ -581,11 +581,12 @@ class CheckRefusal(_message.Message):
     PUSHED_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
     RETRY_DELAY_MS_FIELD_NUMBER: _builtins.int
+    EXPECTED_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
     """That of the `Check`."""
     reason: _builtins.str
-    """The stable reason, see docs/errors.md: `NOT_ATTACHED` (the replay has not ended), `OVERLAP`, `INVALID_SEQUENCE_ID`,
-    `INVALID_REQUEST`, `QUEUE_FULL`.
+    """The stable reason, see docs/errors.md: `NOT_ATTACHED` (the replay has not ended), `OVERLAP`, `GAP`,
+    `INVALID_SEQUENCE_ID`, `INVALID_REQUEST`, `QUEUE_FULL`.
     """
     message: _builtins.str
     """One line for a person."""
@@ -597,6 +598,8 @@ class CheckRefusal(_message.Message):
     """See `pushed`."""
     retry_delay_ms: _builtins.int
     """After which trying again may help; -1: it cannot, as it is."""
+    expected_sequence_id: _builtins.int
+    """With `GAP`, the sequence ID that should have come; `pushed` counts from before this check."""
     def __init__(
         self,
         *,
@@ -607,11 +610,14 @@ class CheckRefusal(_message.Message):
         pushed: _builtins.int = ...,
         persisted: _builtins.int = ...,
         retry_delay_ms: _builtins.int = ...,
+        expected_sequence_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_sequence_id", b"_expected_sequence_id", "expected_sequence_id", b"expected_sequence_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "message", b"message", "persisted", b"persisted", "pushed", b"pushed", "reason", b"reason", "retry_delay_ms", b"retry_delay_ms", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_sequence_id", b"_expected_sequence_id", "expected_sequence_id", b"expected_sequence_id", "frame", b"frame", "message", b"message", "persisted", b"persisted", "pushed", b"pushed", "reason", b"reason", "retry_delay_ms", b"retry_delay_ms", "row", b"row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__expected_sequence_id: _TypeAlias = _typing.Literal["expected_sequence_id"]  # noqa: Y015
+    _WhichOneofArgType__expected_sequence_id: _TypeAlias = _typing.Literal["_expected_sequence_id", b"_expected_sequence_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_sequence_id) -> _WhichOneofReturnType__expected_sequence_id | None: ...
 
 Global___CheckRefusal: _TypeAlias = CheckRefusal  # noqa: Y015

@@ -67,7 +67,10 @@ class DedupeServiceStub(object):
     What is sent in one message is judged in its order. A *range* (a batch that nobody looks into) has its lowest sequence
     ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
     above it would lose or double messages whatever the verdict: the check is refused with `OVERLAP` (split the range), or,
-    where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. What is no message of its own passes:
+    where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. Where it says `GAP_POLICY_REJECT`, a
+    range above `pushed` must begin at `pushed + 1`, unless its producer has no number yet: else its check is refused with
+    `GAP`. Send that producer back, with the ID that was expected, and check the other ranges again; what the producer
+    sends next is refused as well until the missing ID comes. What is no message of its own passes:
     markers, all chunks of a message but the last, and what came without a sequence ID from 0 up. It is `NOT_DUP`, it is
     reported and replayed, and it leaves no trace.
     An entry that another cluster replicated has as its producer name that of its replicator, and as its sequence ID its
@@ -138,7 +141,10 @@ class DedupeServiceServicer(object):
     What is sent in one message is judged in its order. A *range* (a batch that nobody looks into) has its lowest sequence
     ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
     above it would lose or double messages whatever the verdict: the check is refused with `OVERLAP` (split the range), or,
-    where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. What is no message of its own passes:
+    where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. Where it says `GAP_POLICY_REJECT`, a
+    range above `pushed` must begin at `pushed + 1`, unless its producer has no number yet: else its check is refused with
+    `GAP`. Send that producer back, with the ID that was expected, and check the other ranges again; what the producer
+    sends next is refused as well until the missing ID comes. What is no message of its own passes:
     markers, all chunks of a message but the last, and what came without a sequence ID from 0 up. It is `NOT_DUP`, it is
     reported and replayed, and it leaves no trace.
     An entry that another cluster replicated has as its producer name that of its replicator, and as its sequence ID its
@@ -231,7 +237,10 @@ class DedupeService(object):
     What is sent in one message is judged in its order. A *range* (a batch that nobody looks into) has its lowest sequence
     ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
     above it would lose or double messages whatever the verdict: the check is refused with `OVERLAP` (split the range), or,
-    where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. What is no message of its own passes:
+    where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. Where it says `GAP_POLICY_REJECT`, a
+    range above `pushed` must begin at `pushed + 1`, unless its producer has no number yet: else its check is refused with
+    `GAP`. Send that producer back, with the ID that was expected, and check the other ranges again; what the producer
+    sends next is refused as well until the missing ID comes. What is no message of its own passes:
     markers, all chunks of a message but the last, and what came without a sequence ID from 0 up. It is `NOT_DUP`, it is
     reported and replayed, and it leaves no trace.
     An entry that another cluster replicated has as its producer name that of its replicator, and as its sequence ID its

@@ -1,7 +1,7 @@
 """Where do producers go on? `python -m seqdedupe_spark.bootstrap_job OUTPUT --topic TOPIC`, or `--parquet PATH …`
 
 Writes the highest sequence ID of each producer to a file of watermarks (`docs/formats-watermarks.md`): what an old
-topic, or one that is kept in Parquet files, holds of them. Nothing of the sidecar takes it over yet.
+topic, or one that is kept in Parquet files, holds of them. `seqdedupe import` takes it over into a new topic.
 
 A topic's watermarks come from the sidecar, which knows those of messages too that retention has trimmed; reading the
 log would miss them. Parquet files may be of any size: Spark groups and sorts, and the driver writes the producers as

@@ -120,7 +120,7 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
         "DeleteTopic": lambda: {"topic": topic},
     }
     by_name = {method.name: method for method in methods(reflected)}
-    streams = {"PublishStream", "ReadStream"}
+    streams = {"PublishStream", "ReadStream", "ExportWatermarks", "ImportWatermarks"}
     assert set(by_name) == set(requests) | streams
     answers: dict[str, Any] = {}
     for name, request in requests.items():
@@ -160,7 +160,7 @@ def test_random_bytes_to_every_call(client: Client, reflected: Reflected, topic:
             junk = rng.randbytes(rng.choice([1, 2, 5, 20, 200, 5000]))
             try:
                 answer = call(iter([junk]) if method.client_streaming else junk, timeout=TIMEOUT_SECONDS)
-                if method.server_streaming:
+                if method.client_streaming or method.server_streaming:
                     list(answer)
             except grpc.RpcError as e:
                 reasons.add(status(e).reason)

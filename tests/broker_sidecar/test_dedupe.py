@@ -11,7 +11,7 @@ import pytest
 from broker_sidecar.server import MAX_REQUEST_BYTES
 from broker_sidecar.steps import MAX_CHECKS, SMALL_BYTES
 from seqdedupe import wire
-from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_OPEN_NAMES, MAX_POSITION_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, dedupe_pb2
 from tests.broker_sidecar.attaching import (
@@ -140,6 +140,30 @@ def test_with_deduplication_off_a_straddling_range_is_new_like_everything_else(
     client.close()
 
 
+def test_where_gaps_are_refused_the_next_id_must_come(broker: Attaching, shared: Sidecar, topic: str) -> None:
+    client = Client(shared.address)
+    policy = admin_pb2.TopicPolicy(gap=admin_pb2.GAP_POLICY_REJECT)
+    client.admin.SetTopicPolicy(admin_pb2.SetTopicPolicyRequest(topic=topic, policy=policy))
+    refusal = broker.refusal(check((0, 6, 8), (1, 77), (0, 10, 12)))
+    assert (refusal.reason, refusal.row, refusal.retry_delay_ms) == ("GAP", 2, -1)
+    assert (refusal.pushed, refusal.persisted, refusal.expected_sequence_id) == (5, 5, 9)
+    assert numbers(shared.address, topic, "a") == (5, 5)
+    assert numbers(shared.address, topic, "b") == (-1, -1)
+    # A name of which nothing is known begins anywhere; what is sent again is no gap, nor what passes.
+    broker.send(checks=[check((1, 77), (0, 6, 8), (0, 3), (0, 99), (0, 9), (1, 77), passes=b"\0\0\0\1\0\0")])
+    assert [list(checked.verdicts) for checked in broker.answer().checked] == [[N, N, D, N, N, U]]
+    # After a failure there is no verdict, and no gap either; then the ID after the last one that is stored comes next.
+    broker.report(1, persisted=2, position=b"p8", failed=2)
+    assert broker.judge((0, 12)) == [U]
+    broker.reset()
+    assert broker.refusal(check((0, 10))).expected_sequence_id == 9
+    assert broker.judge((0, 9)) == [N]
+    client.admin.RemoveTopicPolicy(admin_pb2.RemoveTopicPolicyRequest(topic=topic, values=["gap"]))
+    assert not broker.refusal(check((0, -1))).HasField("expected_sequence_id")
+    assert broker.judge((0, 11)) == [N]
+    client.close()
+
+
 def test_a_newer_attachment_ends_the_older_one_whose_reports_change_nothing(shared: Sidecar, topic: str) -> None:
     with attached(shared.address, topic, "a") as old, attached(shared.address, topic, "a") as new:
         why = old.ended()
@@ -263,6 +287,12 @@ BAD_STEPS: list[tuple[str, dict[str, Any] | bytes, str]] = [
         )
         for offsets in ([1, 2], [0, 1], [0, 3], [0, -1, 2], [0, 2, 1, 2])
     ),
+    (
+        "too many names",
+        {"register": register(*map(str, range(MAX_OPEN_NAMES + 1)), first=2)},
+        "INVALID_REQUEST",
+    ),
+    ("too many released", {"release": dedupe_pb2.Release(handles=[0] * (MAX_BATCH_ROWS + 2))}, "INVALID_REQUEST"),
     ("a handle of nobody released", {"release": dedupe_pb2.Release(handles=[2])}, "INVALID_REQUEST"),
     ("a handle below 0 released", {"release": dedupe_pb2.Release(handles=[-1])}, "INVALID_REQUEST"),
     ("more reported than is in flight", {"report": report(1, 1, b"x")}, "NOT_ATTACHED"),
@@ -355,6 +385,10 @@ BAD_REPLAYS: list[tuple[str, dedupe_pb2.Replay, str]] = [
     ("an ID below 0", replaced(sequence_ids=[-1, 2]), "INVALID_SEQUENCE_ID"),
     ("a falling range", replaced(highest_sequence_ids=[1, 1]), "INVALID_SEQUENCE_ID"),
     ("passes too short", replaced(passes=b"\1"), "INVALID_REQUEST"),
+    ("a handle too many", replaced(handles=[0, 0, 0]), "INVALID_REQUEST"),
+    ("a highest ID too few", replaced(highest_sequence_ids=[1]), "INVALID_REQUEST"),
+    ("positions too long", replaced(positions=b"p1p2p"), "INVALID_REQUEST"),
+    ("previous positions too long", replaced(previous_positions=b"p1p"), "INVALID_REQUEST"),
     ("no positions", replaced(position_offsets=[], positions=b""), "INVALID_REQUEST"),
     ("an empty position", replaced(position_offsets=[0, 0, 4]), "INVALID_REQUEST"),
     ("a position too few", replaced(position_offsets=[0, 4]), "INVALID_REQUEST"),

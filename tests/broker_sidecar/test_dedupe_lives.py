@@ -280,6 +280,13 @@ async def test_a_bad_name_or_id_does_not_end_the_attachment_of_a_client(for_brok
         with pytest.raises(InvalidRequestError):
             await broker.publish(Stored(bad))
     assert await broker.publish(Stored(Range("a", 1))) is Verdict.NOT_DUP
+    with client_of(for_brokers) as client:
+        policy = admin_pb2.TopicPolicy(gap=admin_pb2.GAP_POLICY_REJECT)
+        client.admin.SetTopicPolicy(admin_pb2.SetTopicPolicyRequest(topic="t", policy=policy))
+    with pytest.raises(InvalidRequestError, match="GAP") as gap:
+        await broker.publish(Stored(Range("a", 3)))
+    assert (gap.value.numbers["row"], gap.value.numbers["expected_sequence_id"]) == ("0", "2")
+    assert await broker.publish(Stored(Range("a", 2))) is Verdict.NOT_DUP
     await broker.close()
 
 

@@ -299,9 +299,53 @@ def test_a_forked_process_says_so_at_the_first_call(shared_sidecar: Sidecar) -> 
     """A child has neither gRPC's threads nor ours: without this it would wait for ever."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS, shared_sidecar.address],
-        env=os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0"},  # its handlers crash children now and then
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+FORKS_UNDER_LOAD = """
+import subprocess, sys, threading
+from seqdedupe.client.blocking import Client
+
+producer = Client(sys.argv[1]).producer(sys.argv[2], "p")
+producer.open()
+stopping = threading.Event()
+
+def publish():
+    while not stopping.is_set():
+        producer.send(b"x").result(60)
+
+threads = [threading.Thread(target=publish) for _ in range(2)]
+for thread in threads:
+    thread.start()
+crashed = False
+for _ in range(int(sys.argv[3])):
+    if subprocess.run(["true"], preexec_fn=lambda: None).returncode:
+        crashed = True
+        break
+stopping.set()
+for thread in threads:
+    thread.join()
+sys.exit(3 if crashed else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "children", "status"), [({}, 60, 0), ({"GRPC_ENABLE_FORK_SUPPORT": "1"}, 2000, 3)]
+)
+def test_programs_are_started_while_messages_are_under_way(
+    environment: dict[str, str], children: int, status: int, shared_sidecar: Sidecar, topic: str
+) -> None:
+    """As Spark starts its JVM. With gRPC's own handlers, the control arm, a child crashes sooner or later."""
+    kept = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS_UNDER_LOAD, shared_sidecar.address, topic, str(children)],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == status, done.stderr

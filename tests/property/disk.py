@@ -162,6 +162,8 @@ class CheckedStorage(Storage):
         if isinstance(change, Policy):
             self.policy = change
             return runs
+        if isinstance(change, control.Import):
+            return runs
         for name, epoch in zip(change.names, change.epochs.tolist(), strict=True):
             durable = self.promise(name.decode())
             durable.stored_epoch = max(durable.stored_epoch, epoch)

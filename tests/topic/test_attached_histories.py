@@ -18,9 +18,10 @@ from seqdedupe.batch import Binary
 from seqdedupe.core.rule import DUP, NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic import attached
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Attachment, Columns
-from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.policy import Applied, GapPolicy
 from tests.property.disk import CrashableStore
 
 CASES = 120
@@ -59,6 +60,7 @@ class History:
     def __init__(self, store: CrashableStore, incarnation: int, seed: int, *, forgets_the_replay: bool = False) -> None:
         self.store, self.incarnation = store, incarnation
         self.rng = random.Random(seed)
+        self.gap = self.rng.choice(list(GapPolicy))
         self.forgets_the_replay = forgets_the_replay
         self.log: list[Row] = []
         self.senders = {name: Sender() for name in NAMES}
@@ -81,7 +83,11 @@ class History:
             self.store,
             snapshots,
             snapshots.load(),
-            applied=Applied(deduplication_entries_interval=SNAPSHOT_ENTRIES, deduplication_snapshot_interval_seconds=0),
+            applied=Applied(
+                deduplication_entries_interval=SNAPSHOT_ENTRIES,
+                deduplication_snapshot_interval_seconds=0,
+                gap=self.gap,
+            ),
             admission_timeout_seconds=1000,
             now_seconds=lambda: 0.0,
             on_state=lambda _: None,
@@ -125,7 +131,7 @@ class History:
 
     async def step(self) -> None:
         kinds = ["send"] * 8 + ["write"] * 6 + ["report"] * 5 + ["fail", "reset", "reset", "detach", "kill", "snapshot"]
-        kinds += ["bad_snapshot"]
+        kinds += ["bad_snapshot", "bad_report"]
         await getattr(self, f"_{self.rng.choice(kinds)}")()
         self.compare_numbers()
         self.trim_told = max(self.trim_told, int(self.topic.trim_position or b"-1", 16))
@@ -146,7 +152,7 @@ class History:
         rows = [] if sender.in_order and self.rng.random() < 0.6 else list(sender.left)
         sender.in_order = True
         for _ in range(self.rng.randint(0, 3)):
-            low = sender.next_id + self.rng.choice([0, 0, 0, 1, 7])
+            low = sender.next_id + (self.rng.choice([0, 0, 0, 1, 7]) if self.gap is GapPolicy.ALLOW else 0)
             high = low + self.rng.choice([0, 0, 0, 3])
             sender.next_id = high + 1
             rows.append((name, low, high))
@@ -155,6 +161,7 @@ class History:
         return rows
 
     def _check(self, rows: list[Row]) -> None:
+        self._check_gap()
         expected = [self._judge(row) for row in rows]
         self._check_overlap()
         verdicts = self.topic.check(self.attachment, columns(rows)).verdicts.tolist()
@@ -187,6 +194,19 @@ class History:
                 self.topic.check(self.attachment, columns([(NAMES[0], 10**9, 10**9), (name, low, high)]))
             assert (before == self.topic.producers.numbers).all()
 
+    def _check_gap(self) -> None:
+        """A range that leaves an ID out is refused where the policy says so: the one that was expected is named."""
+        name = self.rng.choice(NAMES)
+        pushed = self.pushed[name]
+        if self.gap is GapPolicy.REJECT and pushed >= 0 and not self.has_failed:
+            before = self.topic.producers.numbers.copy()
+            with pytest.raises(SeqdedupeError) as refused:
+                self.topic.check(self.attachment, columns([(name, pushed + 1, pushed + 2), (name, pushed + 4, 10**9)]))
+            numbers = refused.value.numbers
+            assert (refused.value.reason, numbers["row"]) == ("GAP", "1")
+            assert numbers["expected_sequence_id"] == str(pushed + 3)
+            assert (before == self.topic.producers.numbers).all()
+
     def _acknowledge(self, row: Row) -> None:
         expect(row in self.log, f"{row} is acknowledged, and the log does not hold it")
         if row[0] and row in self.senders[row[0]].left:
@@ -213,6 +233,21 @@ class History:
             self._acknowledge(row)
         del self.in_flight[: count + failed]
         self.written -= count
+
+    async def _bad_report(self) -> None:
+        """A report is lost, comes twice, too early, or says too much: nothing changes, and the attachment is over."""
+        settled, in_flight = self.attachment._settled, len(self.in_flight)
+        bad = [(settled + 1, 1, 0), (settled + 1, 0, 1), (settled, in_flight + 1, 0), (settled, 0, in_flight + 1)]
+        if settled:
+            bad += [(settled - 1, 1, 0), (0, settled, 0)]
+        if self.has_failed and in_flight:
+            bad += [(settled, 1, 0)]
+        first, persisted, failed = self.rng.choice(bad)
+        with pytest.raises(SeqdedupeError, match="NOT_ATTACHED"):
+            self.topic.report(self.attachment, first, persisted, b"no position" if persisted else b"", failed)
+        self.compare_numbers()
+        self.topic.detach(self.attachment)
+        self.attach()
 
     async def _fail(self) -> None:
         """The log refuses what it has not stored: of some of it the sidecar hears later."""
@@ -292,7 +327,8 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[CrashableStore]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CrashableStore]:
+    monkeypatch.setattr(attached, "COUNT_SECONDS", 0.0)
     logger = logging.getLogger("seqdedupe")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

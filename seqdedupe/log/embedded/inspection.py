@@ -5,7 +5,7 @@ reading goes on with the next header that this log wrote where it stands.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,22 @@ class TornEnd:
     """About so many."""
 
 
+@dataclass(frozen=True, slots=True)
+class DurablePart:
+    """A segment file, as far as it was synced."""
+
+    path: Path
+    identity: Identity
+    base_index: int
+    end: int
+    """Up to here records stand in the file."""
+    next_index: int
+    """The index after them."""
+
+
+Read = Callable[[int, int, int], bytes]
+"""`os.pread`, or like it: file, size, offset."""
+
 Found = Intact | Damage | TornEnd
 
 
@@ -68,36 +84,50 @@ def inspect(folder: Path, identity: Identity) -> Iterator[Found]:
     Raises NEWER_FORMAT, OLDER_FORMAT for a record of another version; OSError, but not for what the disk cannot give:
     that is damage.
     """
-    return _Inspection(folder, identity).run()
+    bases = base_indexes(folder) if folder.exists() else []
+    if not bases:
+        yield Damage(folder, 0, "it has no segment files", 0, None)
+        return
+    inspection = _Inspection(identity, bases[0], read_what_can_be, is_open=False)
+    for base in bases:
+        path = folder / f"{base:020d}{SUFFIX}"
+        yield from inspection.begin(path, base)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            yield from _File(inspection, path, file.fileno(), base, size, is_last=base == bases[-1]).run()
+    if inspection.unfinished is not None:
+        yield Damage(*inspection.unfinished, inspection.next_index, None)
+
+
+def inspect_part(part: DurablePart, read: Read) -> Generator[Found, None, None]:
+    """What one segment file holds as far as it was synced: nothing of that may be torn.
+
+    Raises NEWER_FORMAT, OSError, FileNotFoundError among them, and what `read` raises.
+    """
+    inspection = _Inspection(part.identity, part.base_index, read, is_open=True)
+    with part.path.open("rb") as file:
+        size = min(part.end, os.fstat(file.fileno()).st_size)
+        yield from _File(inspection, part.path, file.fileno(), part.base_index, size, is_last=False).run()
+    yield from inspection.begin(part.path, part.next_index)
 
 
 class _Inspection:
-    def __init__(self, folder: Path, identity: Identity) -> None:
-        self.folder = folder
+    """What one file of a log says of the next one."""
+
+    def __init__(self, identity: Identity, next_index: int, read: Read, *, is_open: bool) -> None:
+        self.is_open = is_open
+        """Whether it was opened: then it is of this version, and what looks like an earlier one is damage."""
         self.identity = identity
-        self.next_index = 0
+        self.next_index = next_index
+        self.read = read
         self.ownership = 0
         self.unfinished: tuple[Path, int, str] | None = None
         """Damage of which the next file will tell where it ends: file, offset, what."""
         self.end: tuple[Path, int] | None = None
         """Where the records of the file before end."""
 
-    def run(self) -> Iterator[Found]:
-        bases = base_indexes(self.folder) if self.folder.exists() else []
-        if not bases:
-            yield Damage(self.folder, 0, "it has no segment files", 0, None)
-            return
-        self.next_index = bases[0]
-        for base in bases:
-            path = self.folder / f"{base:020d}{SUFFIX}"
-            yield from self._begin(path, base)
-            with path.open("rb") as file:
-                yield from _File(self, path, file.fileno(), base, is_last=base == bases[-1]).run()
-        if self.unfinished is not None:
-            yield Damage(*self.unfinished, self.next_index, None)
-
-    def _begin(self, path: Path, base: int) -> Iterator[Damage]:
-        """Between two files."""
+    def begin(self, path: Path, base: int) -> Iterator[Damage]:
+        """Between two files: what comes next has this index."""
         before, self.next_index = self.next_index, max(base, self.next_index)
         if self.unfinished is not None:
             yield Damage(*self.unfinished, before, self.next_index)
@@ -113,13 +143,13 @@ class _Inspection:
 class _File:
     """One file of an inspection."""
 
-    def __init__(self, log: _Inspection, path: Path, file: int, base_index: int, *, is_last: bool) -> None:
+    def __init__(self, log: _Inspection, path: Path, file: int, base_index: int, size: int, *, is_last: bool) -> None:
         self._log = log
         self._path = path
         self._file = file
         self._base_index = base_index
         self._is_last = is_last
-        self._size = os.fstat(file).st_size
+        self._size = size
         self._named_synced = 0
         """The highest synced offset that a whole record names."""
         self._synced: int | None = None
@@ -150,7 +180,7 @@ class _File:
 
     def _step(self, at: int, next_index: int, ownership: int) -> Step:
         identity = self._log.identity
-        return read_step(self._file, identity, at, self._size, next_index, ownership, STEP_BYTES, read_what_can_be)
+        return read_step(self._file, identity, at, self._size, next_index, ownership, STEP_BYTES, self._log.read)
 
     def _with_payloads(self, raw: bytes, table: Int64s) -> Iterator[Found]:
         """Records whose columns are whole, those apart whose payloads are not."""
@@ -179,14 +209,14 @@ class _File:
         log = self._log
         first = log.next_index
         what = WHAT_STANDS_THERE[why]
-        if why == records.NEWER or (why == records.OLDER and at == 0):
+        if why == records.NEWER or (why == records.OLDER and at == 0 and not log.is_open):
             raise damaged(self._path, at, what, why)
         log.ownership = 0
         if why == records.OTHER_OWNER:
             return at, Damage(self._path, at, what, first, first)
         if why != records.NOT_CONTIGUOUS and self._may_be_torn(at):
             return self._size, self._torn(at)
-        onward = past_damage(self._file, log.identity, at, self._size, first, self._base_index, read_what_can_be)
+        onward = past_damage(self._file, log.identity, at, self._size, first, self._base_index, log.read)
         if onward is None:
             log.unfinished = self._path, at, what
             return self._size, None
@@ -194,7 +224,7 @@ class _File:
         return offset, Damage(self._path, at, what, first, log.next_index)
 
     def _headers(self, at: int) -> Iterator[tuple[int, bytes]]:
-        return headers_from(self._file, self._log.identity, at, self._size, self._base_index, read_what_can_be)
+        return headers_from(self._file, self._log.identity, at, self._size, self._base_index, self._log.read)
 
     def _may_be_torn(self, offset: int) -> bool:
         """Whether a crash may have left this: only after what any header of the last file names as synced."""

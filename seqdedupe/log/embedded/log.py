@@ -17,8 +17,9 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import Entries, Location, Outcome, Retention
+from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
 from seqdedupe.log.embedded.commit import Closing, Committer
+from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import Reader
 from seqdedupe.log.embedded.segment import Segment
 from seqdedupe.log.embedded.tail import Tail
@@ -47,7 +48,7 @@ class EmbeddedLog:
     """
 
     def __init__(self, shared: Shared, folder: Path, segments: list[Segment], tail: Tail) -> None:
-        self._identity = identity = tail.segment.identity
+        self.identity = identity = tail.segment.identity
         self.incarnation = identity.incarnation
         self.cut_bytes = tail.cut_bytes
         self.cut_records = tail.cut_records
@@ -57,9 +58,13 @@ class EmbeddedLog:
         self._reader = Reader(identity, segments, tail.next_index, shared.threads, shared.read_ahead)
         self._writer = Writer(folder, tail, shared.segment_bytes, self._on_news)
         self._opening: Opening | None = None
+        self._is_mended = False
+        """Whether what opening found at the end is known to be on the disk."""
         self._trim_below = 0
         self._trimming: asyncio.Task[None] | None = None
-        self._closed = False
+        self.is_closed = False
+        self._damage: dict[tuple[int, int], Damage] = {}
+        """What a scrub has found, by the segment's first index and the place in the file."""
 
     @property
     def place(self) -> str:
@@ -76,6 +81,37 @@ class EmbeddedLog:
     @property
     def size_bytes(self) -> int:
         return sum(segment.end for segment in self._reader.segments)
+
+    # Looking for damage.
+
+    @property
+    def base_indexes(self) -> list[int]:
+        """Of the segments, in order."""
+        return [segment.base_index for segment in self._reader.segments]
+
+    def durable_part(self, base_index: int) -> DurablePart | None:
+        """The segment that begins with this index; None if it is being removed, or gone, or the log is closed.
+
+        The last one only when the log has been opened for writing: after a failed sync the system may hold the only
+        good copy of its end in memory until it is written again, and whoever looks at the disk makes it forget that.
+        """
+        reader = self._reader
+        for segment in () if self.is_closed else reader.segments[: None if self._is_mended else -1]:
+            if segment.base_index == base_index and segment is not reader.leaving:
+                return DurablePart(segment.path, self.identity, base_index, segment.end, reader.index_after(segment))
+        return None
+
+    def add_damage(self, base_index: int, damage: Damage) -> bool:
+        """Remembers what was found in a segment; whether it is new."""
+        place = base_index, damage.offset
+        is_new = place not in self._damage
+        self._damage[place] = damage
+        return is_new
+
+    @property
+    def damage_found(self) -> DamageFound:
+        there = [damage for (base_index, _), damage in self._damage.items() if base_index >= self.first_index]
+        return DamageFound(len(there), sum((damage.next_index or 0) - damage.first_index for damage in there))
 
     # Writing.
 
@@ -100,7 +136,7 @@ class EmbeddedLog:
         """What was written is readable from now on; then whoever waits for it hears."""
         segments = self._reader.segments
         if news.base_index != segments[-1].base_index:
-            segments.append(Segment(self._folder, self._identity, news.base_index, 0))
+            segments.append(Segment(self._folder, self.identity, news.base_index, 0))
         segments[-1].grow(news.end, news.points)
         self._reader.next_index = news.next_index
         opening = news.opening
@@ -112,6 +148,7 @@ class EmbeddedLog:
         opening.opened = news.failure is None
         if opening.opened:
             # What was found there was written again before the marker.
+            self._is_mended = True
             self._certain_index = news.next_index
         if opening.ready.cancelled():
             return
@@ -125,8 +162,8 @@ class EmbeddedLog:
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         return self._reader.replay(from_index)
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> memoryview:
-        return await self._reader.read(from_index, stop_index, max_bytes)
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
+        return Records(await self._reader.read(from_index, stop_index, max_bytes))
 
     async def next_readable(self, from_index: int) -> int:
         return await self._reader.next_readable(from_index)
@@ -199,9 +236,9 @@ class EmbeddedLog:
             self._reader.leaving = None
 
     async def close(self) -> None:
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         closing = Closing(self._writer, asyncio.get_running_loop().create_future())
         self._shared.committer().queue.put(closing)
         self._reader.close()

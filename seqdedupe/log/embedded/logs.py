@@ -14,6 +14,7 @@ from seqdedupe.format.tag import SECRET_BYTES, key_of
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.log import EmbeddedLog, Shared
+from seqdedupe.log.embedded.scrub import Scrub
 from seqdedupe.log.embedded.segment import SUFFIX, Identity, Segment, begins_with_an_older_record, older, unreadable
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments
 from seqdedupe.log.embedded.window import ReadAhead
@@ -50,6 +51,8 @@ class EmbeddedLogs:
         self._folder = folder
         self._fatal = fatal
         self._committer: Committer | None = None
+        self._open: dict[int, EmbeddedLog] = {}
+        self._scrub: Scrub | None = None
         self._shared = Shared(
             clock_ms=clock_ms,
             segment_bytes=segment_bytes,
@@ -112,10 +115,20 @@ class EmbeddedLogs:
                 opened = await self._in_thread(look)
         except OSError as e:
             raise unreadable(folder, e) from e
-        return EmbeddedLog(self._shared, folder, *opened)
+        for closed in [key for key, log in self._open.items() if log.is_closed]:
+            del self._open[closed]
+        self._open[incarnation] = log = EmbeddedLog(self._shared, folder, *opened)
+        return log
+
+    def scrub(self, bytes_per_second: int) -> None:
+        """Begins to read what is open again and again, until `close`, to find damage. At most so fast, above 0."""
+        self._scrub = Scrub(self._open, bytes_per_second, topic_of)
+        self._scrub.begin()
 
     async def close(self) -> None:
         """See `Logs.close`."""
+        if self._scrub is not None:
+            await self._scrub.close()
         if self._committer is not None:
             await self._committer.close()
         self._shared.threads.shutdown()

@@ -153,7 +153,7 @@ class Reader:
             if found is not None:
                 piece, i = found
                 return max(index, int(piece.table[i, BASE]))
-            index = self._index_after(segment)
+            index = self.index_after(segment)
         return self.next_index
 
     async def locate(self, index: int) -> Location:
@@ -211,7 +211,7 @@ class Reader:
             segment, offset, index, lambda piece: piece.table[:, END] + piece.offset >= goal, past=ANYWHERE
         )
         if found is None:
-            return min(self._index_after(segment), stop_index)
+            return min(self.index_after(segment), stop_index)
         piece, i = found
         return min(max(int(piece.table[i, BASE] + piece.table[i, COUNT]), from_index + 1), stop_index)
 
@@ -261,7 +261,7 @@ class Reader:
             except SeqdedupeError as e:
                 if not _may_be_damage(e):
                     raise
-                following = self._index_after(segment)
+                following = self.index_after(segment)
                 onward = await asyncio.get_running_loop().run_in_executor(
                     self._threads, look_past, segment, offset, end, index, payloads_from, following
                 )
@@ -302,7 +302,7 @@ class Reader:
         """Which segment holds an index, or would."""
         return max(0, bisect_right(self.segments, index, key=lambda segment: segment.base_index) - 1)
 
-    def _index_after(self, segment: Segment) -> int:
+    def index_after(self, segment: Segment) -> int:
         """The index after the messages of a segment."""
         i = bisect_right(self.segments, segment.base_index, key=lambda segment: segment.base_index)
         return self.segments[i].base_index if i < len(self.segments) else self.next_index

@@ -1,0 +1,65 @@
+"""A topic's numbers, from a sidecar into a file and back, as streams, which are not begun again by themselves."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import Any
+
+from seqdedupe import watermarks
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import check_not_forked, typed_errors
+from seqdedupe.v1 import admin_pb2
+from seqdedupe.watermarks import Watermark
+
+SENT_AT_ONCE_BYTES = 256 * 1024
+
+_BYTES_A_WATERMARK = 4 + 8
+
+
+async def export_watermarks(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
+    """See `Admin.export_watermarks`. The sidecar's order is not the file's, so all of them are held for once."""
+    check_not_forked()
+    marks: list[Watermark] = []
+    with typed_errors(address):
+        async for answer in stub.ExportWatermarks(admin_pb2.ExportWatermarksRequest(topic=topic)):
+            names = (answer.producer_names[start:end] for start, end in pairwise(answer.producer_name_offsets))
+            marks += map(Watermark, names, answer.persisted)
+    marks.sort()
+    return await asyncio.to_thread(watermarks.write, path, marks)
+
+
+async def import_watermarks(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
+    """See `Admin.import_watermarks`."""
+    check_not_forked()
+    with closing(watermarks.read(path)) as marks:
+        # With the first one the whole file has been checked, before anything is sent.
+        first = await asyncio.to_thread(next, marks, None)
+        with typed_errors(address):
+            answer = await stub.ImportWatermarks(_requests(topic, chain([first] if first else [], marks)))
+    return int(answer.producers)
+
+
+def _requests(topic: str, marks: Iterable[Watermark]) -> Iterator[admin_pb2.ImportWatermarksRequest]:
+    producers = size = 0
+    some: list[Watermark] = []
+    for mark in marks:
+        if size > SENT_AT_ONCE_BYTES:
+            yield _request(topic, some)
+            some, size = [], 0
+        some.append(mark)
+        size += len(mark.producer) + _BYTES_A_WATERMARK
+        producers += 1
+    last = _request(topic, some)
+    last.producers = producers
+    yield last
+
+
+def _request(topic: str, marks: list[Watermark]) -> admin_pb2.ImportWatermarksRequest:
+    request = admin_pb2.ImportWatermarksRequest(topic=topic)
+    if marks:
+        request.producer_name_offsets.extend(accumulate((len(mark.producer) for mark in marks), initial=0))
+        request.producer_names = b"".join(mark.producer for mark in marks)
+        request.persisted.extend(mark.sequence_id for mark in marks)
+    return request

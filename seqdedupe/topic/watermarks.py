@@ -1,0 +1,161 @@
+"""Watermarks of a topic, out of it, and into one that nobody has used yet."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from seqdedupe.core.rule import EPOCH, PERSISTED
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.jit import Int64s
+from seqdedupe.names import new_producer_name
+from seqdedupe.topic.attached import AttachedTopic
+from seqdedupe.topic.control import Import
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.state import State, TopicBase
+
+EXPORTED_AT_ONCE = 4096
+"""Producers; with the longest names they take about 1 MiB."""
+
+Watermarks = tuple[list[bytes], Int64s]
+"""Names, and the highest persisted sequence ID of each."""
+
+
+def watermarks(topic: TopicBase) -> Iterator[Watermarks]:
+    """Those of all producers that have one, as of this call.
+
+    Raises RECOVERING, LOG_DAMAGED, NOT_ATTACHED while they are not certain, DRAINING, TOPIC_NOT_FOUND.
+    """
+    if topic.state is not State.READ_ONLY:
+        topic.check_serving()
+    if isinstance(topic, AttachedTopic) and topic.state is not State.SERVING:
+        raise error("NOT_ATTACHED", f"what the log of topic {topic.name} holds is not known: {topic.why}")
+    names = topic.producers.names_from(0)
+    persisted = topic.producers.numbers[: len(names), PERSISTED].copy()
+    return _parts(names, persisted)
+
+
+def _parts(names: list[bytes], persisted: Int64s) -> Iterator[Watermarks]:
+    for start in range(0, len(names), EXPORTED_AT_ONCE):
+        some = persisted[start : start + EXPORTED_AT_ONCE]
+        known = np.flatnonzero(some >= 0)
+        if len(known):
+            yield [names[start + number] for number in known.tolist()], some[known]
+
+
+class WatermarksImport(Protocol):
+    """An import into one topic. Nothing of it is in force, and none of it ever will be, unless `finish` is called."""
+
+    async def add(self, names: list[bytes], persisted: Int64s) -> None:
+        """Some more. Over all calls the names rise. Raises INVALID_NAME, INVALID_SEQUENCE_ID, INVALID_REQUEST,
+        TOPIC_IN_USE, and why the topic takes nothing now."""
+
+    async def finish(self) -> None:
+        """All of it is in force and durable on return. Raises TOPIC_IN_USE, and why it could not be: then it is not, or
+        it is as a whole."""
+
+
+def begin_import(topic: TopicBase) -> WatermarksImport:
+    """An import into this topic; an earlier one that is not finished never will be. Raises as `add`."""
+    if isinstance(topic, Topic):
+        return _ImportIntoLog(topic)
+    if isinstance(topic, AttachedTopic):
+        return _ImportIntoStore(topic)
+    raise error("INTERNAL", f"no watermarks can be imported into {topic.name}")
+
+
+class _ImportIntoLog:
+    """Parts are control records as they come. The last one is written only if nobody has opened the topic by then:
+    who opens it later waits until that, which stands before, has settled."""
+
+    def __init__(self, topic: Topic) -> None:
+        self._topic = topic
+        self._order = _Order()
+        self._parts = 0
+        self._check()
+        topic.newest_import = self
+
+    async def add(self, names: list[bytes], persisted: Int64s) -> None:
+        self._order.check(names, persisted)
+        await self._append(names, persisted, is_last=False)
+
+    async def finish(self) -> None:
+        await self._append([], np.zeros(0, np.int64), is_last=True)
+
+    async def _append(self, names: list[bytes], persisted: Int64s, *, is_last: bool) -> None:
+        self._check()
+        if self._topic.newest_import is not self:
+            raise error("TOPIC_IN_USE", f"another import into topic {self._topic.name} was begun meanwhile")
+        part = Import(names, persisted, self._parts, is_last)
+        self._parts += 1
+        await self._topic.append_change(part)
+
+    def _check(self) -> None:
+        topic = self._topic
+        topic.check_serving()
+        if topic.next_index > 0:
+            raise in_use(topic, "it has messages")
+        if (topic.producers.numbers[: len(topic.producers), EPOCH] > 0).any():
+            raise in_use(topic, "a producer has opened it, or was reset")
+
+
+class _ImportIntoStore:
+    """The log is a broker's own: what was imported is in the store alone."""
+
+    def __init__(self, topic: AttachedTopic) -> None:
+        self._topic = topic
+        self._order = _Order()
+        self._parts: list[Watermarks] = []
+        self._check()
+
+    async def add(self, names: list[bytes], persisted: Int64s) -> None:
+        self._check()
+        self._order.check(names, persisted)
+        self._parts.append((names, persisted))
+
+    async def finish(self) -> None:
+        self._check()
+        producers = self._topic.producers
+        for names, persisted in self._parts:
+            numbers = producers.add_all(names)
+            producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), persisted, 0)
+        await self._topic.snapshot()
+
+    def _check(self) -> None:
+        topic = self._topic
+        topic.check_serving()
+        if topic.confirmed_index > 0:
+            raise in_use(topic, "its log has entries")
+        if topic.is_attached:
+            raise in_use(topic, "a broker is attached")
+
+
+class _Order:
+    """Checks names and IDs, and that the names rise over all calls."""
+
+    def __init__(self) -> None:
+        self._last = b""
+
+    def check(self, names: list[bytes], persisted: Int64s) -> None:
+        if len(names) != len(persisted):
+            raise error("INVALID_REQUEST", f"persisted has {len(persisted)} values for {len(names)} producer names")
+        for name in names:
+            try:
+                new_producer_name(name.decode())
+            except UnicodeDecodeError as e:
+                raise error("INVALID_NAME", f"the producer name {name[:80]!r} is not UTF-8") from e
+        for before, name in pairwise([self._last, *names]):
+            if name <= before:
+                raise error("INVALID_REQUEST", f"the producer name {name!r} comes after {before!r}: names have to rise")
+        if len(names):
+            self._last = names[-1]
+        below = np.flatnonzero(persisted < 0)
+        if len(below):
+            which = int(below[0])
+            raise error("INVALID_SEQUENCE_ID", f"{persisted[which]} of producer {names[which]!r} is no sequence ID")
+
+
+def in_use(topic: TopicBase, why: str) -> SeqdedupeError:
+    """Why nothing is imported."""
+    return error("TOPIC_IN_USE", f"watermarks cannot be imported into topic {topic.name}: {why}")

@@ -1,0 +1,164 @@
+"""A topic's numbers out of a sidecar and into one, over the wire and by way of files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqdedupe.client import blocking
+from seqdedupe.errors import ConfigurationError, InvalidRequestError, NotFoundError
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
+from seqdedupe.watermarks import Watermark, read, write
+from tests.broker_sidecar.calls import NOT_DUP, TIMEOUT_SECONDS, Client, batch, offsets, refused, verdicts
+
+MANY = 100_000
+DUP = 2
+
+
+def create(client: Client, *topics: str) -> None:
+    for topic in topics:
+        client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic=topic))
+
+
+def request(topic: str, marks: dict[str, int], producers: int | None = None) -> admin_pb2.ImportWatermarksRequest:
+    names = [name.encode() for name in marks]
+    return admin_pb2.ImportWatermarksRequest(
+        topic=topic,
+        producer_name_offsets=offsets(names),
+        producer_names=b"".join(names),
+        persisted=marks.values(),
+        producers=producers,
+    )
+
+
+def send(client: Client, *requests: admin_pb2.ImportWatermarksRequest) -> int:
+    return client.admin.ImportWatermarks(iter(requests), timeout=TIMEOUT_SECONDS).producers
+
+
+def test_many_producers_go_from_topic_to_topic(client: Client, shared: Sidecar, topic: str, tmp_path: Path) -> None:
+    create(client, topic, f"{topic}-2")
+    marks = [Watermark(f"produzent-ü-{i:06d}".encode(), i * 2**40) for i in range(MANY)]
+    write(tmp_path / "one", marks)
+    with blocking.Client(shared.address) as other:
+        assert other.admin.import_watermarks(topic, tmp_path / "one") == MANY
+        assert client.topic(topic).producers == MANY
+        assert other.admin.export_watermarks(topic, tmp_path / "two") == MANY
+        assert list(read(tmp_path / "two")) == marks
+        assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
+        assert other.admin.import_watermarks(f"{topic}-2", tmp_path / "two") == MANY
+        names = [marks[5].producer.decode(), marks[-1].producer.decode(), "new"]
+        last = marks[-1].sequence_id
+        opened = client.open(f"{topic}-2", *names)
+        assert list(opened.persisted) == [marks[5].sequence_id, last, -1]
+        epochs = dict(zip(names, opened.epochs, strict=True))
+        rows = [(names[1], last), (names[1], last + 1), ("new", 0)]
+        receipt = client.publish_unary(f"{topic}-2", batch(rows, epochs, {names[1]: last - 1, "new": -1}))
+        assert verdicts(receipt, 3) == [DUP, NOT_DUP, NOT_DUP]
+        with pytest.raises(InvalidRequestError, match="it has messages"):
+            other.admin.import_watermarks(f"{topic}-2", tmp_path / "two")
+        # A name that was opened and has sent nothing is in no file.
+        client.open(topic, "silent")
+        assert other.admin.export_watermarks(topic, tmp_path / "two") == MANY
+
+
+BAD: dict[str, tuple[Callable[[str], list[admin_pb2.ImportWatermarksRequest]], str]] = {
+    "no message": (lambda t: [], "INVALID_REQUEST"),
+    "no end": (lambda t: [request(t, {"a": 1}), request("", {"b": 1})], "INVALID_REQUEST"),
+    "another number of producers": (lambda t: [request(t, {"a": 1}), request("", {"b": 1}, 3)], "INVALID_REQUEST"),
+    "names that fall": (lambda t: [request(t, {"b": 1}), request("", {"a": 1}, 2)], "INVALID_REQUEST"),
+    "a name twice": (lambda t: [request(t, {"b": 1}), request("", {"b": 1}, 2)], "INVALID_REQUEST"),
+    "an ID below 0": (lambda t: [request(t, {"b": -1}, 1)], "INVALID_SEQUENCE_ID"),
+    "an empty name": (lambda t: [request(t, {"": 1}, 1)], "INVALID_NAME"),
+    "a control character": (lambda t: [request(t, {"a\n": 1}, 1)], "INVALID_NAME"),
+    "no topic": (lambda t: [request("there-is-none", {"b": 1}, 1)], "TOPIC_NOT_FOUND"),
+    "two topics": (lambda t: [request(t, {"b": 1}), request("another", {"c": 1}, 2)], "TOPIC_NOT_FOUND"),
+    "IDs without names": (
+        lambda t: [admin_pb2.ImportWatermarksRequest(topic=t, persisted=[1], producers=0)],
+        "INVALID_REQUEST",
+    ),
+    "names without offsets": (
+        lambda t: [admin_pb2.ImportWatermarksRequest(topic=t, producer_names=b"x", producers=0)],
+        "INVALID_REQUEST",
+    ),
+    "too few IDs": (
+        lambda t: [
+            admin_pb2.ImportWatermarksRequest(
+                topic=t, producer_name_offsets=[0, 1, 2], producer_names=b"xy", persisted=[1], producers=2
+            )
+        ],
+        "INVALID_REQUEST",
+    ),
+    "more than a message may have": (
+        lambda t: [request(t, {f"{i:0200d}": 1 for i in range(6000)}, 6000)],
+        "INVALID_REQUEST",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_imports_nothing(client: Client, topic: str, case: str) -> None:
+    create(client, topic)
+    make, reason = BAD[case]
+    assert refused(lambda: send(client, *make(topic))).reason == reason
+    assert client.topic(topic).producers == 0
+    assert send(client, request(topic, {"a": 3, "b": 4}), request(topic, {"c": 5}), request("", {}, 3)) == 3
+    assert [client.producer(topic, name)[1] for name in "abc"] == [3, 4, 5]
+
+
+def test_an_unusual_encoding_is_read(client: Client, topic: str) -> None:
+    """Columns in pieces are legal protobuf."""
+    create(client, topic)
+    pieces = b"".join(
+        part.SerializeToString()
+        for part in (
+            admin_pb2.ImportWatermarksRequest(topic=topic, producer_name_offsets=[0, 1], persisted=[7]),
+            admin_pb2.ImportWatermarksRequest(
+                producer_name_offsets=[3], producer_names=b"abb", persisted=[8], producers=2
+            ),
+        )
+    )
+    call: Any = client.channel.stream_unary("/seqdedupe.v1.AdminService/ImportWatermarks")
+    call(iter([pieces]), timeout=TIMEOUT_SECONDS)
+    assert [client.producer(topic, name)[1] for name in ("a", "bb")] == [7, 8]
+
+
+def test_a_file_that_is_not_whole_is_not_sent(client: Client, shared: Sidecar, topic: str, tmp_path: Path) -> None:
+    create(client, topic)
+    path = tmp_path / "marks"
+    write(path, [Watermark(b"a", 1), Watermark(b"b", 2)])
+    whole = path.read_bytes()
+    with blocking.Client(shared.address) as other:
+        for place in range(len(whole)):
+            for data in (whole[:place], whole[:place] + bytes((whole[place] ^ 1,)) + whole[place + 1 :]):
+                path.write_bytes(data)
+                with pytest.raises(ConfigurationError, match="INVALID_SOURCE"):
+                    other.admin.import_watermarks(topic, path)
+        with pytest.raises(OSError, match="No such file"):
+            other.admin.import_watermarks(topic, tmp_path / "nowhere")
+        with pytest.raises(NotFoundError):
+            other.admin.export_watermarks("there-is-none", path)
+        assert client.topic(topic).producers == 0
+        path.write_bytes(whole)
+        assert other.admin.import_watermarks(topic, path) == 2
+
+
+def test_it_survives_kill_9_and_a_lost_store(start_sidecar: Callable[..., Sidecar], tmp_path: Path) -> None:
+    sidecar = start_sidecar()
+    client = Client(sidecar.address)
+    create(client, "t")
+    marks = {f"p{i}": i for i in range(5)}
+    assert send(client, request("t", marks), request("", {}, 5)) == 5
+    # One that did not end has done nothing.
+    assert refused(lambda: send(client, request("t", {"q": 9}))).reason == "INVALID_REQUEST"
+    for rebuild in (False, True):
+        sidecar.kill()
+        if rebuild:
+            (sidecar.data / "store").rename(tmp_path / "lost")
+            sidecar.keys["rebuild_store"] = True
+        sidecar.start()
+        topic = client.admin.GetTopic(admin_pb2.GetTopicRequest(topic="t"), wait_for_ready=True).topic
+        assert topic.producers == 5
+        assert [client.producer("t", name)[1] for name in marks] == list(marks.values())
+    client.close()
