@@ -384,21 +384,6 @@ def open_does_not_wait_for_a_purge(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Flight, "has", lambda self, kind: kind is not control.Purge and original(self, kind))
 
 
-def numbers_of_a_stream_outlive_their_generation(patch: pytest.MonkeyPatch) -> None:
-    original = Producers.let_go
-
-    def let_go(self: Producers, gone: Any) -> Any:
-        new_numbers = original(self, gone)
-        self.generation -= 1
-        return new_numbers
-
-    patch.setattr(Producers, "let_go", let_go)
-
-
-def frames_in_flight_keep_their_old_numbers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Flight, "renumber", lambda self, new_numbers: None)
-
-
 def new_numbers_in_an_old_snapshot(patch: pytest.MonkeyPatch) -> None:
     def renumbered(self: Snapshotter) -> None:
         self._names_stored = min(self._names_stored, len(self._producers))
@@ -448,7 +433,5 @@ ALL = [
     purge_of_what_a_connected_stream_has_used,
     purge_of_what_another_stream_has_used_since,
     open_does_not_wait_for_a_purge,
-    numbers_of_a_stream_outlive_their_generation,
-    frames_in_flight_keep_their_old_numbers,
     new_numbers_in_an_old_snapshot,
 ]
