@@ -21,7 +21,9 @@ from seqdedupe.v1 import read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
 Start = Position | MessageId | int | Literal["earliest", "latest"]
-"""After a position or a message ID, at an index, with the first message left, or with the next one published."""
+"""After a position or a message ID, at an index, with the first message left, or with the next one published.
+
+A message ID alone has to be one of the embedded log, whose index it says; of other logs it takes a position."""
 
 OnWaiting = Callable[[UnavailableError], None]
 
