@@ -12,7 +12,8 @@ _NUMBER = r"\d{1,19}"
 _ID = rf"{_NUMBER}:{_NUMBER}(:{_NUMBER})?"
 _MESSAGE_ID = re.compile(_ID, re.ASCII)
 _POSITION = re.compile(
-    rf"(?P<incarnation>{_NUMBER})/(start|(?P<last>{_ID}))@(?P<index>-1|{_NUMBER})(#(?P<ownership>[0-9a-f]{{16}}))?",
+    rf"(?P<incarnation>{_NUMBER})(/((?P<start>start)|(?P<last>{_ID})))?@(?P<index>-1|{_NUMBER})"
+    r"(#(?P<ownership>[0-9a-f]{16}))?",
     re.ASCII,
 )
 _MAX_INT64 = 2**63 - 1
@@ -75,7 +76,8 @@ class Position(NamedTuple):
     `ownership` (64 bits, unsigned) says in which history of the topic: eight bytes of the token of the marker under
     which the message was written. A log that was restored to an older copy and grew again has other messages at the
     same indexes, and another ownership there. 0 is not known, and at the start there is none: then it is not checked.
-    `==` compares it like any other part, `is_same` leaves out what is not known.
+    A message ID is not known (None) where a range was cut at an index: in some logs only a read tells it. The text is
+    then `incarnation@index`. `==` compares all parts as they are, `is_same` leaves out what is not known.
     """
 
     incarnation: int
@@ -89,10 +91,8 @@ class Position(NamedTuple):
 
     @staticmethod
     def before(incarnation: int, index: int) -> "Position":
-        """After which the message with this index is the next one, in the embedded log."""
-        if index == 0:
-            return Position.start(incarnation)
-        return Position(incarnation, MessageId.of(incarnation, index - 1), index - 1)
+        """After which the message with this index is the next one: the message ID is not known."""
+        return Position(incarnation, None, index - 1)
 
     @staticmethod
     def parse(text: str) -> "Position":
@@ -103,34 +103,38 @@ class Position(NamedTuple):
         if _MESSAGE_ID.fullmatch(text):
             incarnation, index, batch_index = MessageId.parse(text)
             if batch_index < 0:
-                return Position.before(incarnation, index + 1)
+                return Position(incarnation, MessageId.of(incarnation, index), index)
         found = _POSITION.fullmatch(text)
         if not found:
             raise error(
                 "INVALID_POSITION",
-                f"{text[:80]!r} is neither a message ID, as 123:45, nor a position, as 123/123:45@45",
+                f"{text[:80]!r} is neither a message ID, as 123:45, nor a position, as 123/123:45@45 or 123@45",
             )
         message_id = MessageId.parse(found["last"]) if found["last"] else None
         ownership = int(found["ownership"] or "0", 16)
         parsed = Position(int(found["incarnation"]), message_id, int(found["index"]), ownership)
-        if not parsed.is_whole() or max(parsed.incarnation, parsed.index) > _MAX_INT64:
+        fits = parsed.is_whole() and bool(found["start"]) == (parsed.index < 0)
+        if not fits or max(parsed.incarnation, parsed.index) > _MAX_INT64:
             raise error("INVALID_POSITION", f"{text[:80]!r} is not a position: its parts do not fit together")
         return parsed
 
     def is_whole(self) -> bool:
-        """Whether the parts fit together: a message ID where there is a message, and an ownership only there."""
-        if self.index < 0:
-            return self.index == -1 and self.message_id is None and self.ownership == 0
-        return self.message_id is not None
+        """Whether the parts fit together: a message ID and an ownership only where there is a message."""
+        return self.index >= 0 or (self.index == -1 and self.message_id is None and self.ownership == 0)
 
     def is_same(self, other: "Position") -> bool:
-        """Whether both are after the same message, as far as is known: an ownership that is 0 fits any."""
-        unknown = self.ownership == 0 or other.ownership == 0
-        return self[:3] == other[:3] and (unknown or self.ownership == other.ownership)
+        """Whether both are after the same message, as far as is known: a message ID that is None, and an ownership
+        that is 0, fits any."""
+        return (
+            (self.incarnation, self.index) == (other.incarnation, other.index)
+            and (None in (self.message_id, other.message_id) or self.message_id == other.message_id)
+            and (0 in (self.ownership, other.ownership) or self.ownership == other.ownership)
+        )
 
     def __str__(self) -> str:
         history = f"#{self.ownership:016x}" if self.ownership else ""
-        return f"{self.incarnation}/{self.message_id if self.message_id else 'start'}@{self.index}{history}"
+        last = "/start" if self.index < 0 else f"/{self.message_id}" if self.message_id else ""
+        return f"{self.incarnation}{last}@{self.index}{history}"
 
     def to_proto(self) -> batch_pb2.Position:
         message = batch_pb2.Position(incarnation=self.incarnation, index=self.index, ownership=self.ownership)

@@ -7,8 +7,9 @@ from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.producer import Producer
-from seqdedupe.client.reader import Message, Reader, StoredBatch
+from seqdedupe.client.reader import Reader
 from seqdedupe.client.receipts import BatchReceipt, BatchResult, Published, Receipt, Verdict
+from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import (
     DamagedError,
     DataLossError,

@@ -2,20 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import grpc.aio
-import numpy as np
 
 from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
-from seqdedupe.batch import Batch, decode
+from seqdedupe.batch import decode
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
+from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_ids import MessageIds
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
@@ -26,95 +25,6 @@ Start = Position | MessageId | int | Literal["earliest", "latest"]
 _READ_STREAM = "/seqdedupe.v1.ReadService/ReadStream"
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
-_EPOCH = datetime.fromtimestamp(0, UTC)
-
-
-@dataclass(slots=True)
-class StoredBatch:
-    """A batch as the log stores it. Row i has index `base_index + i`."""
-
-    batch: Batch
-    base_index: int
-    publish_time_ms: int
-    incarnation: int
-    ownership: int = 0
-    """See `Position`."""
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def position(self, row: int) -> Position:
-        """The position of a row's message, from which to read on after it."""
-        index = self.base_index + row
-        return Position(self.incarnation, MessageId.of(self.incarnation, index), index, self.ownership)
-
-
-class Message:
-    """One message. Its columns are looked at when they are asked for."""
-
-    __slots__ = ("_row", "_stored")
-
-    def __init__(self, stored: StoredBatch, row: int) -> None:
-        self._stored = stored
-        self._row = row
-
-    @property
-    def payload(self) -> bytes | None:
-        return self._stored.batch.payloads[self._row]
-
-    @property
-    def key(self) -> bytes | None:
-        return self._stored.batch.keys[self._row]
-
-    @property
-    def properties(self) -> dict[str, str]:
-        return self._stored.batch.properties_of(self._row)
-
-    @property
-    def event_time_ms(self) -> int:
-        """Milliseconds since 1970 as the producer set them; 0 is none."""
-        times = self._stored.batch.event_times_ms
-        return int(times[self._row]) if len(times) else 0
-
-    @property
-    def event_time(self) -> datetime | None:
-        """The event time in UTC. Raises OverflowError for one that `datetime` cannot hold."""
-        return _EPOCH + timedelta(milliseconds=self.event_time_ms) if self.event_time_ms else None
-
-    @property
-    def publish_time_ms(self) -> int:
-        """When the log took the message, in milliseconds since 1970. Never falls within a topic."""
-        return self._stored.publish_time_ms
-
-    @property
-    def publish_time(self) -> datetime:
-        """The publish time in UTC."""
-        return _EPOCH + timedelta(milliseconds=self._stored.publish_time_ms)
-
-    @property
-    def producer_name(self) -> str:
-        batch = self._stored.batch
-        return (batch.producer_names[batch.producer_of(self._row)] or b"").decode()
-
-    @property
-    def sequence_id(self) -> int:
-        return int(self._stored.batch.sequence_ids[self._row])
-
-    @property
-    def index(self) -> int:
-        return self._stored.base_index + self._row
-
-    @property
-    def message_id(self) -> MessageId:
-        return MessageId.of(self._stored.incarnation, self.index)
-
-    @property
-    def position(self) -> Position:
-        """From which to read on after this message."""
-        return self._stored.position(self._row)
-
-    def __repr__(self) -> str:
-        return f"Message({self.producer_name!r}, sequence_id={self.sequence_id}, message_id={self.message_id})"
 
 
 class Reader:
@@ -230,10 +140,7 @@ class Reader:
         if stored is None:
             return None
         self._row = len(stored)
-        if not row:
-            return stored
-        rest = stored.batch.take(np.arange(row, len(stored)))
-        return replace(stored, batch=rest, base_index=stored.base_index + row)
+        return stored.rest(row)
 
     async def fetch(self) -> bool:
         """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
@@ -393,8 +300,13 @@ class Reader:
         if record.rows != len(batch) or self._next_index not in (None, record.base_index):
             what = f"came {record.base_index} with {len(batch)} of {record.rows} rows"
             raise self._not_the_next(what, record.base_index)
+        try:
+            ids = MessageIds.of_record(record)
+        except ValueError as e:
+            what = f"the message IDs of {self.topic} from index {record.base_index} on are wrong: {e}"
+            raise error("LOG_DAMAGED", what, index=record.base_index) from e
         self._stored = StoredBatch(
-            batch, record.base_index, record.publish_time_ms, record.incarnation, record.ownership
+            batch, record.base_index, record.publish_time_ms, record.incarnation, record.ownership, ids
         )
         self._row = 0
         self._read_on_after(self._stored.position(len(batch) - 1))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from seqdedupe.batch import NO_INT64S, Batch, Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
+from seqdedupe.message_ids import MessageIds
 
 UNDECIDED = 0
 """In a column of verdicts: not answered yet."""
@@ -70,23 +71,13 @@ class ReceiptColumns:
 
         Raises INTERNAL if the runs are of another number of rows.
         """
-        run_rows, first = self.run_rows, self.first_message_id
-        ledger_ids, entry_ids = self.run_ledger_ids, self.run_entry_ids
-        batch_indexes: npt.NDArray[Any] = self.run_batch_indexes
-        if not len(run_rows):
-            run_rows = np.array([rows], np.uint32)
-            ledger_ids, entry_ids = np.array([first.ledger_id], np.int64), np.array([first.entry_id], np.int64)
-            batch_indexes = np.array([first.batch_index], np.int32)
-        elif run_rows.sum() != rows:
-            raise error("INTERNAL", f"a receipt has message IDs for {run_rows.sum()} rows, and {rows} were stored")
-        run_of = np.repeat(np.arange(len(run_rows)), run_rows)
-        steps = np.arange(rows) - (np.cumsum(run_rows) - run_rows)[run_of]
-        alone = batch_indexes[run_of] < 0
-        return (
-            ledger_ids[run_of],
-            entry_ids[run_of] + np.where(alone, steps, 0),
-            batch_indexes[run_of] + np.where(alone, 0, steps),
-        )
+        ids = MessageIds.of([(rows, *self.first_message_id)])
+        if len(self.run_rows):
+            run_rows = self.run_rows.astype(np.int64)
+            ids = MessageIds(run_rows, self.run_ledger_ids, self.run_entry_ids, self.run_batch_indexes)
+        if len(ids) != rows:
+            raise error("INTERNAL", f"a receipt has message IDs for {len(ids)} rows, and {rows} were stored")
+        return ids.columns()
 
 
 @dataclass(slots=True)

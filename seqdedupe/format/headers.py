@@ -81,15 +81,17 @@ def header(
     synced_offset: int,
     ownership: int,
     key: Int64s,
+    after_body_bytes: int = 0,
 ) -> bytes:
     """The header of a body that is encoded; the record is this followed by it. With NO_KEY its own tag is 0.
 
-    `body_tag` is BATCH_TAG, CONTROL_TAG or MARKER_TAG; what is no batch has no rows, and is all columns.
+    `body_tag` is BATCH_TAG, CONTROL_TAG or MARKER_TAG; what is no batch has no rows, and is all columns. What a log
+    stores ends with the body; a record that is made for readers may have so many bytes of other fields after it.
     """
     tag_and_length = BODY.pack(body_tag, padded_varint(len(body)))
     checked = CHECKED.pack(
         RECORDS_TAG,
-        padded_varint(HEADER_BYTES - LENGTH_END + len(body)),
+        padded_varint(HEADER_BYTES - LENGTH_END + len(body) + after_body_bytes),
         1 << 3 | 5,
         FORMAT_VERSION,
         2 << 3 | 1,

@@ -115,6 +115,15 @@ class Entries:
         return int(self.table[-1, BASE_INDEX] + self.table[-1, ROWS])
 
 
+class Records(NamedTuple):
+    """Records of batches as they are stored, one after the other, whole."""
+
+    raw: bytes | memoryview
+    runs: Sequence[Runs] | None = None
+    """Of each record the message IDs of its rows; None where the index says them (ledger the incarnation, entry the
+    index, batch index -1)."""
+
+
 class Retention(NamedTuple):
     """What is kept at least; None is no limit."""
 
@@ -200,7 +209,7 @@ class Log(Protocol):
         is no longer there, (POSITION_AFTER_END) if it is above the next one.
         """
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes | memoryview:
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
         """Records of batches, whole, with the messages from `from_index` to at the most `stop_index - 1`.
 
         The first record may begin before `from_index` and the last one end after `stop_index`: the caller cuts.
@@ -213,8 +222,7 @@ class Log(Protocol):
         """The index of the first message from this one on that `read` can give: past what is damaged, or stands where
         the disk cannot be read.
 
-        That of the next message if there is none. Raises `PositionError` (POSITION_TRIMMED), NEWER_FORMAT,
-        OLDER_FORMAT.
+        That of the next message if there is none. Raises `PositionError` (POSITION_TRIMMED), NEWER_FORMAT.
         """
 
     async def locate(self, index: int) -> Location:

@@ -42,7 +42,7 @@ async def index_in_log(producers: Producers, number: int, log: Log) -> int:
         return NOT_KNOWN
     [name] = producers.names_from(number, 1)
     try:
-        raw = await log.read(stated, stated + 1, 1)
+        raw, _ = await log.read(stated, stated + 1, 1)
     except SeqdedupeError:
         return NOT_KNOWN
     places = np.empty(PLACES, np.int64)
@@ -98,7 +98,7 @@ async def _records(log: Log, start: int, stop: int) -> AsyncIterator[tuple[bytes
     here = max(start, log.first_index)
     while here < stop:
         try:
-            raw = await log.read(here, stop, _PAGE_BYTES)
+            raw, _ = await log.read(here, stop, _PAGE_BYTES)
         except DamagedError:
             after = await log.next_readable(here)
             if after == here:

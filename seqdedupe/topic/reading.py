@@ -1,6 +1,6 @@
 """Pages of a topic for readers: where to start, how far to go, batches cut at both ends."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,9 @@ from seqdedupe.format.headers import BATCH_TAG, header
 from seqdedupe.format.layout import layout_columns
 from seqdedupe.format.records import END, body_of, ownership, scan_record, span
 from seqdedupe.format.tag import NO_KEY
+from seqdedupe.log.contract import Runs
 from seqdedupe.message_id import Position
+from seqdedupe.message_ids import MessageIds
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import TopicBase
 
@@ -93,7 +95,7 @@ async def _check_is_the_same(topic: Topic, position: Position) -> None:
     except PositionError:
         # Retention was faster.
         return
-    if there.message_id != position.message_id:
+    if position.message_id is not None and there.message_id != position.message_id:
         raise error(
             "POSITION_DIVERGED",
             f"the message at index {position.index} of topic {topic.name} is {there.message_id}, not "
@@ -168,7 +170,9 @@ async def _limited_page(topic: Topic, from_index: int, stop_index: int, max_byte
 
 
 async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
-    raw = await topic.log.read(from_index, stop_index, max_bytes)
+    raw, runs = await topic.log.read(from_index, stop_index, max_bytes)
+    if runs is not None:
+        return _with_message_ids(topic, raw, runs, from_index, stop_index)
     covers = np.empty(5, np.int64)
     span(np.frombuffer(raw, np.uint8), covers)
     first, after_first, last_at, last, after_last = covers.tolist()
@@ -177,23 +181,43 @@ async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: 
     whole_from = 0
     head = tail = b""
     if first < from_index or after_first > stop_index:
-        head, whole_from = _cut(topic, raw, 0, from_index, stop_index)
+        head, whole_from, _ = _cut(topic, raw, 0, from_index, stop_index)
     whole_to = len(raw)
     if after_last > stop_index and last_at >= whole_from and last_at > 0:
-        tail, _ = _cut(topic, raw, last_at, last, stop_index)
+        tail, _, _ = _cut(topic, raw, last_at, last, stop_index)
         whole_to = last_at
     return Page(b"".join((head, raw[whole_from:whole_to], tail)), min(after_last, stop_index))
 
 
-def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int) -> tuple[bytes, int]:
-    """The record at `at` with only those of its rows that were asked for, and where it ends."""
+def _with_message_ids(
+    topic: Topic, raw: bytes | memoryview, runs: Sequence[Runs], from_index: int, stop_index: int
+) -> Page:
+    """Records cut to what was asked for, each with the message IDs of its rows."""
+    at, end = 0, from_index
+    parts: list[bytes] = []
+    for of_record in runs:
+        part, at, end = _cut(topic, raw, at, from_index, stop_index, of_record)
+        parts.append(part)
+    return Page(b"".join(parts), end)
+
+
+def _cut(
+    topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int, runs: Runs = ()
+) -> tuple[bytes, int, int]:
+    """The record at `at` with only those of its rows that were asked for, and where it ends; the index after it.
+
+    With `runs`, the message IDs of its rows, it carries those of the rows that it has.
+    """
     places = np.empty(PLACES, np.int64)
     if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, NO_KEY, places) != END:
         where = f"in the log {topic.log.place}, at index {from_index} or after it"
         raise error("LOG_DAMAGED", f"a record {where}, cannot be read")
     base = int(places[BASE_INDEX])
     first, last = max(from_index - base, 0), min(stop_index - base, int(places[ROWS]))
-    encoded = batches.decode(body_of(raw, places)).take(np.arange(first, last)).encode()
+    encoded = body_of(raw, places)
+    if last - first < places[ROWS]:
+        encoded = batches.decode(encoded).take(np.arange(first, last)).encode()
+    ids = MessageIds.of(runs).cut(first, last).encode() if runs else b""
     cut = np.empty(PLACES, np.int64)
     layout_columns(np.frombuffer(encoded, np.uint8), 0, len(encoded), cut)
     cut_header = header(
@@ -208,8 +232,9 @@ def _cut(topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_i
         synced_offset=0,
         ownership=ownership(places),
         key=NO_KEY,
+        after_body_bytes=len(ids),
     )
-    return cut_header + encoded, int(places[RECORD_END])
+    return cut_header + encoded + ids, int(places[RECORD_END]), base + last
 
 
 async def _page_bytes() -> int:

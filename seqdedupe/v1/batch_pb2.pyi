@@ -478,6 +478,10 @@ class Record(_message.Message):
     CONTROL_FIELD_NUMBER: _builtins.int
     MARKER_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    RUN_ROWS_FIELD_NUMBER: _builtins.int
+    RUN_LEDGER_IDS_FIELD_NUMBER: _builtins.int
+    RUN_ENTRY_IDS_FIELD_NUMBER: _builtins.int
+    RUN_BATCH_INDEXES_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
     """The version of the stored form: 2."""
     incarnation: _builtins.int
@@ -485,9 +489,7 @@ class Record(_message.Message):
     file_offset: _builtins.int
     """Where the record begins in the file that stores it, in bytes."""
     base_index: _builtins.int
-    """The index of the first row. Row i has index `base_index + i` and, in the embedded log, the message ID
-    (ledger `incarnation`, entry `base_index + i`, batch index -1). Without rows: the next message's index.
-    """
+    """The index of the first row. Row i has index `base_index + i`. Without rows: the next message's index."""
     publish_time_ms: _builtins.int
     """When the log took the batch, in milliseconds since 1970 by the sidecar's clock. Never falls within a topic."""
     synced_offset: _builtins.int
@@ -508,7 +510,7 @@ class Record(_message.Message):
     """CRC32C of the rest of the body."""
     tag: _builtins.int
     """SipHash-2-4 of all of the header but this value, by a secret of the incarnation that is never served: that the
-    sidecar wrote it there. It says nothing to readers. 0 where a batch was cut for a reader.
+    sidecar wrote it there. It says nothing to readers. 0 where a batch was cut for a reader, or was given `run_rows`.
     """
     @_builtins.property
     def control(self) -> Global___Control:
@@ -521,6 +523,27 @@ class Record(_message.Message):
     @_builtins.property
     def batch(self) -> Global___Batch:
         """Messages."""
+
+    @_builtins.property
+    def run_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The message IDs of the rows, as runs, where the log gives them: how many rows each run has, at least 1, together
+        `rows`. A run's first row has the ID in the next three columns; in those after it the entry counts up where the
+        batch index is -1 (an entry is one message), else the batch index does. They rise from row to row.
+        Left out, with the next three, where the index says them, as in the embedded log: row i has ledger `incarnation`,
+        entry `base_index + i`, batch index -1. The embedded log never stores them.
+        """
+
+    @_builtins.property
+    def run_ledger_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ledger of each run's first row."""
+
+    @_builtins.property
+    def run_entry_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The entry of each run's first row."""
+
+    @_builtins.property
+    def run_batch_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The batch index of each run's first row."""
 
     def __init__(
         self,
@@ -540,10 +563,14 @@ class Record(_message.Message):
         control: Global___Control | None = ...,
         marker: Global___Marker | None = ...,
         batch: Global___Batch | None = ...,
+        run_rows: _abc.Iterable[_builtins.int] | None = ...,
+        run_ledger_ids: _abc.Iterable[_builtins.int] | None = ...,
+        run_entry_ids: _abc.Iterable[_builtins.int] | None = ...,
+        run_batch_indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "control", b"control", "marker", b"marker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_index", b"base_index", "batch", b"batch", "body", b"body", "column_bytes", b"column_bytes", "column_crc32c", b"column_crc32c", "control", b"control", "file_offset", b"file_offset", "format_version", b"format_version", "incarnation", b"incarnation", "marker", b"marker", "ownership", b"ownership", "payload_crc32c", b"payload_crc32c", "publish_time_ms", b"publish_time_ms", "rows", b"rows", "synced_offset", b"synced_offset", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_index", b"base_index", "batch", b"batch", "body", b"body", "column_bytes", b"column_bytes", "column_crc32c", b"column_crc32c", "control", b"control", "file_offset", b"file_offset", "format_version", b"format_version", "incarnation", b"incarnation", "marker", b"marker", "ownership", b"ownership", "payload_crc32c", b"payload_crc32c", "publish_time_ms", b"publish_time_ms", "rows", b"rows", "run_batch_indexes", b"run_batch_indexes", "run_entry_ids", b"run_entry_ids", "run_ledger_ids", b"run_ledger_ids", "run_rows", b"run_rows", "synced_offset", b"synced_offset", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["control", "marker", "batch"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
@@ -601,7 +628,9 @@ class Position(_message.Message):
     """
     @_builtins.property
     def message_id(self) -> Global___MessageId:
-        """The ID of the message at the position. Left out where there is no message yet (the start)."""
+        """The ID of the message at the position. Left out where there is no message yet (the start), and where it is not
+        known: then it is not checked.
+        """
 
     def __init__(
         self,

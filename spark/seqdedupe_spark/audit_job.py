@@ -34,10 +34,10 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.client import TopicEnds
-from seqdedupe.client.reader import StoredBatch
+from seqdedupe.client.stored import StoredBatch
 from seqdedupe.command import address_option
 from seqdedupe.errors import error
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe_spark import planning
 from seqdedupe_spark.audit.late import DOUBLED, OUT_OF_ORDER, ROWS_SCHEMA, Judgement, judge, suspect_rows
@@ -115,7 +115,7 @@ def audit_targets(spark: SparkSession, targets: Sequence[Target], read: Read) ->
     for one, summary in zip(ranges, _summaries(spark, ranges, read), strict=True):
         merges[one.topic].add(summary)
     judgement = _judge(spark, targets, ranges, merges, read)
-    return Report([_report(n, target, merges[target.topic], judgement) for n, target in enumerate(targets)])
+    return Report([_report(n, target, merges[target.topic], judgement, read) for n, target in enumerate(targets)])
 
 
 def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[Range]:
@@ -183,12 +183,15 @@ def _on_workers(
     return spark.createDataFrame(pickled).mapInArrow(run, columns)
 
 
-def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement) -> TopicReport:
+def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement, read: Read) -> TopicReport:
     names = merge.producers.names()
     ends = target.ends
 
     def message_id(index: int) -> str:
-        return str(MessageId.of(ends.last.incarnation, index))
+        # It takes a read of that message: in some logs the index does not say it.
+        before, after = (Position.before(ends.last.incarnation, one) for one in (index, index + 1))
+        [stored] = read(Range(target.topic, before, after))
+        return str(stored.message_id(0))
 
     def late(kind: str) -> Finding:
         counts = [count for (one, topic, _), count in judgement.counts.items() if (one, topic) == (kind, number)]

@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from seqdedupe.batch import Binary, Int64s
-from seqdedupe.client.reader import StoredBatch
+from seqdedupe.client.stored import StoredBatch
+from seqdedupe_spark.message_id_column import encoded
 from seqdedupe_spark.ranges import partition_of
 
 TIME = pa.timestamp("us", "UTC")
@@ -37,7 +38,7 @@ _MAX_TIME_MS = (2**63 - 1) // 1000
 """The last millisecond that microseconds in 64 bits hold; its negative is the first."""
 
 _ID = np.dtype([("tag1", "u1"), ("ledger", "<i8"), ("tag2", "u1"), ("entry", "<i8"), ("tail", "u1", 2)])
-"""The encoding of a message ID: ledger, entry (left out if it is 0), batch index -1."""
+"""The encoding of a message ID that the index says: ledger, entry (left out if it is 0), batch index -1."""
 
 _ENTRY = slice(_ID.fields["tag2"][1], _ID.fields["tail"][1])  # type: ignore[index]
 
@@ -115,6 +116,8 @@ def _repeated(text: str, count: int) -> pa.Array:
 
 
 def _message_ids(rows: _Rows) -> pa.Array:
+    if any(one.message_ids is not None for one in rows.stored):
+        return _given_message_ids(rows)
     count, indexes = len(rows), rows.indexes()
     ids = np.empty(count, _ID)
     ids["tag1"], ids["tag2"], ids["tail"] = 0x09, 0x11, (0x18, 0x01)
@@ -127,6 +130,15 @@ def _message_ids(rows: _Rows) -> pa.Array:
         kept[indexes == 0, _ENTRY] = False
         offsets[1:], data = np.cumsum(kept.sum(axis=1)), data[kept.ravel()]
     return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+
+
+def _given_message_ids(rows: _Rows) -> pa.Array:
+    columns = []
+    for one in rows.stored:
+        indexes = one.base_index + np.arange(len(one))
+        of_indexes = np.full(len(one), one.incarnation), indexes, np.full(len(one), -1, np.int32)
+        columns.append(of_indexes if one.message_ids is None else one.message_ids.columns())
+    return encoded(*map(np.concatenate, zip(*columns, strict=True)))
 
 
 def _times(times_ms: Int64s, are_there: "np.ndarray | None" = None) -> pa.Array:

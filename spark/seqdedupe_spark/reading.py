@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 
 from seqdedupe.client import blocking
-from seqdedupe.client.reader import StoredBatch
+from seqdedupe.client.stored import StoredBatch
 from seqdedupe.errors import error
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.columns import SCHEMA, to_arrow
 from seqdedupe_spark.ranges import Range
 
@@ -34,6 +35,15 @@ def read_stored(service_url: str, range: Range, timeout_seconds: float | None = 
             yield from reader.batches()
         else:
             yield from _until_silent(reader, range, timeout_seconds)
+
+
+def message_id_at(
+    service_url: str, topic: str, incarnation: int, index: int, timeout_seconds: float | None = None
+) -> MessageId:
+    """That of one message. It takes a read: in some logs the index does not say it. Raises as `read_stored`."""
+    one = Range(topic, Position.before(incarnation, index), Position.before(incarnation, index + 1))
+    [stored] = read_stored(service_url, one, timeout_seconds)
+    return stored.message_id(0)
 
 
 def _until_silent(reader: blocking.Reader, range: Range, timeout_seconds: float) -> Iterator[StoredBatch]:

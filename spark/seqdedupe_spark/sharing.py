@@ -28,7 +28,7 @@ def split(ranges: list[Range], parts: int) -> list[Range]:
 
 
 def cut(whole: Range, first: int, stop: int) -> Range:
-    """Its messages from the `first`-th to before the `stop`-th. Where it cuts, positions have no ownership."""
+    """Its messages from the `first`-th to before the `stop`-th. Where it cuts, positions have an index only."""
     start = Position.before(whole.incarnation, whole.first_index + first) if first else whole.start
     end = Position.before(whole.incarnation, whole.first_index + stop) if stop < len(whole) else whole.end
     return Range(whole.topic, start, end)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2
 from tests.broker_sidecar.calls import Client, batch, refused
@@ -36,7 +36,9 @@ def all_positions(client: Client) -> list[Position]:
     records = list(client.records("t"))
     assert [record.rows for record in records] == [1] * len(records)
     return [
-        Position.before(record.incarnation, record.base_index + 1)._replace(ownership=record.ownership)
+        Position(
+            record.incarnation, MessageId.of(record.incarnation, record.base_index), record.base_index, record.ownership
+        )
         for record in records
     ]
 

@@ -6,6 +6,7 @@ import struct
 import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,7 +19,9 @@ from seqdedupe.client import (
     DataLossError,
     FencedError,
     InvalidRequestError,
+    MessageId,
     OutcomeUnknownError,
+    Position,
     PositionError,
     ProducerConfig,
     SeqdedupeError,
@@ -420,6 +423,45 @@ async def test_a_reader_passes_over_nothing(
             async for message in reader:
                 seen.append(message.index)  # noqa: PERF401
     assert seen == [0, 1]
+
+
+def with_message_ids(page: read_pb2.ReadStreamResponse, *runs: tuple[int, int, int, int]) -> Any:
+    """The page, whose only record brings these runs."""
+    [record] = page.records
+    columns = record.run_rows, record.run_ledger_ids, record.run_entry_ids, record.run_batch_indexes
+    for column, values in zip(columns, zip(*runs, strict=True), strict=True):
+        column.extend(values)
+    return page
+
+
+async def test_a_reader_takes_the_message_ids_that_a_record_brings(fake: FakeSidecar) -> None:
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=5))
+    fake.on_unary = lambda _: last.SerializeToString()
+    fake.on_read = lambda _: [with_message_ids(page((0, 4)), (1, 7, 41, -1), (3, 8, 0, 2)), page((4, 2))]
+    given = [MessageId(7, 41), MessageId(8, 0, 2), MessageId(8, 0, 3), MessageId(8, 0, 4)]
+    of_index = [MessageId(INCARNATION, 4), MessageId(INCARNATION, 5)]
+    async with Client(fake.address) as client:
+        async with client.reader("t") as reader:
+            assert [message.message_id async for message in reader] == given + of_index
+        async with client.reader("t") as reader:
+            assert [(await anext(reader)).position for _ in range(2)][-1] == Position(INCARNATION, given[1], 1)
+            rest = [stored async for stored in reader.batches()]
+            assert [stored.message_id(row) for stored in rest for row in range(len(stored))] == given[2:] + of_index
+            assert reader.position == Position(INCARNATION, of_index[1], 5)
+
+
+@pytest.mark.parametrize(
+    "runs", [[(1, 7, 41, -1), (2, 7, 41, -1)], [(2, 7, 41, -1)], [(4, 7, 41, -1)], [(3, 7, 41, -1), (0, 8, 0, -1)]]
+)
+async def test_a_reader_refuses_message_ids_that_cannot_be(fake: FakeSidecar, runs: Any) -> None:
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=4))
+    fake.on_unary = lambda _: last.SerializeToString()
+    fake.on_read = lambda _: [page((0, 2)), with_message_ids(page((2, 3)), *runs)]
+    async with Client(fake.address) as client, client.reader("t") as reader:
+        assert [(await anext(reader)).index for _ in range(2)] == [0, 1]
+        with pytest.raises(DamagedError, match=r"the message IDs of .* from index 2 on are wrong"):
+            await anext(reader)
+        assert reader.position == Position(INCARNATION, MessageId(INCARNATION, 1), 1)
 
 
 async def test_a_reader_that_connects_again_asks_for_what_is_left_and_no_more(fake: FakeSidecar) -> None:

@@ -22,6 +22,7 @@ from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PRODUCERS,
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, header, marker_record, ownership_of
 from seqdedupe.format.jit import Bytes, Int64s, Uint8s, kernel, load32
 from seqdedupe.format.tag import SECRET_BYTES, key_of, siphash
+from seqdedupe.message_ids import MessageIds
 from tests.format.guarded import Guarded
 from tests.format.mutations import FIELDS, SEEDS, mutated, spoilt
 from tests.plain import PLAIN
@@ -134,10 +135,10 @@ def segment(random: Random) -> bytes:
     bad = random.randrange(count)
     for k in range(count):
         which = random.randrange(len(SEEDS))
-        body, rows, here, base = _WHOLE[which], len(SEEDS[which]), at, index
+        body, rows, here, base, after = _WHOLE[which], len(SEEDS[which]), at, index, b""
         fields = {"rows": rows, "column_bytes": _COLUMN_BYTES[which]}
         if k == bad:
-            match random.randrange(8):
+            match random.randrange(9):
                 case 0 | 1:
                     body = mutated(random)
                     fields["column_bytes"] = min(fields["column_bytes"], len(body))
@@ -154,7 +155,10 @@ def segment(random: Random) -> bytes:
                     fields["ownership"] = OWNERSHIP + 1
                 case 7:
                     fields["synced_offset"] = at + random.choice((0, 1))
-        parts.append(record(body, here, base, **fields))
+                case 8:
+                    after = MessageIds.of([(rows, 7, random.randrange(3), random.choice((-1, 0)))]).encode()
+                    fields["after_body_bytes"] = len(after) + random.choice((0, 0, -1, 1))
+        parts.append(record(body, here, base, **fields) + after)
         at += len(parts[-1])
         index += rows
     data = b"".join(parts)

@@ -11,7 +11,8 @@ from seqdedupe.batch import Int64s
 from seqdedupe.format import headers, records
 from seqdedupe.format.columns import COLUMNS_END, OWNERSHIP, RECORD_END, ROWS, TERM
 from seqdedupe.format.tag import NO_KEY, key_of
-from seqdedupe.v1 import batch_pb2
+from seqdedupe.message_ids import MessageIds
+from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.log.batches import SECRET, encoded_batch
 from tests.plain import PLAIN
 
@@ -133,6 +134,17 @@ def test_a_record_that_does_not_fit_together_is_damage(tag: int, others: dict[st
     marker = LOG[headers.HEADER_BYTES :][: headers.MARKER_BYTES]
     assert scanned(made(marker, headers.MARKER_TAG, 0, 0))[0] == records.END
     assert scanned(made(marker, tag, 0, 0, **others))[0] == records.DAMAGED
+
+
+def test_a_stored_record_has_no_message_ids() -> None:
+    """Only what is made for readers has them: a log that finds some has not written them."""
+    body, rows, column_bytes = encoded_batch(0, 3)
+    ids = MessageIds.of([(2, 7, 0, -1), (1, 8, 0, -1)]).encode()
+    whole = made(body, headers.BATCH_TAG, 0, 0, rows, column_bytes=column_bytes, after_body_bytes=len(ids)) + ids
+    assert [record.rows for record in read_pb2.ReadResponse.FromString(whole).records] == [rows]
+    assert scanned(whole)[0] == records.DAMAGED
+    assert scanned(whole, NO_KEY)[0] == records.DAMAGED
+    assert scanned(made(body, headers.BATCH_TAG, 0, 0, rows, column_bytes=column_bytes) + ids)[0] != records.END
 
 
 def test_a_batch_without_producers_is_of_a_newer_format() -> None:

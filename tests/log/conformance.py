@@ -18,7 +18,7 @@ from seqdedupe.errors import PositionError, UnavailableError
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS, TERM
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import REPLAY_STEP_ENTRIES, Failure, Log, Outcome, Retention, Runs
+from seqdedupe.log.contract import REPLAY_STEP_ENTRIES, Failure, Log, Outcome, Records, Retention, Runs
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.log.batches import encoded_batch
@@ -113,9 +113,10 @@ class Owner:
         return self.failure
 
 
-def parsed(records: bytes | memoryview) -> list[batch_pb2.Record]:
+def parsed(records: bytes | memoryview | Records) -> list[batch_pb2.Record]:
     """The records in a chunk, by the published schema."""
-    return list(read_pb2.ReadStreamResponse.FromString(bytes(records)).records)
+    raw = records.raw if isinstance(records, Records) else records
+    return list(read_pb2.ReadStreamResponse.FromString(bytes(raw)).records)
 
 
 def what(record: batch_pb2.Record) -> tuple[str, int, int]:
@@ -130,6 +131,17 @@ def what(record: batch_pb2.Record) -> tuple[str, int, int]:
 def ids_of(runs: Runs) -> list[MessageId]:
     """The message IDs of rows, one by one."""
     return [run.message_id(row) for run in runs for row in range(run.rows)]
+
+
+def ids_read(records: Records) -> list[MessageId]:
+    """The message IDs of all rows that were read, where the log gives none those of the indexes."""
+    found = parsed(records)
+    if records.runs is None:
+        return [
+            MessageId(record.incarnation, record.base_index + row) for record in found for row in range(record.rows)
+        ]
+    assert [sum(run.rows for run in runs) for runs in records.runs] == [record.rows for record in found]
+    return [one for runs in records.runs for one in ids_of(runs)]
 
 
 async def replayed(log: Log, from_index: int = 0) -> list[batch_pb2.Record]:
@@ -232,7 +244,7 @@ class LogConformance:
                     assert records[0].base_index <= start < records[0].base_index + records[0].rows
                     assert records[-1].base_index < stop
                     assert [r.base_index for r in records] == bases[start // 3 : start // 3 + len(records)]
-                    assert len(records) == 1 or len(data) <= max_bytes
+                    assert len(records) == 1 or len(data.raw) <= max_bytes
         await log.close()
 
     async def test_reading_on_covers_everything_once(self, harness: LogHarness) -> None:
@@ -368,6 +380,18 @@ class LogConformance:
         assert times == [5_000_000] * 4 + [6_000_000] * 2
         await log.close()
 
+    async def test_what_is_whole_is_readable(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        owner = await Owner(log, 1).open()
+        for i in range(10):
+            owner.append(10 * i, 5)
+        await owner.until_stored(10)
+        assert [await log.next_readable(i) for i in range(51)] == list(range(51))
+        with pytest.raises(PositionError):
+            await log.next_readable(51)
+        assert log.damage_found == (0, 0)
+        await log.close()
+
     async def test_locating_a_publish_time(self, harness: LogHarness) -> None:
         log = await harness.open()
         owner = await Owner(log, 1).open()
@@ -479,6 +503,10 @@ class LogConformance:
                 again = [one for entries in replays for runs in entries.runs for one in ids_of(runs)]
                 assert again == told[base:]
             assert [(await log.locate(index)).message_id for index in range(len(told))] == told
+            for start, max_bytes in ((0, 1), (0, 10_000_000), (50, 1), (len(told) - 1, 1), (7, 3_000)):
+                records = await log.read(start, len(told), max_bytes)
+                base = parsed(records)[0].base_index
+                assert (again := ids_read(records)) == told[base : base + len(again)]
             asked = np.array([0, 99, 5, 5, len(told) - 1], np.int64)
             columns = await log.message_ids_at(asked)
             assert [column.dtype for column in columns] == [np.int64, np.int64, np.int32]

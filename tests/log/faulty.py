@@ -27,7 +27,7 @@ from seqdedupe.errors import DamagedError, error
 from seqdedupe.format import headers, records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.tag import key_of
-from seqdedupe.log.contract import DamageFound, Entries, Failure, Location, Outcome, Retention, Run, Runs
+from seqdedupe.log.contract import DamageFound, Entries, Failure, Location, Outcome, Records, Retention, Run, Runs
 from seqdedupe.message_id import MessageId
 
 KNOWN_MESSAGE_IDS = 10
@@ -363,10 +363,10 @@ class FaultyLog:
         if index > self.storage.next_index:
             raise error("POSITION_AFTER_END", f"index {index} is after the end")
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
         self._check_is_there(from_index)
         await asyncio.sleep(0)
-        found = b""
+        found, runs = b"", []
         for record in list(self.storage.records):
             places = self.storage.places(record)
             if places[BASE_INDEX] >= stop_index:
@@ -376,7 +376,8 @@ class FaultyLog:
             if found and len(found) + len(record) > max_bytes:
                 break
             found += record
-        return found
+            runs.append(self.storage.runs_of(places))
+        return Records(found, runs)
 
     async def next_readable(self, from_index: int) -> int:
         self._check_is_there(from_index)

@@ -13,6 +13,7 @@ from seqdedupe.format.columns import BASE_INDEX
 from seqdedupe.log.embedded.inspection import Damage, Intact, inspect
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.log.embedded.scrub import Scrub
 from seqdedupe.log.embedded.segment import Identity, Point
 from tests.log.conformance import Owner, parsed
 from tests.log.test_damage import INCARNATION, KEY, File, Stored, put, small_file
@@ -129,6 +130,22 @@ async def test_the_doctor_names_just_that_record(tmp_path: Path) -> None:
         whole = [base for part in found if isinstance(part, Intact) for base in part.table[:, BASE_INDEX]]
         others_of = [*file.stored[:3], *file.stored[4:], *small_file(13).stored]
         assert whole == [record.base_index for record in others_of], name
+
+
+async def test_a_version_that_looks_like_an_earlier_one(logs: EmbeddedLogs, tmp_path: Path) -> None:
+    """A log that was opened is of this version: it is damage, wherever it stands."""
+    file = small_file(13)
+    for hit, missing in ((file.stored[0], range(0)), (file.stored[3], range(17, 19))):
+        raw = bytearray(file.raw)
+        raw[hit.start + headers.VERSION_AT] = 1
+        put(tmp_path, (0, small_file().raw), (13, bytes(raw)), (26, small_file(26).raw))
+        log = await logs.open(INCARNATION, END)
+        assert await read_past(log, 0, END) == (others(missing), [missing] if missing else [])
+        scrub = Scrub({INCARNATION: log}, 10**9, lambda folder: None)
+        await scrub.run_once()
+        await scrub.close()
+        assert log.damage_found == (1, len(missing))
+        await log.close()
 
 
 async def test_a_start_after_damage_needs_no_skipping(logs: EmbeddedLogs, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.log.contract import Location, Outcome, Retention, Run
+from seqdedupe.log.contract import Location, Outcome, Records, Retention, Run
 from seqdedupe.log.embedded import tail
 from seqdedupe.message_id import MessageId
 from tests.log import test_damage
@@ -90,6 +90,11 @@ class ComputesMessageIds(FaultyLog):
         return found._replace(message_id=MessageId(1000, index))
 
 
+class LeavesMessageIdsToTheIndex(FaultyLog):
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
+        return (await super().read(from_index, stop_index, max_bytes))._replace(runs=None)
+
+
 class ForgetsTheSecondRun(FaultyLog):
     def store(self, count: int | None = None) -> None:
         super().store(count)
@@ -115,8 +120,9 @@ class TrimsWhenItIsAsked(FaultyLog):
 
 
 class ShowsMarkers(FaultyLog):
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> bytes:
-        return self.storage.records[0] + await super().read(from_index, stop_index, max_bytes)
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
+        raw, runs = await super().read(from_index, stop_index, max_bytes)
+        return Records(self.storage.records[0] + bytes(raw), runs)
 
 
 SUITE = LogConformance()
@@ -161,6 +167,7 @@ async def test_control_a_right_log_passes() -> None:
         SwapsTwo,
         TrimsTheSnapshotsEntry,
         ComputesMessageIds,
+        LeavesMessageIdsToTheIndex,
         ForgetsTheSecondRun,
         ForgetsControlRecords,
         PutsControlRecordsFirst,

@@ -4,9 +4,11 @@ import asyncio
 import errno
 import logging
 import os
+import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from seqdedupe.log.embedded.scrub import FILE_BYTES, PASS_SECONDS, Scrub
 from tests.log.batches import TOPIC
 from tests.log.conformance import Owner
 from tests.log.test_damage import INCARNATION, put, small_file
-from tests.log.test_past_damage import FLIP, fields_of, flipped
+from tests.log.test_past_damage import FLIP, fields_of, flipped, read_past
 
 FAST = 10**9
 SEGMENT_BYTES = 2_000
@@ -225,6 +227,66 @@ async def test_appends_go_on_meanwhile(logs: EmbeddedLogs) -> None:
     await log.close()
 
 
+async def test_damage_in_a_log_that_is_written_to(logs: EmbeddedLogs, caplog: pytest.LogCaptureFixture) -> None:
+    """In the file that is appended to, where the line says what the next start will do, and in one before."""
+    log, owner = await written(logs, 20)
+    paths = [Path(log.place) / f"{base:020d}.log" for base in log.base_indexes]
+    places = {9: paths[1], 19: paths[-1]}
+    for index, path in places.items():
+        with path.open("r+b") as file:
+            file.seek(path.read_bytes().index(bytes([index]) * 300))
+            file.write(b"\xff")
+    appended = 20
+
+    def append() -> None:
+        nonlocal appended
+        owner.append(appended, 1, 300)
+        appended += 1
+
+    scrub = make_scrub(log, sleeps=Sleeps(append))
+    for _ in range(3):
+        await scrub.run_once()
+    await scrub.close()
+    await owner.until_stored(appended)
+    assert log.damage_found == DamageFound(2, 2)
+    lines = said(caplog)
+    assert len(lines) == 2
+    assert sorted(index for index in places for line in lines if f"indexes {index} to {index} " in line) == [9, 19]
+    await log.close()
+
+
+async def test_the_last_file_is_said_to_be_that(logs: EmbeddedLogs, caplog: pytest.LogCaptureFixture) -> None:
+    log, _ = await written(logs, 20)
+    for base in (log.base_indexes[0], log.base_indexes[-1]):
+        path = Path(log.place) / f"{base:020d}.log"
+        path.write_bytes(flipped(path.read_bytes(), path.stat().st_size - 1))
+        caplog.clear()
+        await scrubbed(log)
+        [line] = said(caplog)
+        assert ("the next start" in line) == (base > 0)
+    await log.close()
+
+
+async def test_a_defect_in_one_segment_keeps_none_from_being_looked_at(
+    logs: EmbeddedLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = small_file(13)
+    put_three(tmp_path, flipped(file.raw, file.stored[3].start))
+    log = await logs.open(INCARNATION, 39)
+    really = log.durable_part
+
+    def durable_part(base_index: int) -> Any:
+        if base_index != 13:
+            raise ValueError("a defect")
+        return really(base_index)
+
+    monkeypatch.setattr(log, "durable_part", durable_part)
+    assert await scrubbed(log) == DamageFound(1, file.stored[3].rows)
+    assert len([line for line in said(caplog) if "the scrub has failed" in line]) == 2
+    await log.close()
+    await log.close()
+
+
 async def test_a_segment_that_retention_drops_meanwhile_is_no_damage(
     logs: EmbeddedLogs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -359,3 +421,57 @@ def first_page_is_in_memory(path: Path) -> bool:
             return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
         except OSError:
             return False
+
+
+def harm(chance: random.Random, raw: bytes) -> bytes:
+    """Some of a file's bytes are others, up to a sector of them, or it is cut."""
+    changed = bytearray(raw)
+    at, size = chance.randrange(len(raw)), chance.choice((1, 1, 8, 100, 512))
+    match chance.choice(("noise", "zeros", "elsewhere", "cut")):
+        case "noise":
+            changed[at : at + size] = chance.randbytes(len(changed[at : at + size]))
+        case "zeros":
+            changed[at : at + size] = bytes(len(changed[at : at + size]))
+        case "elsewhere":
+            other = chance.randrange(len(raw))
+            part = raw[other : other + size]
+            changed[at : at + len(part)] = part[: len(changed) - at]
+        case _:
+            del changed[at:]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_scrub_and_readers_agree_whatever_is_damaged(logs: EmbeddedLogs, tmp_path: Path, seed: int) -> None:
+    """Readers get each message whose record was not touched, and are told of just those that the scrub counts."""
+    chance = random.Random(seed)
+    files = [small_file(0), small_file(13)]
+    for file in files:
+        for _ in range(chance.randrange(5)):
+            file.add(len(file.raw), chance.randint(1, 3), chance.randrange(300))
+        files[1] = files[1] if file is files[1] else small_file(file.next_index)
+    end = files[1].next_index
+    harmed = []
+    for file in files:
+        raw = file.raw
+        for _ in range(chance.randint(0, 3)):
+            raw = harm(chance, raw)
+        harmed.append(raw)
+    last = small_file(end)
+    put(tmp_path, (0, harmed[0]), (files[1].base_index, harmed[1]), (end, last.raw))
+    log = await logs.open(INCARNATION, last.next_index)
+    ids, skipped = await read_past(log, 0, last.next_index)
+    missing = [i for part in skipped for i in part]
+    assert sorted(ids + missing) == list(range(last.next_index))
+    touched = [
+        i
+        for file, raw in zip(files, harmed, strict=True)
+        for record in file.stored
+        if raw[record.start : record.end] != file.raw[record.start : record.end]
+        for i in range(record.base_index, record.base_index + record.rows)
+    ]
+    assert missing == touched
+    found = await scrubbed(log)
+    assert found.messages == len(missing)
+    assert (found.places > 0) == any(raw != file.raw for file, raw in zip(files, harmed, strict=True))
+    await log.close()

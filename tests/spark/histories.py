@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from seqdedupe.batch import decode
-from seqdedupe.client.reader import StoredBatch
+from seqdedupe.client.stored import StoredBatch
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_SEQUENCE_ID
 from tests.batches import Row, batch
 
@@ -48,7 +48,9 @@ def cut(batches: Sequence[StoredBatch], first: int, stop: int) -> Iterator[Store
     for one in batches:
         rows = np.arange(max(first - one.base_index, 0), min(stop - one.base_index, len(one)))
         if len(rows):
-            yield StoredBatch(one.batch.take(rows), one.base_index + int(rows[0]), 0, 1)
+            first_row, stop_row = int(rows[0]), int(rows[-1]) + 1
+            ids = one.message_ids and one.message_ids.cut(first_row, stop_row)
+            yield StoredBatch(one.batch.take(rows), one.base_index + first_row, 0, 1, message_ids=ids)
 
 
 @dataclass

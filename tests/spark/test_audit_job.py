@@ -3,8 +3,9 @@
 import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from pyspark.sql import SparkSession
 from seqdedupe.batch import Binary
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.client import TopicEnds
-from seqdedupe.client.reader import StoredBatch
+from seqdedupe.client.stored import StoredBatch
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, error
 from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_ids import MessageIds
 from seqdedupe.names import topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark import audit_job
@@ -57,7 +59,21 @@ def random_history(rng: random.Random) -> list[Told]:
     return history
 
 
-def check(report: TopicReport, history: list[Told], first_index: int = 0) -> None:
+def given_id(index: int) -> MessageId:
+    """Of a message of a log that gives the IDs."""
+    return MessageId(index // 7, index % 7)
+
+
+def with_given_ids(batches: list[StoredBatch]) -> list[StoredBatch]:
+    """As of a log whose ledgers have seven rows each."""
+    return [
+        replace(one, message_ids=MessageIds.of([(1, *given_id(one.base_index + row)) for row in range(len(one))]))
+        for one in batches
+    ]
+
+
+def check(report: TopicReport, history: list[Told], first_index: int = 0, gives_ids: bool = False) -> None:
+    id_at: Callable[[int], MessageId] = given_id if gives_ids else partial(MessageId, report.incarnation)
     expected = truth(history, first_index, links=report.links)
     assert report.end_index - report.first_index == sum(len(told.rows) for told in history)
     for finding, counts, places in (
@@ -67,10 +83,10 @@ def check(report: TopicReport, history: list[Told], first_index: int = 0) -> Non
     ):
         assert (finding.messages, finding.producers) == (counts.total(), len(counts))
         shown = [(example.message_id, example.producer) for example in finding.examples]
-        every = [(str(MessageId(report.incarnation, place[0])), place[1]) for place in places]
+        every = [(str(id_at(place[0])), place[1]) for place in places]
         assert shown == every[:EXAMPLES]
     assert [example.first_message_id for example in report.doubled.examples] == [
-        str(MessageId(report.incarnation, place[3])) for place in expected.doubled_at[:EXAMPLES]
+        str(id_at(place[3])) for place in expected.doubled_at[:EXAMPLES]
     ]
     assert report.is_clean == (not (expected.doubled or expected.out_of_order or expected.missing))
 
@@ -88,6 +104,8 @@ def test_many_topics_at_once(
     histories = {f"t{n}": random_history(rng) for n in range(TOPICS)} | {"empty": []}
     firsts = {topic: rng.choice([0, 1000]) for topic in histories}
     logs = {topic: stored(history, firsts[topic]) for topic, history in histories.items()}
+    giving = {topic for topic in logs if rng.random() < 0.5} | {"t0"} - {"t1"}
+    logs |= {topic: with_given_ids(logs[topic]) for topic in giving}
 
     def read(span: Range) -> Iterator[StoredBatch]:
         return cut(logs[span.topic], span.first_index, span.stop_index)
@@ -99,7 +117,7 @@ def test_many_topics_at_once(
     report = audit_targets(spark, targets, read)
     assert [one.topic for one in report.topics] == list(histories)
     for one in report.topics:
-        check(one, histories[one.topic], firsts[one.topic])
+        check(one, histories[one.topic], firsts[one.topic], one.topic in giving)
     assert {one.links for one in report.topics} == {"all", "after_first", "none"}
     json.dumps(report.as_json())
 

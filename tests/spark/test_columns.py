@@ -10,8 +10,9 @@ import pytest
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from seqdedupe import batch as batches
-from seqdedupe.client.reader import StoredBatch
+from seqdedupe.client.stored import StoredBatch
 from seqdedupe.message_id import MessageId
+from seqdedupe.message_ids import MessageIds
 from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
 from tests.batches import batch
 
@@ -27,7 +28,9 @@ def _some(random: random.Random, values: list[Any], none_at_all: bool) -> Any:
     return None if none_at_all else random.choice(values)
 
 
-def _random_batch(random: random.Random, base_index: int, is_cut: bool) -> tuple[StoredBatch, list[Row]]:
+def _random_batch(
+    random: random.Random, base_index: int, is_cut: bool, give_ids: float
+) -> tuple[StoredBatch, list[Row]]:
     """A stored batch, and its rows as Arrow should show them."""
     count = random.choice([1, 1, 2, 3, 8, 9, 30])
     names = random.sample(["a", "zwölf", "x" * 255], random.randint(1, 3))
@@ -67,7 +70,23 @@ def _random_batch(random: random.Random, base_index: int, is_cut: bool) -> tuple
         first = random.randint(0, count - 1)
         rows, base_index = rows[first:], base_index + first
         made = made.take(np.arange(first, count))
-    return StoredBatch(made, base_index, publish_ms, INCARNATION), rows
+    stored = StoredBatch(made, base_index, publish_ms, INCARNATION)
+    if random.random() < give_ids:
+        stored.message_ids = _random_ids(random, len(rows))
+        for i, row in enumerate(rows):
+            row["__messageId"] = stored.message_ids[i].to_bytes()
+    return stored, rows
+
+
+def _random_ids(random: random.Random, count: int) -> MessageIds:
+    """Runs with numbers of all lengths, 0 among them."""
+    runs = []
+    while count:
+        rows = random.randint(1, count)
+        ledger, entry = (random.choice([0, 1, 127, 128, 2**40, 2**63 - 100]) for _ in range(2))
+        runs.append((rows, ledger, entry, random.choice([-1, -1, 0, 1, 63, 64, 8191, 8192, 2**20, 2**31 - 100])))
+        count -= rows
+    return MessageIds.of(runs)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -76,8 +95,9 @@ def test_rows_are_those_of_the_model(seed: int) -> None:
     stored: list[StoredBatch] = []
     rows: list[Row] = []
     index = chosen.choice([0, 0, 1, 2**40])
+    give_ids = chosen.choice([0, 0, 0.5, 1])
     for _ in range(chosen.choice([1, 1, 2, 7])):
-        one, its_rows = _random_batch(chosen, index, is_cut=not stored)
+        one, its_rows = _random_batch(chosen, index, is_cut=not stored, give_ids=give_ids)
         stored.append(one)
         rows += its_rows
         index = one.base_index + len(one) + chosen.choice([0, 0, 5])

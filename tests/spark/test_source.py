@@ -324,7 +324,7 @@ class TestLoss:
         self, client: blocking.Client, source: Source, topic: str, offset: Offsets, fails: bool
     ) -> None:
         name = topic_name(topic)
-        incarnation = int(offset[name].split("/")[0])
+        incarnation = Position.parse(offset[name]).incarnation
         end = {name: str(Position.before(incarnation, 4))}
         reader = source.stream(topic=topic, failOnDataLoss=fails).reader
         planned = [InputPartition([Range(name, Position.before(incarnation, 2), Position.before(incarnation, 4))])]

@@ -88,7 +88,7 @@ def inspect(folder: Path, identity: Identity) -> Iterator[Found]:
     if not bases:
         yield Damage(folder, 0, "it has no segment files", 0, None)
         return
-    inspection = _Inspection(identity, bases[0], read_what_can_be)
+    inspection = _Inspection(identity, bases[0], read_what_can_be, is_open=False)
     for base in bases:
         path = folder / f"{base:020d}{SUFFIX}"
         yield from inspection.begin(path, base)
@@ -102,9 +102,9 @@ def inspect(folder: Path, identity: Identity) -> Iterator[Found]:
 def inspect_part(part: DurablePart, read: Read) -> Generator[Found, None, None]:
     """What one segment file holds as far as it was synced: nothing of that may be torn.
 
-    Raises as `inspect`, FileNotFoundError among them, and what `read` raises.
+    Raises NEWER_FORMAT, OSError, FileNotFoundError among them, and what `read` raises.
     """
-    inspection = _Inspection(part.identity, part.base_index, read)
+    inspection = _Inspection(part.identity, part.base_index, read, is_open=True)
     with part.path.open("rb") as file:
         size = min(part.end, os.fstat(file.fileno()).st_size)
         yield from _File(inspection, part.path, file.fileno(), part.base_index, size, is_last=False).run()
@@ -114,7 +114,9 @@ def inspect_part(part: DurablePart, read: Read) -> Generator[Found, None, None]:
 class _Inspection:
     """What one file of a log says of the next one."""
 
-    def __init__(self, identity: Identity, next_index: int, read: Read) -> None:
+    def __init__(self, identity: Identity, next_index: int, read: Read, *, is_open: bool) -> None:
+        self.is_open = is_open
+        """Whether it was opened: then it is of this version, and what looks like an earlier one is damage."""
         self.identity = identity
         self.next_index = next_index
         self.read = read
@@ -207,7 +209,7 @@ class _File:
         log = self._log
         first = log.next_index
         what = WHAT_STANDS_THERE[why]
-        if why == records.NEWER or (why == records.OLDER and at == 0):
+        if why == records.NEWER or (why == records.OLDER and at == 0 and not log.is_open):
             raise damaged(self._path, at, what, why)
         log.ownership = 0
         if why == records.OTHER_OWNER:

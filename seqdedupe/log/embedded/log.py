@@ -17,7 +17,7 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Retention
+from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import Reader
@@ -155,8 +155,8 @@ class EmbeddedLog:
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         return self._reader.replay(from_index)
 
-    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> memoryview:
-        return await self._reader.read(from_index, stop_index, max_bytes)
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
+        return Records(await self._reader.read(from_index, stop_index, max_bytes))
 
     async def next_readable(self, from_index: int) -> int:
         return await self._reader.next_readable(from_index)

@@ -21,6 +21,8 @@ PASS_SECONDS = 24 * 3600.0
 FILE_BYTES = 64 * 1024
 """What opening a file counts as: thousands of logs that are nearly empty are not gone through at once."""
 
+_NEXT_START = "But the next start reads this file, the log's last one, and may find the topic DAMAGED. "
+
 
 class Scrub:
     """Reads all segments of the logs that are open, passes without end. Belongs to the event loop.
@@ -78,6 +80,8 @@ class Scrub:
                 await self._look_at(log, base_index)
             except OSError as e:
                 logger.warning("%s: the scrub has left out a segment: %s", log.place, e)
+            except Exception as e:
+                logger.error("%s: the scrub has failed in the segment of index %d", log.place, base_index, exc_info=e)
 
     async def _look_at(self, log: EmbeddedLog, base_index: int) -> None:
         """A segment, twice if it seems to be damaged. Raises OSError."""
@@ -86,7 +90,7 @@ class Scrub:
         again = {damage.offset for damage in await self._damage_of(log, base_index)}
         for damage in seen:
             if damage.offset in again and log.add_damage(base_index, damage):
-                await self._say(log, damage)
+                await self._say(log, damage, is_last=base_index == log.base_indexes[-1])
 
     async def _damage_of(self, log: EmbeddedLog, base_index: int) -> list[Damage]:
         part = log.durable_part(base_index)
@@ -122,7 +126,7 @@ class Scrub:
         self._bytes_paid += size
         await self._sleep(size / self._bytes_per_second)
 
-    async def _say(self, log: EmbeddedLog, damage: Damage) -> None:
+    async def _say(self, log: EmbeddedLog, damage: Damage, *, is_last: bool) -> None:
         folder = Path(log.place)
         try:
             name = await asyncio.get_running_loop().run_in_executor(self._thread, self._name_of, folder)
@@ -130,13 +134,14 @@ class Scrub:
             name = None
         logger.error(
             "topic %s is damaged at byte %d of %s: %s. %s. All else is read and published as ever, and readers get "
-            "past it with skip_damaged. To know more, and to save what is left, stop the sidecar and run: "
+            "past it with skip_damaged. %sTo know more, and to save what is left, stop the sidecar and run: "
             "seqdedupe doctor %s",
             name or log.place,
             damage.offset,
             damage.file,
             damage.what,
             _concerned(log.incarnation, damage),
+            _NEXT_START if is_last else "",
             folder.parent.parent,
         )
 

@@ -298,7 +298,7 @@ class Segment:
                 file, self.identity, offset, end, next_index, size=size, payloads_from=payloads_from, read=read
             )
         if not piece.size:
-            raise damaged(self.path, piece.end, WHAT_STANDS_THERE[piece.why], piece.why)
+            raise self._damaged(piece.end, piece.why)
         return piece
 
     def read_step(self, offset: int, end: int, next_index: int, ownership: int) -> Step:
@@ -306,8 +306,12 @@ class Segment:
         with self.opened() as file:
             step = read_step(file, self.identity, offset, end, next_index, ownership)
         if not step.parts:
-            raise damaged(self.path, step.end, WHAT_STANDS_THERE[step.why], step.why)
+            raise self._damaged(step.end, step.why)
         return step
+
+    def _damaged(self, offset: int, why: int) -> SeqdedupeError:
+        # A log that was opened is of this version: what looks like an earlier one is a byte that has changed.
+        return damaged(self.path, offset, WHAT_STANDS_THERE[why], records.DAMAGED if why == records.OLDER else why)
 
     def forget_pages(self) -> None:
         """Has the system read the file from the disk the next time, where it can."""

@@ -10,6 +10,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,9 +22,9 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe_spark.failures import typed_failures
-from seqdedupe_spark.job.poison import names_a_row, naming
+from seqdedupe_spark.job.poison import FindMessageId, names_a_row, naming
 from seqdedupe_spark.job.range_task import Output, Report, Step, all_done, column_of
-from seqdedupe_spark.reading import read_range
+from seqdedupe_spark.reading import message_id_at, read_range
 from seqdedupe_spark.sharing import packed
 from seqdedupe_spark.stores.contract import Advance
 
@@ -120,7 +121,8 @@ class FrameTask:
         # are made and counted first: what is less than that is not the end.
         frame = frame.persist()
         try:
-            return _write(frame, output, steps, one_transaction=one_transaction)
+            find = partial(message_id_at, self.service_url, timeout_seconds=self.read_timeout_seconds)
+            return _write(frame, output, steps, find, one_transaction=one_transaction)
         finally:
             frame.unpersist()
 
@@ -143,7 +145,9 @@ class FrameTask:
         return frame
 
 
-def _write(frame: DataFrame, output: Output, steps: Sequence[Step], *, one_transaction: bool) -> list[Report]:
+def _write(
+    frame: DataFrame, output: Output, steps: Sequence[Step], find: FindMessageId, *, one_transaction: bool
+) -> list[Report]:
     with typed_failures():
         counted = {int(row[0]): int(row[1]) for row in frame.groupBy(spark_partition_id()).count().collect()}
     groups = [steps] if one_transaction else [[step] for step in steps]
@@ -153,12 +157,13 @@ def _write(frame: DataFrame, output: Output, steps: Sequence[Step], *, one_trans
         context = TaskContext.get()
         number = context.partitionId() if context else 0
         rows = all_of((batch.cast(output.schema) for batch in batches), counts[number])
-        yield _row(_commit(output, groups[number], rows if one_transaction else _inside(groups[number][0], rows)))
+        rows = rows if one_transaction else _inside(groups[number][0], rows)
+        yield _row(_commit(output, groups[number], rows, find))
 
     reports = _collect((frame.repartition(1) if one_transaction else frame).mapInArrow(write, _REPORT))
     if not reports:
         # Spark has found by itself that no row is left, and run no task.
-        return [_commit(output, group, iter(())) for group in groups]
+        return [_commit(output, group, iter(()), find) for group in groups]
     if len(reports) != len(groups):
         raise error("UNSUPPORTED_PLAN", f"Spark made {len(reports)} tasks of {len(groups)} ranges")
     return reports
@@ -176,7 +181,7 @@ def all_of(batches: Iterator[pa.RecordBatch], expected: int) -> Iterator[pa.Reco
         )
 
 
-def _commit(output: Output, steps: Sequence[Step], batches: Iterator[pa.RecordBatch]) -> Report:
+def _commit(output: Output, steps: Sequence[Step], batches: Iterator[pa.RecordBatch], find: FindMessageId) -> Report:
     """Writes the rows of these steps and moves their positions, unless that was done already."""
     given: list[pa.RecordBatch] = []
     try:
@@ -186,7 +191,7 @@ def _commit(output: Output, steps: Sequence[Step], batches: Iterator[pa.RecordBa
                 return Report()
             written = store.write(output.job, output.table, _noted(batches, given), [Advance(*step) for step in steps])
     except SeqdedupeError as failure:
-        return Report(failure=_naming(failure, given, steps))
+        return Report(failure=_naming(failure, given, steps, find))
     return Report(sum(len(step.range) for step in steps), written)
 
 
@@ -198,7 +203,9 @@ def _noted(batches: Iterator[pa.RecordBatch], given: list[pa.RecordBatch]) -> It
         yield batch
 
 
-def _naming(failure: SeqdedupeError, given: list[pa.RecordBatch], steps: Sequence[Step]) -> SeqdedupeError:
+def _naming(
+    failure: SeqdedupeError, given: list[pa.RecordBatch], steps: Sequence[Step], find: FindMessageId
+) -> SeqdedupeError:
     """A store's failure, which says which message the row is of, if the rows do."""
     if not names_a_row(failure):
         return failure
@@ -206,7 +213,7 @@ def _naming(failure: SeqdedupeError, given: list[pa.RecordBatch], steps: Sequenc
     incarnations = {step.range.topic: step.range.incarnation for step in steps}
     try:
         topic, index = (column_of(batch, name)[row].as_py() for name in ("topic", "index"))
-        return naming(failure, topic, incarnations[topic], index)
+        return naming(failure, topic, incarnations[topic], index, find)
     except KeyError:
         return failure
 

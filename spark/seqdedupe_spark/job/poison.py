@@ -7,6 +7,9 @@ import pyarrow as pa
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 
+FindMessageId = Callable[[str, int, int], MessageId]
+"""Of a topic and its incarnation, the message ID at an index."""
+
 
 def names_a_row(failure: SeqdedupeError) -> bool:
     """Whether a store says which row it refuses: the number of the batch that it was given, and of the row in it."""
@@ -45,8 +48,12 @@ def message_of_row(count_rows: Callable[[pa.RecordBatch], int], messages: pa.Rec
     return low
 
 
-def naming(failure: SeqdedupeError, topic: str, incarnation: int, index: int) -> SeqdedupeError:
-    """The same failure, which says which message is the cause."""
-    message_id = MessageId.of(incarnation, index)
+def naming(failure: SeqdedupeError, topic: str, incarnation: int, index: int, find: FindMessageId) -> SeqdedupeError:
+    """The same failure, which says which message is the cause; its message ID too, if that can be found now."""
+    try:
+        message_id = find(topic, incarnation, index)
+    except SeqdedupeError:
+        what = f"{failure.message}; the message has index {index} in {topic}"
+        return error(failure.reason, what, hint=failure.hint, topic=topic, index=index)
     what = f"{failure.message}; the message is {message_id}, index {index}, of {topic}"
     return error(failure.reason, what, hint=failure.hint, topic=topic, index=index, message_id=message_id)

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.columns import to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
 from seqdedupe_spark.job.poison import first_failing, message_of_row, names_a_row, naming
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.reading import joined, read_range, read_stored
+from seqdedupe_spark.reading import joined, message_id_at, read_range, read_stored
 from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
 
 Transform = Callable[[pa.RecordBatch], pa.RecordBatch | None]
@@ -176,7 +176,7 @@ class RangeTask:
             if found is None:
                 raise
             topic, incarnation, index = (_value(messages, name, found) for name in ("topic", "incarnation", "index"))
-            raise naming(failure, topic, incarnation, index) from failure
+            raise naming(failure, topic, incarnation, index, self._find_message_id) from failure
 
     def _naming(self, failure: SeqdedupeError, tally: _Tally, ranges: Sequence[Range]) -> SeqdedupeError:
         """A store's failure, which says which message the row was made of. That one is read again for it."""
@@ -193,7 +193,10 @@ class RangeTask:
             there = pc.is_in(column_of(read, "index"), value_set=indexes)
             (messages,) = read.filter(there).combine_chunks().to_batches()
             found = message_of_row(lambda some: len(self._rows(some) or ()), messages, row)
-        return naming(failure, topic, incarnation, indexes[found].as_py())
+        return naming(failure, topic, incarnation, indexes[found].as_py(), self._find_message_id)
+
+    def _find_message_id(self, topic: str, incarnation: int, index: int) -> MessageId:
+        return message_id_at(self.service_url, topic, incarnation, index, self.read_timeout_seconds)
 
 
 def column_of(batch: pa.RecordBatch | pa.Table, name: str) -> Any:

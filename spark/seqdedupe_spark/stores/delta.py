@@ -42,7 +42,7 @@ from seqdedupe_spark.stores.kinds import (
 )
 
 _NO_MESSAGE = MessageId(-1, -1)
-"""Stands for the message ID of a topic's start. The ledgers of messages are not negative."""
+"""For no message ID: at a topic's start, or because it is not known. The ledgers of messages are not negative."""
 
 _PROPERTY = "seqdedupe."
 

@@ -264,6 +264,8 @@ class StoreConformance:
             Position(1, MessageId(1, 7), 7, 2**64 - 1),
             Position(1, MessageId(1, 7), 7, 2**63),
             Position(1, MessageId(1, 7), 7, 1),
+            Position(1, None, 7),
+            Position(1, None, 0, 1),
         ],
         ids=str,
     )
@@ -274,7 +276,7 @@ class StoreConformance:
         store.write(JOB, harness.table, iter([]), [Advance(Range(OTHER, position, end), 2**40)])
         with harness.factory() as again:
             assert again.positions(JOB)[OTHER] == Stored(end, 2**40)
-            unknown = end._replace(index=end.index + 1, ownership=0)
+            unknown = end._replace(index=end.index + 1, message_id=None, ownership=0)
             again.write(JOB, harness.table, iter([]), [Advance(Range(OTHER, end, unknown), 2**40)])
             assert again.positions(JOB)[OTHER] == Stored(unknown, 2**40)
 

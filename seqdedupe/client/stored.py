@@ -1,0 +1,115 @@
+"""What readers get: batches as the log stores them, and the messages in them."""
+
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+
+from seqdedupe.batch import Batch
+from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_ids import MessageIds
+
+_EPOCH = datetime.fromtimestamp(0, UTC)
+
+
+@dataclass(slots=True)
+class StoredBatch:
+    """A batch as the log stores it. Row i has index `base_index + i`."""
+
+    batch: Batch
+    base_index: int
+    publish_time_ms: int
+    incarnation: int
+    ownership: int = 0
+    """See `Position`."""
+    message_ids: MessageIds | None = None
+    """Those of the rows, where the log gives them; None where the index says them, as in the embedded log."""
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def position(self, row: int) -> Position:
+        """The position of a row's message, from which to read on after it."""
+        return Position(self.incarnation, self.message_id(row), self.base_index + row, self.ownership)
+
+    def message_id(self, row: int) -> MessageId:
+        """That of a row's message."""
+        if self.message_ids is None:
+            return MessageId.of(self.incarnation, self.base_index + row)
+        return self.message_ids[row]
+
+    def rest(self, row: int) -> "StoredBatch":
+        """The rows from this one on."""
+        if not row:
+            return self
+        rest = self.batch.take(np.arange(row, len(self)))
+        ids = self.message_ids and self.message_ids.cut(row, len(self))
+        return replace(self, batch=rest, base_index=self.base_index + row, message_ids=ids)
+
+
+class Message:
+    """One message. Its columns are looked at when they are asked for."""
+
+    __slots__ = ("_row", "_stored")
+
+    def __init__(self, stored: StoredBatch, row: int) -> None:
+        self._stored = stored
+        self._row = row
+
+    @property
+    def payload(self) -> bytes | None:
+        return self._stored.batch.payloads[self._row]
+
+    @property
+    def key(self) -> bytes | None:
+        return self._stored.batch.keys[self._row]
+
+    @property
+    def properties(self) -> dict[str, str]:
+        return self._stored.batch.properties_of(self._row)
+
+    @property
+    def event_time_ms(self) -> int:
+        """Milliseconds since 1970 as the producer set them; 0 is none."""
+        times = self._stored.batch.event_times_ms
+        return int(times[self._row]) if len(times) else 0
+
+    @property
+    def event_time(self) -> datetime | None:
+        """The event time in UTC. Raises OverflowError for one that `datetime` cannot hold."""
+        return _EPOCH + timedelta(milliseconds=self.event_time_ms) if self.event_time_ms else None
+
+    @property
+    def publish_time_ms(self) -> int:
+        """When the log took the message, in milliseconds since 1970. Never falls within a topic."""
+        return self._stored.publish_time_ms
+
+    @property
+    def publish_time(self) -> datetime:
+        """The publish time in UTC."""
+        return _EPOCH + timedelta(milliseconds=self._stored.publish_time_ms)
+
+    @property
+    def producer_name(self) -> str:
+        batch = self._stored.batch
+        return (batch.producer_names[batch.producer_of(self._row)] or b"").decode()
+
+    @property
+    def sequence_id(self) -> int:
+        return int(self._stored.batch.sequence_ids[self._row])
+
+    @property
+    def index(self) -> int:
+        return self._stored.base_index + self._row
+
+    @property
+    def message_id(self) -> MessageId:
+        return self._stored.message_id(self._row)
+
+    @property
+    def position(self) -> Position:
+        """From which to read on after this message."""
+        return self._stored.position(self._row)
+
+    def __repr__(self) -> str:
+        return f"Message({self.producer_name!r}, sequence_id={self.sequence_id}, message_id={self.message_id})"
