@@ -1,6 +1,7 @@
 """A broker's checks and replay over `Attach`, against an echo of the same bytes.
 
-A frame is checked, answered and reported, several of them in flight; the replay waits at its end only.
+A frame is checked, answered and reported, several of them in flight; the replay waits at its end only. Its client has
+encoded all messages beforehand, as that of the echo has.
 """
 
 import asyncio
@@ -45,10 +46,15 @@ def _columns(frame: int, rows: int) -> dict[str, bytes]:
 
 
 def _checks(token: int, rows: int) -> list[bytes]:
-    return [
-        wire.AttachRequest(token=token, checks=[wire.Check(frame=frame, **_columns(frame, rows))]).SerializeToString()
-        for frame in range(ROWS // rows)
-    ]
+    """Each also reports what was checked `IN_FLIGHT` messages before, which is answered when this one may be sent."""
+    made = []
+    for frame in range(ROWS // rows):
+        request = wire.AttachRequest(token=token, checks=[wire.Check(frame=frame, **_columns(frame, rows))])
+        if frame >= IN_FLIGHT:
+            oldest = (frame - IN_FLIGHT) * rows
+            request.report.MergeFrom(wire.Report(first_admission=oldest, persisted=rows, position=b"%d" % frame))
+        made.append(request.SerializeToString())
+    return made
 
 
 def _replays(token: int, rows: int) -> list[bytes]:
@@ -90,17 +96,15 @@ async def answer(call: Any) -> Any:
 
 
 async def _decisions(address: str, rows: int) -> float:
-    """What was answered is reported with the check that follows."""
     async with grpc.aio.insecure_channel(address, options=setup.LARGE) as channel:
         method: Any = channel.stream_stream(ATTACH)
         call = method()
         token = await _begun(call)
         await call.write(wire.AttachRequest(token=token, end_replay=wire.EndReplay()).SerializeToString())
         await answer(call)
-        # Without its token: that comes first, and with it the report.
-        checks = [check[9:] for check in _checks(token, rows)]
+        checks = _checks(token, rows)
         room = asyncio.Semaphore(IN_FLIGHT)
-        answered = reported = 0
+        answered = 0
 
         async def read() -> None:
             nonlocal answered
@@ -115,13 +119,7 @@ async def _decisions(address: str, rows: int) -> float:
         reader = asyncio.ensure_future(read())
         for check in checks:
             await room.acquire()
-            request = wire.AttachRequest(token=token)
-            if answered > reported:
-                report = request.report
-                report.first_admission, report.persisted = reported * rows, (answered - reported) * rows
-                report.position = b"%d" % answered
-                reported = answered
-            await call.write(request.SerializeToString() + check)
+            await call.write(check)
         await reader
         return ROWS / (time.perf_counter() - began)
 

@@ -21,6 +21,12 @@ SERVICE = "seqdedupe.v1.DedupeService"
 
 MAX_TOKEN = 2**64 - 1
 
+MAX_UNSENT_BYTES = 256 * 1024
+"""Of a broker whose answers wait for so much, nothing more is taken until they are sent."""
+
+TRIM_NEWS_SECONDS = 0.1
+"""So long news of the trim position waits for an answer to go with: to a busy broker none goes alone."""
+
 END_SECONDS = 1.0
 """A client that reads nothing for so long is not told why its attachment ends."""
 
@@ -82,10 +88,12 @@ class _Hold:
         self._held_bytes = 0
         """For admissions in flight, of the memory that all clients share."""
         self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
         self._news = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_ended = False
-        self._attachment: Attachment = topic.attach(stream.end, self._news.set)
+        self._told_trim_position = b""
+        self._attachment: Attachment = topic.attach(stream.end, self._trim_moved)
         self._writer = asyncio.ensure_future(self._send_all())
         # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
         self._writer.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -106,8 +114,9 @@ class _Hold:
         attached = wire.Attached(token=self._token, replay_after=attachment.position, incarnation=topic.incarnation)
         self._say(wire.AttachResponse(attached=attached))
         while (data := await self._stream.read()) is not grpc.aio.EOF:
-            # What one message asked for may wait while another is written, and no more.
-            await self._has_room.wait()
+            if self._unsent_bytes > MAX_UNSENT_BYTES:
+                self._has_room.clear()
+                await self._has_room.wait()
             request = parse_steps(data)
             if request.token != self._token:
                 raise error("NOT_ATTACHED", "the token is not that of this attachment")
@@ -181,19 +190,28 @@ class _Hold:
 
     def _say(self, answer: Any) -> None:
         self._unsent.append(answer.SerializeToString())
-        self._has_room.clear()
+        self._unsent_bytes += len(self._unsent[-1])
         self._news.set()
 
+    def _trim_moved(self) -> None:
+        asyncio.get_running_loop().call_later(TRIM_NEWS_SECONDS, self._tell_trim)
+
+    def _tell_trim(self) -> None:
+        if self._told_trim_position != self._topic.trim_position:
+            self._news.set()
+
     async def _send_all(self) -> None:
-        """Sends what is said, and news of the trim position, until nothing more comes."""
+        """Sends what is said, and where the trim position is, until nothing more comes."""
         while not self._has_ended or self._unsent:
             if not self._unsent:
                 await self._news.wait()
             self._news.clear()
-            trim = wire.AttachResponse(trim_position=self._topic.trim_position)
+            self._told_trim_position = self._topic.trim_position
+            trim = wire.AttachResponse(trim_position=self._told_trim_position)
             # Messages one after the other are one message.
             data = b"".join((*self._unsent, trim.SerializeToString()))
             self._unsent.clear()
+            self._unsent_bytes = 0
             self._has_room.set()
             if data:
                 await self._stream.write(data)

@@ -11,7 +11,7 @@ from seqdedupe.client.admin import Admin
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS, call, check_not_forked, new_channel, typed_errors
 from seqdedupe.client.producer import Producer
-from seqdedupe.client.reader import Reader, Start
+from seqdedupe.client.reader import OnWaiting, Reader, Start
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -80,9 +80,18 @@ class Client:
         follow: bool = False,
         stop_index: int | None = None,
         skip_damaged: bool = False,
+        on_waiting: OnWaiting | None = None,
     ) -> Reader:
         """A reader, see `Reader`."""
-        return Reader(self._address, topic, start, follow=follow, stop_index=stop_index, skip_damaged=skip_damaged)
+        return Reader(
+            self._address,
+            topic,
+            start,
+            follow=follow,
+            stop_index=stop_index,
+            skip_damaged=skip_damaged,
+            on_waiting=on_waiting,
+        )
 
     async def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError; RECOVERING if its end is still not known after 30 seconds."""

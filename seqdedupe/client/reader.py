@@ -1,7 +1,8 @@
 """The reader: a topic's messages in order, none skipped, none doubled, over broken connections and restarts."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -22,6 +23,10 @@ from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 Start = Position | MessageId | int | Literal["earliest", "latest"]
 """After a position or a message ID, at an index, with the first message left, or with the next one published."""
 
+OnWaiting = Callable[[UnavailableError], None]
+
+SAY_WAITING_SECONDS = 1.0
+
 _READ_STREAM = "/seqdedupe.v1.ReadService/ReadStream"
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
@@ -39,6 +44,9 @@ class Reader:
     Messages that are damaged on the sidecar's disk end it, unless `skip_damaged` says to go on with the next one that
     can be read. What is missing is in `skipped` before any message after it is handed out.
 
+    `on_waiting` is called, on the event loop, once each time that it has waited for the sidecar, or for the topic's
+    recovery, for a second: with why. Waiting for messages that are not there yet is none of that.
+
     Raises `PositionError` if that cannot be (the messages are trimmed, the topic was recreated, or ends before where it
     ended when the reader connected), `NotFoundError`
     for an unknown topic, `DamagedError` for what is damaged where it reads (not with `skip_damaged`).
@@ -53,6 +61,7 @@ class Reader:
         follow: bool = False,
         stop_index: int | None = None,
         skip_damaged: bool = False,
+        on_waiting: OnWaiting | None = None,
     ) -> None:
         if stop_index is not None and (follow or stop_index < 0):
             why = "an index is 0 or higher" if stop_index < 0 else "a reader that follows has no end"
@@ -61,6 +70,8 @@ class Reader:
         self.skipped: list[range] = []
         """With `skip_damaged`, the indexes of messages that were passed over, in order."""
         self._skip_damaged = skip_damaged
+        self._on_waiting = on_waiting
+        self._lost_at: float | None = None  # since when nothing was answered; None: something was
         self._address = address
         self._start = start
         self._follow = follow
@@ -156,12 +167,21 @@ class Reader:
                         return False
             except UnavailableError as e:
                 await self._disconnect()
+                self._say_waiting(e)
                 await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except BaseException:
                 # Cancelled or refused: what was under way is void, a later call starts from the position.
                 await self._disconnect()
                 raise
         return False
+
+    def _say_waiting(self, why: UnavailableError) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._lost_at is None:
+            self._lost_at = now
+        if self._on_waiting is not None and now - self._lost_at >= SAY_WAITING_SECONDS:
+            self._lost_at = math.inf  # said
+            self._on_waiting(why)
 
     def take_record(self) -> bool:
         """Takes a batch in hand that was received already; false if there is none. Not while `fetch` is under way."""
@@ -258,6 +278,7 @@ class Reader:
             if self._is_at_stop:
                 return False
             raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream before its end")
+        self._lost_at = None
         self._check_incarnation(answer.incarnation)
         if answer.HasField("skipped"):
             self._skip(answer.skipped.first_index, answer.skipped.next_index)

@@ -30,7 +30,7 @@ def examine_log(
     """
     bases = base_indexes(folder)
     found.first_index = found.next_index = bases[0] if bases else 0
-    tally = Tally()
+    tally = Tally(str(folder))
     tally.begin(found.first_index)
     last_file = folder / f"{bases[-1] if bases else 0:020d}{SUFFIX}"
     meeting = _Meeting(tally, loaded, found, last_file)

@@ -22,9 +22,10 @@ _TERM_SHIFT = 32
 
 
 class Tally:
-    """Is given a log in order, and merges it as recovery does."""
+    """Is given a log in order, and merges it as recovery does. `place` is where the log is, for a person."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: str) -> None:
+        self._place = place
         self.producers = Producers()
         self.policy: Policy | None = None
         self.term = 0
@@ -46,7 +47,7 @@ class Tally:
         raw, table = part.raw, part.table
         self.messages += int(table[:, ROWS].sum())
         self.term = max(self.term, int(table[:, TERM].max()))
-        for batches_of_run, changes in control.runs(raw, table):
+        for batches_of_run, changes in control.runs(raw, table, self._place):
             if len(batches_of_run):
                 self._confirm(raw, batches_of_run)
             for change, term, index in changes:

@@ -18,6 +18,10 @@ logger = logging.getLogger("seqdedupe.topic")
 
 NOBODY = "no broker is attached"
 
+COUNT_SECONDS = 0.05
+"""Entries that are stored within it count together towards the next snapshot: a log may grow by millions a second, and
+would be snapshotted without a break."""
+
 
 class AttachedTopic(TopicBase):
     """The numbers of a topic of a broker. `confirmed_index` counts the entries that the log is known to hold.
@@ -53,6 +57,8 @@ class AttachedTopic(TopicBase):
         self._end: Callable[[SeqdedupeError], None] | None = None
         self._trim_moved: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._uncounted = 0
+        self._counting: asyncio.TimerHandle | None = None
 
     @property
     def first_index(self) -> int:
@@ -130,8 +136,7 @@ class AttachedTopic(TopicBase):
     def replayed(self, attachment: Attachment, entries: int) -> None:
         """So many entries were replayed, up to `attachment.position`."""
         self.position = attachment.position
-        self.confirmed_index += entries
-        self.snapshotter.stored(entries)
+        self._stored(entries)
 
     def ready(self) -> None:
         """The replay has ended."""
@@ -146,7 +151,7 @@ class AttachedTopic(TopicBase):
         except SeqdedupeError:
             self.counters.refused += 1
             raise
-        self.counters.count_verdicts(checked.verdicts)
+        self.counters.count_verdicts(checked.verdicts, checked.admissions)
         if self._timer is None and attachment.in_flight:
             self._watch(attachment)
         return checked
@@ -158,9 +163,21 @@ class AttachedTopic(TopicBase):
         attachment.report(first_admission, persisted, position, failed)
         if persisted:
             self.position = attachment.position
-            self.confirmed_index += persisted
-            self.snapshotter.stored(persisted)
+            self._stored(persisted)
         self.counters.log_failures += bool(failed)
+
+    def _stored(self, entries: int) -> None:
+        self.confirmed_index += entries
+        self._uncounted += entries
+        if self._counting is None:
+            self._count()
+
+    def _count(self) -> None:
+        self._counting = None
+        if self._uncounted:
+            self.snapshotter.stored(self._uncounted)
+            self._uncounted = 0
+            self._counting = asyncio.get_running_loop().call_later(COUNT_SECONDS, self._count)
 
     def _watch(self, attachment: Attachment) -> None:
         """Looks again when the oldest admission in flight will have waited for too long."""

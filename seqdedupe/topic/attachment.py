@@ -59,9 +59,10 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Verdicts, and the number of the first admission among them (NO_ADMISSION if there is none)."""
+    """Verdicts, how many admissions they are, and the number of the first one (NO_ADMISSION if there is none)."""
 
     verdicts: Uint8s
+    admissions: int
     first_admission: int
 
 
@@ -190,7 +191,7 @@ class Attachment:
         overlap = policy.deduplication_enabled and policy.overlap is OverlapPolicy.REJECT
         if self.has_failed:
             self._check_sound(columns, overlap=overlap)
-            return Checked(np.full(rows, UNKNOWN, np.uint8), NO_ADMISSION)
+            return Checked(np.full(rows, UNKNOWN, np.uint8), 0, NO_ADMISSION)
         verdicts = np.empty(rows, np.uint8)
         new = ranges.judge(
             columns.handles,
@@ -208,12 +209,12 @@ class Attachment:
         if new < 0:
             raise self._unsound(columns, -new, int(self._found[0]))
         if not new:
-            return Checked(verdicts, NO_ADMISSION)
+            return Checked(verdicts, 0, NO_ADMISSION)
         first = self._admitted
         admitted = columns if new == rows else columns[verdicts == NOT_DUP]
         self._in_flight.append(_Admitted(admitted, now_seconds))
         self._admitted += new
-        return Checked(verdicts, first)
+        return Checked(verdicts, new, first)
 
     def _check_sound(self, columns: Columns, *, overlap: bool) -> None:
         found, numbers = self._found, self._producers.numbers

@@ -11,10 +11,10 @@ from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
-from seqdedupe.errors import error
+from seqdedupe.errors import DamagedError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.records import body_of
+from seqdedupe.format.records import body_of, file_offset_of
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.topic.policy import Policy
 
@@ -148,16 +148,21 @@ def decode(body: bytes) -> tuple[Change, int]:
     raise error("NEWER_FORMAT", "the log has a control record of a kind that this version does not know")
 
 
-def runs(chunk: bytes, table: Int64s) -> Iterator[tuple[Int64s, list[tuple[Change, int, int]]]]:
+def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list[tuple[Change, int, int]]]]:
     """Scanned records as runs: first the batches of each are to be merged, then its changes (change, term, index).
 
     All that merges by maximum may come in any order, so that there is one run of it. A reset is a run of its own.
-    Raises as `decode`.
+    `place` is that of the log, for a person. Raises as `decode`, with where the record stands.
     """
     first = 0
     changes: list[tuple[Change, int, int]] = []
     for k in np.flatnonzero((table[:, ROWS] == 0) & (table[:, TERM] == 0)).tolist():
-        change, term = decode(body_of(chunk, table[k]))
+        try:
+            change, term = decode(body_of(chunk, table[k]))
+        except DamagedError as e:
+            index, offset = int(table[k, BASE_INDEX]), file_offset_of(chunk, table[k])
+            where = f"the log {place}, at byte {offset} of a segment, before the message with index {index}"
+            raise error(e.reason, f"{where}: {e.message}", index=index, offset=offset) from e
         if isinstance(change, Reset):
             yield table[first:k], changes
             first, changes = k, []

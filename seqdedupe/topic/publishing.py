@@ -211,7 +211,7 @@ class Topic(TopicBase):
 
     def _merge(self, chunk: bytes, table: recovery.Table, count: int, runs_of: recovery.RunsOf) -> None:
         """Records found in the log; what is in flight and among them is confirmed and answered."""
-        for batches, changes in control.runs(chunk, table[:count]):
+        for batches, changes in control.runs(chunk, table[:count], self.log.place):
             if len(batches):
                 self.producers.replay(chunk, batches, len(batches))
             for change, term, index in changes:

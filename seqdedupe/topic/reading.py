@@ -33,8 +33,8 @@ CUT_BYTES = 4_000_000
 
 
 _SKIP_HINT = (
-    "What is damaged is not shown. Read past it with skip_damaged, which says which messages are missing; or restore "
-    "logs and store from one backup. `seqdedupe doctor` says what else is damaged."
+    "What is damaged is not shown. Read past it with skip_damaged (`seqdedupe read --skip-damaged`), which says which "
+    "messages are missing; or restore logs and store from one backup. `seqdedupe doctor` says what else is damaged."
 )
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.rule import DUP, NOT_DUP
+from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.log.contract import DamageFound
 from seqdedupe.message_id import MessageId, Position
@@ -57,15 +57,15 @@ class Counters:
         if receipt.verdicts is None:
             self.not_dup += new_rows
         else:
-            self.count_verdicts(receipt.verdicts)
+            self.count_verdicts(receipt.verdicts, new_rows)
 
-    def count_verdicts(self, verdicts: Uint8s) -> None:
-        """These verdicts were given."""
-        marks = verdicts.tobytes()
-        new, dup = marks.count(NOT_DUP), marks.count(DUP)
-        self.not_dup += new
+    def count_verdicts(self, verdicts: Uint8s, new_rows: int) -> None:
+        """These verdicts were given, so many of them NOT_DUP."""
+        old_rows = len(verdicts) - new_rows
+        dup = verdicts.tobytes().count(DUP) if old_rows else 0
+        self.not_dup += new_rows
         self.dup += dup
-        self.unknown += len(marks) - new - dup
+        self.unknown += old_rows - dup
 
 
 class TopicBase(ABC):

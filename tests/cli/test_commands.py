@@ -61,6 +61,29 @@ def test_following_ends_quietly_at_ctrl_c(run: Run, tmp_path: Path, environment:
         assert process.stderr.read().strip() == b""
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_reading_says_once_that_the_sidecar_is_lost(tmp_path: Path, as_json: bool) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        with Client(sidecar.address) as client, client.producer("t", "p") as producer:
+            producer.send(b"1")
+        command = [COMMAND, "read", "t", "--follow", "--address", sidecar.address, *["--json"] * as_json]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline()
+            sidecar.kill()
+            said = process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(TIMEOUT_SECONDS) == 130
+            assert process.stderr.read().strip() == b""
+    if as_json:
+        waiting = json.loads(said)["waiting"]
+        assert (waiting["topic"], waiting["reason"]) == ("persistent://public/default/t", "UNREACHABLE")
+    else:
+        assert said.startswith(b"seqdedupe: waiting: ")
+        assert sidecar.address.encode() in said
+
+
 def test_a_broken_pipe_is_quiet(run: Run, tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "a").write_bytes(lines(RECORDS))
     run("publish", "a", "--topic", "pipe", "--producer", "p")

@@ -94,18 +94,25 @@ def test_following_waits_for_a_message_that_fits(run: Run, environment: dict[str
     run("topics", "create", "awaited")
     command = [COMMAND, "read", "awaited", "--from", "latest", "--follow", "--where", "key=wanted"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        with Client(environment["SEQDEDUPE_ADDRESS"]) as client, client.producer("awaited", "b") as producer:
-            while process.poll() is None and not select.select([process.stdout], [], [], 0.05)[0]:
-                producer.send(b"other", key="other")
-                producer.send(b"this", key="wanted")
-                producer.flush()
-        assert process.stdout.readline() == b"this\n"
-        process.send_signal(signal.SIGINT)
-        assert set(process.stdout.read().splitlines()) <= {b"this"}
-        assert process.wait(TIMEOUT_SECONDS) == 130
-        assert process.stderr.read().strip() == b""
+        try:
+            follow_until_interrupted(process, environment["SEQDEDUPE_ADDRESS"])
+        finally:
+            process.kill()
+
+
+def follow_until_interrupted(process: "subprocess.Popen[bytes]", address: str) -> None:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with Client(address) as client, client.producer("awaited", "b") as producer:
+        while process.poll() is None and not select.select([process.stdout], [], [], 0.05)[0]:
+            producer.send(b"other", key="other")
+            producer.send(b"this", key="wanted")
+            producer.flush()
+    assert process.stdout.readline() == b"this\n"
+    process.send_signal(signal.SIGINT)
+    assert set(process.stdout.read().splitlines()) <= {b"this"}
+    assert process.wait(TIMEOUT_SECONDS) == 130
+    assert process.stderr.read().strip() == b""
 
 
 @pytest.mark.parametrize(

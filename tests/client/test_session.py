@@ -28,6 +28,7 @@ from seqdedupe.client import (
     UnavailableError,
     Verdict,
 )
+from seqdedupe.client import reader as reader_module
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _id_column
 from seqdedupe.client.session import FULL_MESSAGE_BYTES
 from seqdedupe.errors import NEVER, ConfigurationError
@@ -423,6 +424,33 @@ async def test_a_reader_passes_over_nothing(
             async for message in reader:
                 seen.append(message.index)  # noqa: PERF401
     assert seen == [0, 1]
+
+
+async def test_a_reader_says_once_what_it_waits_for(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "SAY_WAITING_SECONDS", 0.2)
+    said: list[str] = []
+    refusals = [2, 2]  # so many more after each has been said
+
+    def on_read(request: read_pb2.ReadStreamRequest) -> Iterable[read_pb2.ReadStreamResponse]:
+        if not request.start.HasField("after"):
+            return [page((0, 1))]
+        at = request.start.after.index
+        if len(said) > at:
+            refusals[at] -= 1
+        if refusals[at] >= 0:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "RECOVERING", 20)
+        return [page((at + 1, 1))]
+
+    last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=2))
+    fake.on_unary, fake.on_read = lambda _: last.SerializeToString(), on_read
+    async with Client(fake.address) as client:
+        async with client.reader("t", on_waiting=lambda why: said.append(why.reason)) as reader:
+            assert [message.index async for message in reader] == [0, 1, 2]
+        assert said == ["RECOVERING", "RECOVERING"]
+        fake.on_read = lambda _: [page((0, 3))]
+        async with client.reader("t", on_waiting=lambda why: said.append(why.reason)) as reader:
+            assert [message.index async for message in reader] == [0, 1, 2]
+    assert len(said) == 2
 
 
 def with_message_ids(page: read_pb2.ReadStreamResponse, *runs: tuple[int, int, int, int]) -> Any:

@@ -179,7 +179,7 @@ async def test_what_is_wrong_once_is_no_damage(
         assert await scrubbed(log) == DamageFound(0, 0)
         assert disk.bad == 0
         disk.bad = 10**6
-        assert (await scrubbed(log)).places == 3
+        assert (await scrubbed(log)).places == 2
     await log.close()
 
 
@@ -195,6 +195,27 @@ async def test_a_file_that_cannot_be_opened_now_is_no_damage(
         assert disk.bad == 0
     assert "left out a segment" in caplog.text
     assert said(caplog) == []
+    await log.close()
+
+
+async def test_the_end_is_left_alone_until_it_was_written_again(
+    logs: EmbeddedLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_three(tmp_path)
+    log = await logs.open(INCARNATION, 39)
+    dropped = set[str]()
+    really = os.posix_fadvise
+
+    def posix_fadvise(file: int, offset: int, size: int, advice: int) -> None:
+        dropped.add(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        really(file, offset, size, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", posix_fadvise)
+    await scrubbed(log)
+    assert dropped == {f"{base:020d}.log" for base in (0, 13)}
+    await Owner(log, 2).open()
+    await scrubbed(log)
+    assert dropped == {f"{base:020d}.log" for base in (0, 13, 26)}
     await log.close()
 
 

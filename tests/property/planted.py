@@ -318,8 +318,8 @@ def reset_before_the_last_message_replayed_after_it(patch: pytest.MonkeyPatch) -
 def reset_replayed_after_the_batches_that_follow_it(patch: pytest.MonkeyPatch) -> None:
     original = control.runs
 
-    def runs(chunk: bytes, table: Any) -> Any:
-        found = list(original(chunk, table))
+    def runs(chunk: bytes, table: Any, place: str) -> Any:
+        found = list(original(chunk, table, place))
         yield table, [change for _, changes in found for change in changes]
 
     patch.setattr(control, "runs", runs)

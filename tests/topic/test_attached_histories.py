@@ -18,6 +18,7 @@ from seqdedupe.batch import Binary
 from seqdedupe.core.rule import DUP, NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic import attached
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Attachment, Columns
 from seqdedupe.topic.policy import Applied, GapPolicy
@@ -326,7 +327,8 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[CrashableStore]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CrashableStore]:
+    monkeypatch.setattr(attached, "COUNT_SECONDS", 0.0)
     logger = logging.getLogger("seqdedupe")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -6,6 +6,7 @@ power cut leaves, the broker can attach with what it has kept, and its producers
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.store.db import _Opening
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic import attached
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Attachment, Columns
 from seqdedupe.topic.directory import Topics
@@ -196,6 +198,26 @@ async def test_a_store_that_loses_what_it_has_called_durable_is_found_out(store:
     store.lies = True
     with pytest.raises(AssertionError, match="are gone"):
         await live_and_die(store, 0, 0)
+
+
+@pytest.mark.parametrize(("seconds", "is_often"), [(1000.0, False), (0.0, True)])
+async def test_a_log_that_grows_fast_is_not_snapshotted_without_a_break(
+    store: BrokenStore, monkeypatch: pytest.MonkeyPatch, seconds: float, is_often: bool
+) -> None:
+    monkeypatch.setattr(attached, "COUNT_SECONDS", seconds)
+    incarnation = store.next_incarnation(1)
+    store.watch(incarnation)
+    broker = Broker()
+    broker.attach(start(store, incarnation))
+    broker.topic.snapshotter.apply(replace(APPLIED, deduplication_entries_interval=1))
+    store.syncs = 0
+    for _ in range(20):
+        broker.publish()
+        await asyncio.sleep(0)
+        await broker.topic.snapshotter.finish()
+    assert (store.syncs > 5) if is_often else (store.syncs == 1)
+    await broker.topic.drain()
+    assert broker.topic.trim_position == b"%d" % broker.length
 
 
 async def test_draining_with_a_failing_store_ends(store: BrokenStore) -> None:

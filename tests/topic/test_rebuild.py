@@ -14,11 +14,12 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.control import Sessions, decode, encode
+from seqdedupe.topic.control import Sessions, decode, encode, runs
 from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
 from tests.batches import batch
+from tests.log.batches import encoded_batch
 from tests.log.faulty import FaultyLog, Storage
 
 INCARNATION = 5
@@ -200,3 +201,18 @@ def test_a_control_record_is_read_as_it_was_written() -> None:
 def test_a_control_record_of_another_kind_is_of_a_newer_format() -> None:
     with pytest.raises(DamagedError, match="NEWER_FORMAT"):
         decode(b"\xaa\x06\x00")
+
+
+@pytest.mark.parametrize(("body", "reason"), [(b"\xaa\x06\x00", "NEWER_FORMAT"), (b"\x0a\x7f", "LOG_DAMAGED")])
+async def test_a_control_record_that_cannot_be_read_is_named_by_its_place(body: bytes, reason: str) -> None:
+    storage = Storage(1)
+    storage.add_marker(1, b"t" * 16)
+    storage.add_batch(*encoded_batch(0, 3))
+    offset = sum(map(len, storage.records))
+    storage.add_control(body)
+    log = FaultyLog(storage)
+    [entries] = [one async for one in log.replay(0)]
+    where = f"the log {log.place}, at byte {offset} of a segment, before the message with index 3: "
+    with pytest.raises(DamagedError, match=where) as caught:
+        list(runs(entries.raw, entries.table, log.place))
+    assert caught.value.reason == reason

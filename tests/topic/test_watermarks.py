@@ -387,7 +387,7 @@ async def test_retention_says_it_again_and_the_doctor_follows(stores: Callable[[
 
     topic = await start(stores())
     await import_marks(topic, MARKS)
-    tally = Tally()
+    tally = Tally("a log")
     async for entries in topic.log.replay(0):
         tally.add(Intact(entries.raw, entries.table))
     assert dict(zip(tally.producers.names_from(0), tally.persisted().tolist(), strict=True)) == MARKS

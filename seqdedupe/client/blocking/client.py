@@ -14,7 +14,7 @@ from seqdedupe.client.blocking.reader import Reader
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
-from seqdedupe.client.reader import Start
+from seqdedupe.client.reader import OnWaiting, Start
 from seqdedupe.message_id import Position
 from seqdedupe.v1 import admin_pb2
 
@@ -121,9 +121,10 @@ class Client:
         follow: bool = False,
         stop_index: int | None = None,
         skip_damaged: bool = False,
+        on_waiting: OnWaiting | None = None,
     ) -> Reader:
         """A reader, see `Reader`."""
-        return Reader(self._address, topic, start, follow, stop_index, skip_damaged)
+        return Reader(self._address, topic, start, follow, stop_index, skip_damaged, on_waiting)
 
     def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError."""

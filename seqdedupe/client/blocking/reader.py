@@ -7,13 +7,16 @@ from typing import Self
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.reader import Start
+from seqdedupe.client.reader import OnWaiting, Start
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.message_id import Position
 
 
 class Reader:
-    """As `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread."""
+    """As `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread.
+
+    `on_waiting` is called from another thread, that of all clients: it must not block.
+    """
 
     def __init__(
         self,
@@ -23,9 +26,16 @@ class Reader:
         follow: bool,
         stop_index: int | None,
         skip_damaged: bool,
+        on_waiting: OnWaiting | None,
     ) -> None:
         self._reader = _reader.Reader(
-            address, topic, start, follow=follow, stop_index=stop_index, skip_damaged=skip_damaged
+            address,
+            topic,
+            start,
+            follow=follow,
+            stop_index=stop_index,
+            skip_damaged=skip_damaged,
+            on_waiting=on_waiting,
         )
 
     def __enter__(self) -> Self:

@@ -58,6 +58,8 @@ class EmbeddedLog:
         self._reader = Reader(identity, segments, tail.next_index, shared.threads, shared.read_ahead)
         self._writer = Writer(folder, tail, shared.segment_bytes, self._on_news)
         self._opening: Opening | None = None
+        self._is_mended = False
+        """Whether what opening found at the end is known to be on the disk."""
         self._trim_below = 0
         self._trimming: asyncio.Task[None] | None = None
         self.is_closed = False
@@ -88,9 +90,13 @@ class EmbeddedLog:
         return [segment.base_index for segment in self._reader.segments]
 
     def durable_part(self, base_index: int) -> DurablePart | None:
-        """The segment that begins with this index; None if it is being removed, or gone, or the log is closed."""
+        """The segment that begins with this index; None if it is being removed, or gone, or the log is closed.
+
+        The last one only when the log has been opened for writing: after a failed sync the system may hold the only
+        good copy of its end in memory until it is written again, and whoever looks at the disk makes it forget that.
+        """
         reader = self._reader
-        for segment in () if self.is_closed else reader.segments:
+        for segment in () if self.is_closed else reader.segments[: None if self._is_mended else -1]:
             if segment.base_index == base_index and segment is not reader.leaving:
                 return DurablePart(segment.path, self.identity, base_index, segment.end, reader.index_after(segment))
         return None
@@ -142,6 +148,7 @@ class EmbeddedLog:
         opening.opened = news.failure is None
         if opening.opened:
             # What was found there was written again before the marker.
+            self._is_mended = True
             self._certain_index = news.next_index
         if opening.ready.cancelled():
             return
