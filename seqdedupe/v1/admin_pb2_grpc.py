@@ -306,8 +306,8 @@ class AdminServiceServicer(object):
 
     def ImportSnapshot(self, request_iterator, context):
         """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
-        there, so that all that came later counts, resets among it. The topic may be in any state, `RECOVERING` and
-        `DAMAGED` too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
+        there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
+        too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
         force: repeating it does no harm. Where the log is a broker's own, a topic that is not there any more is made anew.
         Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it
         does not belong to the topic's log as it is, `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.

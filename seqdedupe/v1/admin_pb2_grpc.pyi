@@ -102,8 +102,8 @@ class AdminServiceStub:
     """A topic's snapshot as of one moment, to be saved elsewhere. Error: `RECOVERING` while that is not certain."""
     ImportSnapshot: _grpc.StreamUnaryMultiCallable[_admin_pb2.ImportSnapshotRequest, _admin_pb2.ImportSnapshotResponse]
     """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
-    there, so that all that came later counts, resets among it. The topic may be in any state, `RECOVERING` and
-    `DAMAGED` too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
+    there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
+    too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
     force: repeating it does no harm. Where the log is a broker's own, a topic that is not there any more is made anew.
     Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it
     does not belong to the topic's log as it is, `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
@@ -191,8 +191,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """A topic's snapshot as of one moment, to be saved elsewhere. Error: `RECOVERING` while that is not certain."""
     ImportSnapshot: _aio.StreamUnaryMultiCallable[_admin_pb2.ImportSnapshotRequest, _admin_pb2.ImportSnapshotResponse]  # type: ignore[assignment]
     """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
-    there, so that all that came later counts, resets among it. The topic may be in any state, `RECOVERING` and
-    `DAMAGED` too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
+    there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
+    too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
     force: repeating it does no harm. Where the log is a broker's own, a topic that is not there any more is made anew.
     Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it
     does not belong to the topic's log as it is, `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
@@ -397,8 +397,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ImportSnapshotResponse, _abc.Awaitable[_admin_pb2.ImportSnapshotResponse]]:
         """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
-        there, so that all that came later counts, resets among it. The topic may be in any state, `RECOVERING` and
-        `DAMAGED` too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
+        there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
+        too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
         force: repeating it does no harm. Where the log is a broker's own, a topic that is not there any more is made anew.
         Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it
         does not belong to the topic's log as it is, `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
