@@ -80,26 +80,31 @@ def _tail() -> list[bytes]:
     return made
 
 
-async def _attach(address: str, producers: int, tail: list[bytes]) -> None:
-    """Attaches, registers all names, replays the tail; returns when checks are answered."""
+def _registers() -> list[bytes]:
+    """All names, as messages without a token."""
+    made = []
+    for first, names in _names(PRODUCERS):
+        column = Binary.of_all(names)
+        register = wire.Register(
+            first_handle=first, producer_name_offsets=column.offsets.tobytes(), producer_names=column.data
+        )
+        made.append(wire.AttachRequest(register=register).SerializeToString())
+    return made
+
+
+async def _attach(address: str, messages: list[bytes]) -> None:
+    """Attaches, registers and replays; returns when checks are answered."""
     async with grpc.aio.insecure_channel(address, options=setup.LARGE) as channel:
         method: Any = channel.stream_stream(ATTACH)
         call = method()
         await call.write(wire.AttachRequest(begin=wire.Begin(topic=setup.TOPIC)).SerializeToString())
         attached = wire.AttachResponse.FromString(await call.read()).attached
-        if attached.replay_after != (SNAPSHOT if producers else b""):
+        if attached.replay_after != (SNAPSHOT if messages else b""):
             raise RuntimeError(f"the snapshot is not there: {attached}")
-        for first, names in _names(producers):
-            column = Binary.of_all(names)
-            register = wire.Register(
-                first_handle=first, producer_name_offsets=column.offsets.tobytes(), producer_names=column.data
-            )
-            await call.write(wire.AttachRequest(token=attached.token, register=register).SerializeToString())
         token = wire.AttachRequest(token=attached.token).SerializeToString()
-        for replay in tail:
-            await call.write(token + replay)
-        last = (TAIL - 1).to_bytes(len(SNAPSHOT), "big") if tail else b""
-        end = wire.EndReplay(last_position=last)
+        for message in messages:
+            await call.write(token + message)
+        end = wire.EndReplay(last_position=(TAIL - 1).to_bytes(len(SNAPSHOT), "big") if messages else b"")
         await call.write(wire.AttachRequest(token=attached.token, end_replay=end).SerializeToString())
         await answer(call)
 
@@ -111,15 +116,15 @@ def figure(folder: Path) -> Iterator[Figure]:
         await _fill(folder / "none" / "data", 0)
 
     asyncio.run(make())
-    tail = _tail()
+    messages = _registers() + _tail()
 
-    def attached(name: str, producers: int, messages: list[bytes]) -> tuple[float, float]:
+    def attached(name: str, messages: list[bytes]) -> tuple[float, float]:
         """Seconds from the start of the process until checks are answered, and bytes resident then."""
         # Without a snapshot on the way: every round finds what `_fill` has left.
         sidecar = Sidecar(folder / name, log="broker", deduplication_entries_interval=LARGEST)
         began = time.perf_counter()
         sidecar.start()
-        setup.run(_attach(sidecar.address, producers, messages))
+        setup.run(_attach(sidecar.address, messages))
         seconds = time.perf_counter() - began
         size = psutil.Process(sidecar.pid).memory_info().rss
         sidecar.kill()
@@ -127,9 +132,9 @@ def figure(folder: Path) -> Iterator[Figure]:
 
     yield Figure(
         arms={
-            "bytes with 1M producers": lambda: attached("many", PRODUCERS, tail)[1],
-            "bytes with none": lambda: attached("none", 0, [])[1],
-            "seconds with 1M producers": lambda: attached("many", PRODUCERS, tail)[0],
+            "bytes with 1M producers": lambda: attached("many", messages)[1],
+            "bytes with none": lambda: attached("none", [])[1],
+            "seconds with 1M producers": lambda: attached("many", messages)[0],
         },
         ratios=[
             Ratio(

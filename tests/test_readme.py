@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.testing import Sidecar
+from tests.processes import running
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -59,7 +60,7 @@ def test_the_commands_do_what_they_are_shown_for(sidecar: Sidecar, tmp_path: Pat
 def test_the_sidecar_starts_as_shown(tmp_path: Path) -> None:
     """`seqdedupe serve` with the flags of the README, but for the address."""
     command: list[str | Path] = [COMMAND, "serve", "--data-directory", "./data", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+    with running(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if '"serving"' in line:

@@ -52,6 +52,8 @@ class Builder:
         self._max_batch_bytes = config.max_batch_bytes
         self.last_sequence_id = persisted
         self._last_sent = NO_SEQUENCE_ID
+        self.leaving: PendingBatch | None = None
+        """The batch that is being handed over."""
         self._start()
 
     def _start(self) -> None:
@@ -156,8 +158,10 @@ class Builder:
         if self._properties:
             _set_properties(batch, [self._properties.get(row) for row in range(rows)])
         pending.seal(batch, self._size_bytes)
+        self.leaving = pending
         self._start()
         self._emit(pending)
+        self.leaving = None
 
     def add_columns(
         self,
@@ -192,7 +196,9 @@ class Builder:
         pending.seal(batch, size_bytes)
         self._last_sent = pending.last_sequence_id
         self.last_sequence_id = max(self.last_sequence_id, self._last_sent)
+        self.leaving = pending
         self._emit(pending)
+        self.leaving = None
         return pending
 
     def _check_ids(self, sequence_ids: Numbers | None, rows: int) -> Int64s:

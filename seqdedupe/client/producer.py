@@ -95,6 +95,12 @@ class Producer(ProducerBase):
     """
 
     _linger: asyncio.Handle | None = None
+    _must_yield = False  # once a batch: a sender that never waits would keep the loop from sending anything
+    _waiting = 0  # sends that pause: none may pass them
+
+    def __init__(self, address: SidecarAddress, topic: str, name: str, config: ProducerConfig) -> None:
+        super().__init__(address, topic, name, config)
+        self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -198,13 +204,20 @@ class Producer(ProducerBase):
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None
-        self._must_pause = True
+        self._must_pause = self._must_yield = True
         self._session.add(pending)
 
     async def _pause(self) -> None:
-        # At least once a batch: a sender that never waits would keep the loop from sending anything.
-        await asyncio.sleep(0)
-        while self._state == "open" and not self._session.has_room.is_set():
-            await self._session.has_room.wait()
+        self._session.check_loop()
+        self._waiting += 1
+        try:
+            async with self._turn:  # in the order of the calls
+                if self._must_yield:
+                    self._must_yield = False
+                    await asyncio.sleep(0)
+                while self._state == "open" and not self._session.has_room.is_set():
+                    await self._session.has_room.wait()
+        finally:
+            self._waiting -= 1
         self._check_open()
-        self._must_pause = False
+        self._must_pause = self._waiting > 0

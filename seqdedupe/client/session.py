@@ -55,6 +55,7 @@ class Session:
         self._topic = topic
         self._name = name
         self._config = config
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._epochs: list[int] = []
         self._started: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -73,7 +74,8 @@ class Session:
 
     async def start(self) -> None:
         """Opens the session. Raises what keeps it from that; UnavailableError after OPEN_TIMEOUT_SECONDS."""
-        self._started = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.create_future()
         self._run_task(self._run())
         if self._config.delivery_timeout_seconds is not None:
             self._run_task(self._enforce_delivery_timeout(self._config.delivery_timeout_seconds))
@@ -83,15 +85,35 @@ class Session:
             await self.stop()
             raise
 
+    def check_loop(self) -> None:
+        """Raises INVALID_REQUEST on another event loop than that of `start`, where it would wait for ever."""
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise self._of_another_loop()
+
+    def _of_another_loop(self) -> SeqdedupeError:
+        what = f"producer {self._name!r} was opened on another event loop than this one, and belongs to it"
+        return error("INVALID_REQUEST", what, hint="Open, use and close a producer on one event loop.")
+
     def add(self, pending: PendingBatch) -> None:
         """Queues a sealed batch to be sent. After a failure, fails it."""
-        pending.queued_at = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop and self.failure is None:
+            self.outbox.failure = self._of_another_loop()
+        pending.queued_at = loop.time()
         self.outbox.add(pending)
         self._update_room()
         self._work.set()
 
+    def end_before(self, first: PendingBatch, what: str) -> None:
+        """Gives up this batch, what was added after it, and what will be; what was added before goes on."""
+        if self.failure is None:
+            message = f"{what}; what has no receipt by now may still become durable, or not"
+            self.outbox.fail(error("OUTCOME_UNKNOWN", message), first)
+            self._update_room()
+
     async def flush(self) -> None:
         """Until all that is queued now has its receipts. Raises what a batch failed with."""
+        self.check_loop()
         for pending in self.outbox.entries:
             await pending.wait()
         if self.failure is not None:
@@ -109,6 +131,7 @@ class Session:
 
     async def stop(self) -> None:
         """Stops now. What has no receipt fails with OutcomeUnknownError."""
+        self.check_loop()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -125,8 +148,11 @@ class Session:
         self._tasks.append(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """No task may end on a defect and leave others waiting for receipts."""
-        if not task.cancelled() and (defect := task.exception()) is not None:
+        """No task may end on a defect, or with its event loop, and leave others waiting for receipts."""
+        if task.cancelled():
+            if task in self._tasks and self.failure is None:  # `stop` takes them out
+                self._fail(self.outbox.outcome_unknown(f"producer {self._name!r} has ended with its event loop"))
+        elif (defect := task.exception()) is not None:
             self._fail(error("INTERNAL", f"a defect in the client: {defect!r}"))
 
     def _fail(self, failure: SeqdedupeError) -> None:

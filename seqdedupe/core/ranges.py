@@ -1,8 +1,8 @@
 """Ranges of a broker with a log of its own, as columns: looked at, remembered while they are in flight, confirmed.
 
 A row is a range of sequence IDs that nobody looks into (lowest, highest), of the producer with this handle; the
-verdicts are `rule.decide`'s. `rows_of` has the producer row of each handle. Rows that `passes` marks (an empty column:
-none) are no messages of their own, and leave no trace.
+verdicts are `rule.decide`'s. `rows_of` has the producer row of each handle, and `is_live` whether it may be used. Rows
+that `passes` marks (an empty column: none) are no messages of their own, and leave no trace.
 """
 
 import numpy as np
@@ -26,6 +26,7 @@ def look(
     highest: Int64Column,
     passes: Bytes,
     rows_of: Int64s,
+    is_live: Uint8s,
     numbers: Int64s2,
     overlap: bool,
     found: Int64s,
@@ -39,7 +40,7 @@ def look(
             continue
         found[0] = row
         handle = handles[row]
-        if handle < 0 or handle >= rows_of.shape[0] or rows_of[handle] < 0:
+        if handle < 0 or handle >= is_live.shape[0] or is_live[handle] == 0:
             return BAD_HANDLE
         if lowest[row] < 0 or highest[row] < lowest[row]:
             return BAD_ID
@@ -92,6 +93,7 @@ def judge(
     highest: Int64Column,
     passes: Bytes,
     rows_of: Int64s,
+    is_live: Uint8s,
     numbers: Int64s2,
     overlap: bool,
     gapless: bool,
@@ -104,7 +106,7 @@ def judge(
     If a row cannot be judged, or with `gapless` leaves an ID out, nothing is changed, and what `look` or `find_gap`
     answers is returned below 0.
     """
-    wrong = look(handles, lowest, highest, passes, rows_of, numbers, overlap, found)
+    wrong = look(handles, lowest, highest, passes, rows_of, is_live, numbers, overlap, found)
     if wrong == SOUND and gapless:
         wrong = find_gap(handles, lowest, highest, passes, rows_of, numbers, deduplicate, found)
     if wrong != SOUND:

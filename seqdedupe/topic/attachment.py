@@ -22,9 +22,8 @@ from seqdedupe.names import new_producer_name, producer_name
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
 
 NO_ADMISSION = -1
-NO_ROW = -1
 FIRST_HANDLES = 64
-"""There is room for; it grows."""
+"""There is room for; it grows by an eighth."""
 _NO_PASSES: Uint8s = np.zeros(0, np.uint8)
 
 
@@ -85,10 +84,10 @@ class Attachment:
         self.has_failed = False
         """Whether an admission has failed, and nobody has reset yet."""
         self._producers = producers
-        self._rows_of: Int64s = np.full(FIRST_HANDLES, NO_ROW, np.int64)
+        self._rows_of: Int64s = np.zeros(FIRST_HANDLES, np.int64)
         """The producer row of each handle."""
-        self._live_rows_of: Int64s = self._rows_of.copy()
-        """The same, but NO_ROW where the handle was released."""
+        self._is_live: Uint8s = np.zeros(FIRST_HANDLES, np.uint8)
+        """1 where the handle may be used, 0 where it was released, or not given yet."""
         self._handles = 0
         self._found: Int64s = np.zeros(2, np.int64)
         """Which row cannot be judged; of a gap, the ID that is missing."""
@@ -123,20 +122,20 @@ class Attachment:
             if producer_name(shown) not in self._producers:
                 new_producer_name(shown)
         end = self._handles + len(names)
-        if end > len(self._rows_of):
-            more = np.full(max(end, 2 * len(self._rows_of)) - len(self._rows_of), NO_ROW, np.int64)
-            self._rows_of = np.concatenate((self._rows_of, more))
-            self._live_rows_of = np.concatenate((self._live_rows_of, more))
+        if end > (room := len(self._rows_of)):
+            # In place, as `Producers` grows: there may be millions. No view of it is kept.
+            self._rows_of.resize(max(end, room + room // 8), refcheck=False)
+            self._is_live.resize(len(self._rows_of), refcheck=False)
         self._rows_of[self._handles : end] = self._producers.add_all(names)
-        self._live_rows_of[self._handles : end] = self._rows_of[self._handles : end]
+        self._is_live[self._handles : end] = 1
         self._handles = end
 
     def release(self, handles: np.ndarray) -> None:
         """These handles are not used any more. Raises INVALID_REQUEST."""
-        rows = self._live_rows_of[: self._handles]
-        if len(handles) and (handles.min() < 0 or handles.max() >= len(rows) or (rows[handles] < 0).any()):
+        is_live = self._is_live
+        if len(handles) and (handles.min() < 0 or handles.max() >= len(is_live) or not is_live[handles].all()):
             raise error("INVALID_REQUEST", "handles are released that are not registered")
-        rows[handles] = NO_ROW
+        is_live[handles] = 0
 
     # -- replay ------------------------------------------------------------------------------------------------
 
@@ -198,7 +197,8 @@ class Attachment:
             columns.lowest,
             columns.highest,
             columns.passes,
-            self._live_rows_of,
+            self._rows_of,
+            self._is_live,
             self._producers.numbers,
             overlap,
             policy.gap is GapPolicy.REJECT,
@@ -223,7 +223,8 @@ class Attachment:
             columns.lowest,
             columns.highest,
             columns.passes,
-            self._live_rows_of,
+            self._rows_of,
+            self._is_live,
             numbers,
             overlap,
             found,
@@ -241,7 +242,7 @@ class Attachment:
                 f"message {row} has the sequence IDs {lowest} to {highest}: they should be 0 or higher, and rise",
                 row=row,
             )
-        numbers = self._producers.numbers[self._live_rows_of[handle]]
+        numbers = self._producers.numbers[self._rows_of[handle]]
         pushed, persisted = int(numbers[PUSHED]), int(numbers[PERSISTED])
         if wrong == ranges.GAP:
             expected = int(self._found[1])

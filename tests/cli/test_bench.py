@@ -17,6 +17,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run
 from tests.conftest import StartSidecar
+from tests.processes import running
 
 PERCENTILES = ("p50_ms", "p95_ms", "p99_ms", "p99_9_ms", "max_ms")
 US = 1e-6
@@ -133,7 +134,7 @@ def test_latencies_under_a_rate_count_from_when_a_message_was_due(start_sidecar:
     they were sent, fewer than one in 20 would have waited."""
     sidecar = start_sidecar()
     command = [COMMAND, "bench", "t", "--rate", "400", "--seconds", "5", "--address", sidecar.address, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with running(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
         sidecar.signal(signal.SIGSTOP)
@@ -148,7 +149,7 @@ def test_latencies_under_a_rate_count_from_when_a_message_was_due(start_sidecar:
 def test_a_sidecar_that_is_killed_is_waited_for(start_sidecar: StartSidecar) -> None:
     sidecar = start_sidecar()
     command = [COMMAND, "bench", "t", "--rate", "100", "--messages", "300", "--address", sidecar.address, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with running(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
         sidecar.restart()
@@ -162,7 +163,7 @@ def test_a_sidecar_that_is_killed_is_waited_for(start_sidecar: StartSidecar) -> 
 def test_ctrl_c_while_no_receipts_come_says_how_many_are_missing(start_sidecar: StartSidecar) -> None:
     sidecar = start_sidecar()
     command = [COMMAND, "bench", "t", "--rate", "100", "--address", sidecar.address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
@@ -178,7 +179,7 @@ def test_ctrl_c_while_no_receipts_come_says_how_many_are_missing(start_sidecar: 
 
 def test_another_one_of_the_same_names_ends_it(shared_sidecar: Sidecar, environment: dict[str, str]) -> None:
     command = [COMMAND, "bench", "fenced", "--rate", "100", "--names", "3"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with running(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
@@ -193,7 +194,7 @@ def test_another_one_of_the_same_names_ends_it(shared_sidecar: Sidecar, environm
 
 def test_nobody_who_reads_on_is_quiet(environment: dict[str, str]) -> None:
     command = [COMMAND, "bench", "unread", "--rate", "100"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with running(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
@@ -236,9 +237,7 @@ def test_bad_topics(run: Run) -> None:
 
 def test_ctrl_c_ends_it_with_the_summary(run: Run, environment: dict[str, str], tmp_path: Path) -> None:
     command = [COMMAND, "bench", "stopped", "--rate", "100", "--json", "--histogram", "h"]
-    with subprocess.Popen(
-        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with running(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         first = process.stdout.readline()

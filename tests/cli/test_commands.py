@@ -18,6 +18,7 @@ from seqdedupe.command import json_text, printable
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
+from tests.processes import running
 
 RECORDS = 20_000
 NOBODY = "127.0.0.1:1"
@@ -50,7 +51,7 @@ def test_following_ends_quietly_at_ctrl_c(run: Run, tmp_path: Path, environment:
     (tmp_path / "b").write_bytes(b"2\n")
     run("publish", "a", "--topic", "followed", "--producer", "a")
     command = [COMMAND, "read", "followed", "--follow"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with running(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == b"1\n"
@@ -67,7 +68,7 @@ def test_reading_says_once_that_the_sidecar_is_lost(tmp_path: Path, as_json: boo
         with Client(sidecar.address) as client, client.producer("t", "p") as producer:
             producer.send(b"1")
         command = [COMMAND, "read", "t", "--follow", "--address", sidecar.address, *["--json"] * as_json]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             assert process.stdout.readline()
@@ -88,7 +89,7 @@ def test_a_broken_pipe_is_quiet(run: Run, tmp_path: Path, environment: dict[str,
     (tmp_path / "a").write_bytes(lines(RECORDS))
     run("publish", "a", "--topic", "pipe", "--producer", "p")
     command = [COMMAND, "read", "pipe"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with running(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == b"record 0\n"
@@ -239,7 +240,7 @@ def test_serve_without_its_packages_names_the_extra(run: Run, tmp_path: Path) ->
 
 def test_serve_serves(tmp_path: Path, environment: dict[str, str]) -> None:
     command = [COMMAND, "serve", "--data-directory", str(tmp_path / "data"), "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+    with running(command, env=environment, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         address = next(e["address"] for e in map(json.loads, process.stderr) if e["event"] == "serving")
         subprocess.run([COMMAND, "topics", "--address", address], check=True, timeout=TIMEOUT_SECONDS)
@@ -262,7 +263,7 @@ def test_what_a_terminal_may_act_on_is_shown_as_escapes() -> None:
 def on_terminal(*arguments: str, environment: dict[str, str]) -> bytes:
     """What the command writes to a terminal."""
     ours, theirs = pty.openpty()
-    with subprocess.Popen([COMMAND, *arguments], env=environment, stdout=theirs, stderr=theirs) as process:
+    with running([COMMAND, *arguments], env=environment, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         written = b""
         while True:

@@ -13,6 +13,7 @@ from seqdedupe.cli.source import Record, Source
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run
+from tests.processes import running
 
 CHANGES = b"""{"after": {"id": 5}, "meta": {"keys": ["a"]}}
 
@@ -218,7 +219,7 @@ def test_a_growing_file_is_followed(run: Run, tmp_path: Path, environment: dict[
     publish = [COMMAND, "publish", "a", "--topic", "grown", "--producer", "p", "--sequence-id-path", "id", "--follow"]
     with (tmp_path / "a").open("wb", buffering=0) as file:
         file.write(b'{"id": 1}\n{"i')
-        with subprocess.Popen(publish, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as process:
+        with running(publish, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as process:
             assert process.stderr is not None
             assert run("read", "grown", "--follow", "--limit", "1").stdout == b'{"id": 1}\n'
             file.write(b'd": 3}\n')

@@ -21,6 +21,7 @@ from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.testing import Sidecar
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
 from tests.conftest import StartSidecar
+from tests.processes import running
 
 RECORDS = 20_000
 REMEMBERED = 65_536
@@ -69,7 +70,7 @@ def test_killed_and_started_again_it_publishes_each_record_once(
     (tmp_path / "a").write_bytes(lines(RECORDS))
     os.mkfifo(tmp_path / "slow")
     command = [COMMAND, "publish", "slow", "--topic", "killed", "--producer", "p"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
+    with running(command, cwd=tmp_path, env=environment) as process:
         # The pipe holds 64 KiB: when this much is written, the first part has been read.
         with (tmp_path / "slow").open("wb") as pipe:
             pipe.write(lines(RECORDS // 2))
@@ -101,7 +102,7 @@ def test_a_sidecar_that_is_killed_is_waited_for(start_sidecar: StartSidecar, tmp
     sidecar = start_sidecar()
     os.mkfifo(tmp_path / "slow")
     command = [COMMAND, "publish", "slow", "--topic", "t", "--producer", "p", "--address", sidecar.address, "--json"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+    with running(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         with (tmp_path / "slow").open("wb") as pipe:
             pipe.write(lines(RECORDS))
             pipe.flush()
@@ -278,7 +279,7 @@ def test_a_record_within_whose_quotes_a_file_ends_is_not_published(run: Run, tmp
 @contextmanager
 def following(environment: dict[str, str], folder: Path, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
     command = [COMMAND, "publish", *arguments, "--follow"]
-    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE) as process:
+    with running(command, cwd=folder, env=environment, stderr=subprocess.PIPE) as process:
         try:
             yield process
         finally:

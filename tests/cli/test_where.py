@@ -14,6 +14,7 @@ from seqdedupe.cli.message_columns import Condition
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run
+from tests.processes import running
 
 EVIL = "\x1b]0;t\x07=\u202e"
 EVIL_NAME = "p=\u202e"
@@ -93,11 +94,8 @@ def test_limits_and_starts_are_those_of_read(run: Run, topic: str) -> None:
 def test_following_waits_for_a_message_that_fits(run: Run, environment: dict[str, str]) -> None:
     run("topics", "create", "awaited")
     command = [COMMAND, "read", "awaited", "--from", "latest", "--follow", "--where", "key=wanted"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            follow_until_interrupted(process, environment["SEQDEDUPE_ADDRESS"])
-        finally:
-            process.kill()
+    with running(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        follow_until_interrupted(process, environment["SEQDEDUPE_ADDRESS"])
 
 
 def follow_until_interrupted(process: "subprocess.Popen[bytes]", address: str) -> None:

@@ -49,6 +49,7 @@ class Names:
                 np.array(highest, np.int64),
                 np.array(passes, np.uint8) if any(passes) else np.zeros(0, np.uint8),
                 np.arange(NAMES),
+                np.ones(NAMES, np.uint8),
                 numbers,
                 overlap,
                 gapless,

@@ -13,6 +13,7 @@ import pyspark
 import pytest
 
 from seqdedupe_spark.session import workers_path
+from tests.processes import running
 from tests.spark.jobs import Gate, postgres_database
 from tests.spark.killing import BOTH, all_are_there, config, gated
 from tests.spark.killing import address as address
@@ -46,7 +47,7 @@ def daemon(name: str, ready: str, *arguments: str) -> Iterator[str]:
         else:
             pytest.fail("".join(lines))
         # What else it says has to go somewhere.
-        with subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL):
+        with running(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL):
             process.stderr.close()
             yield found[0]
             for child in psutil.Process(process.pid).children(recursive=True):

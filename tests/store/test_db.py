@@ -15,6 +15,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.records import FORMAT_VERSION, LAST_INCARNATION, seal, topic_key
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
+from tests.processes import running
 from tests.store.model import INCARNATION, State, delta, load, save, state_of, topic
 
 
@@ -93,7 +94,7 @@ else:
 
 def test_a_second_process_is_refused_while_the_first_has_the_store(folder: Path) -> None:
     command = [sys.executable, "-c", OPEN_AND_WAIT, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+    with running(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         assert first.stdin is not None
         assert first.stdout.readline() == "OPEN\n"

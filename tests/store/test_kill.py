@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import running
 from tests.store.model import load
 
 # Numbers rise by one a delta, so the state tells which delta was the last.
@@ -50,7 +51,7 @@ def test_what_was_durable_is_there_after_kill_9(folder: Path, durable_deltas: in
     reached = 0
     for _ in range(3):
         command = [sys.executable, "-c", WRITER, str(folder)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        with running(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
             for line in writer.stdout:
                 durable = int(line)

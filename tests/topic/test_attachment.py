@@ -112,8 +112,8 @@ class Anything:
         a = self.attachment
         known = len(self.producers)
         return [
-            (a.position, a.replayed, a.is_ready, a.has_failed, a.in_flight, a._settled, a._handles),
-            a._live_rows_of[: a._handles].tolist(),
+            (a.position, a.replayed, a.is_ready, a.has_failed, a.in_flight, a._settled),
+            (a._rows_of[: a._handles].tolist(), a._is_live.tolist()),
             self.producers.names_from(0),
             self.producers.numbers[:known].tolist(),
             self.producers.dirty[:known].tolist(),

@@ -4,15 +4,15 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from types import TracebackType
 from typing import Self
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.blocking.loop import event_loop, run
-from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties
+from seqdedupe.client.blocking.loop import check_is_there, event_loop, run
+from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import check_not_forked
 from seqdedupe.client.producer import ProducerBase
 from seqdedupe.client.receipts import BatchResult, PendingBatch, Published
 from seqdedupe.errors import error
@@ -21,7 +21,7 @@ from seqdedupe.errors import error
 def _wait(pending: PendingBatch, timeout_seconds: float | None) -> None:
     if pending.settled:
         return
-    check_not_forked()
+    check_is_there()
     event = threading.Event()
     pending.when_settled(event.set)
     if not event.wait(timeout_seconds):
@@ -77,7 +77,7 @@ _producers: "weakref.WeakSet[Producer]" = weakref.WeakSet()
 def _after_fork() -> None:
     """In the child, no send may wait for a thread that is not there; the next one raises."""
     for producer in _producers:
-        producer._lock = threading.Lock()
+        producer._lock = threading.RLock()
         producer._must_pause = True
 
 
@@ -89,7 +89,7 @@ class Producer(ProducerBase):
 
     def __init__(self, address: SidecarAddress, topic: str, name: str, config: ProducerConfig) -> None:
         super().__init__(address, topic, name, config)
-        self._lock = threading.Lock()  # for what is gathered; the loop's thread must never wait for it
+        self._lock = threading.RLock()  # for what is gathered; the loop's thread must never wait for it
         self._room = threading.Condition()  # held for moments only
         # The first pair is written under the lock, the second by the loop's thread.
         self._handed_over_batches = self._handed_over_bytes = 0
@@ -129,16 +129,22 @@ class Producer(ProducerBase):
         properties: Properties | None = None,
     ) -> Receipt:
         """Queues a message, see `seqdedupe.client.Producer.send`; waits only for room in the queue."""
-        self._lock.acquire()  # `with` costs twice as much, and this is called for every message
-        try:
-            if self._must_pause:
-                self._pause()
-            pending, row = self._builder.append(payload, sequence_id, key, event_time, properties)
-            if row == 0:
-                self._begin_batch()
-        finally:
-            self._lock.release()
-        return Receipt(pending, row)
+        while True:
+            try:
+                self._lock.acquire()  # `with` costs twice as much, and this is called for every message
+                if not self._must_pause or self._goes_on():
+                    pending, row = self._builder.append(payload, sequence_id, key, event_time, properties)
+                    if row == 0:
+                        self._begin_batch()
+                    self._lock.release()
+                    return Receipt(pending, row)
+                self._lock.release()
+            except BaseException as e:
+                self._check_interrupt(e)
+                with suppress(RuntimeError):  # it was interrupted before it had the lock, or after
+                    self._lock.release()
+                raise
+            self._wait_for_room()
 
     def send_batch(
         self,
@@ -150,15 +156,21 @@ class Producer(ProducerBase):
         properties: Sequence[Properties | None] | None = None,
     ) -> BatchReceipt:
         """Queues a ready batch, see `seqdedupe.client.Producer.send_batch`."""
-        with self._lock:
-            if self._must_pause:
-                self._pause()
-            return BatchReceipt(self._builder.add_columns(payloads, sequence_ids, keys, event_times_ms, properties))
+        while True:
+            with self._lock:
+                if not self._must_pause or self._goes_on():
+                    try:
+                        pending = self._builder.add_columns(payloads, sequence_ids, keys, event_times_ms, properties)
+                    except BaseException as e:
+                        self._check_interrupt(e)
+                        raise
+                    return BatchReceipt(pending)
+            self._wait_for_room()
 
     def flush(self) -> None:
         """Waits until all that was sent before has its receipts. Raises what a message failed with."""
         with self._lock:
-            self._builder.seal()
+            self._seal()
         run(self._session.flush)
 
     def close(self) -> None:
@@ -176,8 +188,35 @@ class Producer(ProducerBase):
             was_open = self._state == "open"
             self._state = "closed"
             self._must_pause = True
-            self._builder.seal()
+            self._seal()
         return was_open
+
+    def _seal(self) -> None:
+        try:
+            self._builder.seal()
+        except BaseException as e:
+            self._check_interrupt(e)
+            raise
+
+    def _check_interrupt(self, failure: BaseException) -> None:
+        """An interrupt (Ctrl-C) strikes between any two steps, and may leave half a message, or a batch that is
+        nowhere: nothing may be sent after it, nor anybody wait for it."""
+        if isinstance(failure, Exception):
+            return
+        with self._lock:
+            left, self._builder = self._builder, self._new_builder()
+            self._builder.last_sequence_id = left.last_sequence_id
+            self._must_pause = True
+            event_loop().call_soon_threadsafe(self._end_interrupted, left)
+
+    def _end_interrupted(self, left: Builder) -> None:
+        """On the loop's thread. What was handed over before still gets its receipts."""
+        self._session.end_before(left.leaving or left.pending, f"producer {self.name!r} was interrupted in mid-send")
+        for pending in (left.leaving, left.pending):
+            if pending is not None and not pending.settled:
+                self._session.add(pending)  # which fails it
+        with self._room:
+            self._room.notify_all()
 
     def _begin_batch(self) -> None:
         if self._builder.is_empty:
@@ -221,20 +260,21 @@ class Producer(ProducerBase):
         event_loop().call_soon_threadsafe(self._session.add, pending)
 
     def _has_room(self) -> bool:
-        return (
+        return self._session.failure is not None or (
             self._handed_over_batches - self._settled_batches < self._config.max_in_flight_batches
             and self._handed_over_bytes - self._settled_bytes < self._config.max_in_flight_bytes
         )
 
-    def _pause(self) -> None:
-        """With the lock, which it lets go of while it waits: closing must not wait for a sender."""
-        check_not_forked()
-        while not self._has_room():
-            self._lock.release()
-            try:
-                with self._room:
-                    self._room.wait_for(self._has_room)
-            finally:
-                self._lock.acquire()
+    def _goes_on(self) -> bool:
+        """With the lock: whether there is room for more. Raises what the producer has ended with."""
+        check_is_there()
+        if not self._has_room():
+            return False
         self._check_open()
         self._must_pause = False
+        return True
+
+    def _wait_for_room(self) -> None:
+        """Without the lock: closing must not wait for a sender."""
+        with self._room:
+            self._room.wait_for(self._has_room)
