@@ -100,6 +100,8 @@ def _say_json(**values: Any) -> None:
 def standard_output() -> Iterator[None]:
     """What the block cannot write to standard output is STANDARD_OUTPUT_FAILED. If nobody reads on (`| head`), the
     command ends without a word, with the status of one that SIGPIPE has ended."""
+    if sys.stdout is None:
+        raise error("STANDARD_OUTPUT_FAILED", "standard output is closed")
     try:
         yield
     except OSError as e:

@@ -89,7 +89,8 @@ def read(
 
     On a terminal, control characters in payloads are shown as escapes.
     """
-    out = sys.stdout.buffer
+    with standard_output():
+        out = sys.stdout.buffer
     form = json_line if as_json else _escaped_line if sys.stdout.isatty() else _payload_line
     with connect_to(address, topic) as client:
         client.admin.topic(topic)

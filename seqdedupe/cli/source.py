@@ -202,6 +202,9 @@ class Source:
         if start.startswith(_GZIP):
             return io.BufferedReader(gzip.GzipFile(fileobj=self._raw)), self._path.name.removesuffix(".gz")
         if start.startswith(_ZIP):
+            if not self._raw.seekable():
+                what = "is a zip, whose list of files stands at its end: it cannot be read from a pipe"
+                raise self._bad(what, hint="Name the zip itself, or unpack it.")
             archive = zipfile.ZipFile(self._raw)
             names = [item.filename for item in archive.infolist() if not item.is_dir()]
             if len(names) != 1:
@@ -368,6 +371,7 @@ class Source:
 
 
 def _standard_input() -> io.BufferedReader:
+    os.set_blocking(0, True)  # else a pipe that is empty for the moment looks as if it had ended
     return open(0, "rb", closefd=False)
 
 

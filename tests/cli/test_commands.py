@@ -114,6 +114,15 @@ def test_a_standard_output_that_cannot_be_written_is_said_to_be_that(
         assert b"STANDARD_OUTPUT_FAILED" in done.stderr
 
 
+def test_a_standard_output_that_is_closed_is_said_to_be_that(run: Run, environment: dict[str, str]) -> None:
+    run("topics", "create", "closed")
+    for arguments in ("read closed", "topics"):
+        shell = ["sh", "-c", f"{COMMAND} {arguments} >&-"]
+        done = subprocess.run(shell, stderr=subprocess.PIPE, env=environment, timeout=TIMEOUT_SECONDS)
+        assert done.returncode == 1
+        assert b"standard output is closed [STANDARD_OUTPUT_FAILED]" in done.stderr
+
+
 def test_topics_are_made_shown_set_and_deleted(run: Run) -> None:
     def state(*arguments: str) -> tuple[str, bool]:
         topic = json.loads(run("topics", *arguments, "--json").stdout)

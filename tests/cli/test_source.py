@@ -2,6 +2,10 @@
 
 import bz2
 import gzip
+import os
+import subprocess
+import sys
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +73,34 @@ def test_a_zip_of_one_file(tmp_path: Path) -> None:
         archive.mkdir("folder")
         archive.writestr("folder/a.csv", CSV)
     assert [record.payload for record in _records(path)] == CSV_PAYLOADS
+
+
+def test_a_zip_in_a_pipe_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    feeder = threading.Thread(target=_write, args=(tmp_path / "a", b"PK\x03\x04 and so on"))
+    feeder.start()
+    with pytest.raises(SeqdedupeError, match="cannot be read from a pipe"):
+        _records(tmp_path / "a")
+    feeder.join()
+
+
+def test_standard_input_that_does_not_block_is_read_to_its_end() -> None:
+    program = """
+import os, threading
+from seqdedupe.cli.source import STANDARD_INPUT, Source
+read_end, write_end = os.pipe()
+os.set_blocking(read_end, False)
+os.dup2(read_end, 0)
+os.write(write_end, b"one\\n")
+def write_the_rest():
+    os.write(write_end, b"two\\n")
+    os.close(write_end)
+for record in Source(STANDARD_INPUT):
+    print(record.payload.decode())
+    if record.number == 0:
+        threading.Timer(0.5, write_the_rest).start()
+"""
+    assert subprocess.check_output([sys.executable, "-c", program], timeout=60) == b"one\ntwo\n"
 
 
 def test_no_lines_are_no_records_and_a_header_alone_none_either(tmp_path: Path) -> None:
