@@ -218,6 +218,8 @@ class PublishService:
         """Admits these frames and all that come after them, until the client says that no more do."""
         topic = publishing.topic
         while True:
+            if topic.has_successor:
+                raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
             for number, batch in frames:
                 if not publishing.has_room(len(batch)):
                     await publishing.wait_for_room(len(batch))

@@ -1,18 +1,25 @@
 """The calls of AdminService that take a topic's numbers out of a sidecar, and into one: streams of columns."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
-from broker_sidecar.rpc import Context, parse, parse_small
+from broker_sidecar.policies import policy_of
+from broker_sidecar.rpc import Context, parse, parse_small, unary
 from broker_sidecar.steps import INT64, names_of, values
 from broker_sidecar.streams import Stream, Streams, messages
+from broker_sidecar.topics import topic_to_proto
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.message_id import Position
+from seqdedupe.store.snapshots import Loaded
+from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.saved import SavedParts, parts, saved
 from seqdedupe.topic.state import TopicBase
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
 from seqdedupe.v1 import admin_pb2
@@ -30,6 +37,9 @@ class Transfer:
         # On the wire a call with one answer is as one with a stream of them.
         return {
             "ExportWatermarks": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._export_watermarks)),
+            "ExportSnapshot": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._export_snapshot)),
+            "ImportSnapshot": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._import_snapshot)),
+            "RebuildTopic": unary(admin_pb2.RebuildTopicRequest, self._rebuild),
             "ImportWatermarks": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._import_watermarks)),
         }
 
@@ -44,14 +54,48 @@ class Transfer:
             )
             await stream.write(answer.SerializeToString())
 
+    async def _export_snapshot(self, data: bytes, _context: Context, stream: Stream) -> None:
+        topic = self._topics.get(parse_small(admin_pb2.ExportSnapshotRequest, data).topic)
+        snapshot = saved(topic)
+        await stream.write(_head(topic, snapshot).SerializeToString())
+        for names, persisted, epochs, stated in parts(snapshot):
+            column = Binary.of_all(names)
+            answer = wire.ExportSnapshotResponse()
+            answer.part.producer_name_offsets, answer.part.producer_names = column.offsets.tobytes(), column.data
+            answer.part.persisted, answer.part.epochs = persisted.tobytes(), epochs.tobytes()
+            answer.part.stated = stated.tobytes()
+            await stream.write(answer.SerializeToString())
+
+    async def _import_snapshot(self, _requests: object, _context: Context, stream: Stream) -> None:
+        async with _read_to_its_end(stream):
+            name = ""
+            head: admin_pb2.SnapshotHead | None = None
+            async for data in messages(stream):
+                request = _columns(wire.ImportSnapshotRequest, admin_pb2.ImportSnapshotRequest, data)
+                if head is None:
+                    if not request.part.HasField("head"):
+                        raise error("INVALID_REQUEST", "the first message has the head of a snapshot")
+                    name = request.topic
+                    head = parse(admin_pb2.SnapshotHead, request.part.head.SerializeToString())
+                    taken = _parts_of(head)
+                if request.part.producer_names or request.part.persisted:
+                    columns = ("persisted", "epochs", "stated")
+                    numbers = [values(getattr(request.part, column), INT64, column) for column in columns]
+                    taken.add(names_of(request.part), *numbers)
+            if head is None:
+                raise error("INVALID_REQUEST", "nothing has come")
+            loaded = taken.finish()
+            with _writing(stream):
+                topic = await self._topics.renew(name, head.position.incarnation, loaded)
+        await stream.write(admin_pb2.ImportSnapshotResponse(topic=topic_to_proto(topic)).SerializeToString())
+
+    async def _rebuild(self, request: admin_pb2.RebuildTopicRequest) -> admin_pb2.RebuildTopicResponse:
+        topic = await self._topics.renew(request.topic, None, None)
+        return admin_pb2.RebuildTopicResponse(topic=topic_to_proto(topic))
+
     async def _import_watermarks(self, _requests: object, _context: Context, stream: Stream) -> None:
-        try:
+        async with _read_to_its_end(stream):
             producers = await self._imported(stream)
-        except SeqdedupeError:
-            # A client that is still writing when its call ends is told of a broken call instead of why.
-            async for _ in messages(stream):
-                pass
-            raise
         await stream.write(admin_pb2.ImportWatermarksResponse(producers=producers).SerializeToString())
 
     async def _imported(self, stream: Stream) -> int:
@@ -60,7 +104,7 @@ class Transfer:
         topic: TopicBase | None = None
         producers = 0
         async for data in messages(stream):
-            request = _columns(data)
+            request = _columns(wire.ImportWatermarksRequest, admin_pb2.ImportWatermarksRequest, data)
             if importing is None:
                 topic = self._topics.get(request.topic)
                 importing = begin_import(topic)
@@ -89,13 +133,46 @@ def _writing(stream: Stream) -> Iterator[None]:
         stream.frames_in_flight -= 1
 
 
-def _columns(data: bytes) -> Any:
-    """An ImportWatermarksRequest of the alias schema. Raises as `parse_small`."""
-    request = parse_small(wire.ImportWatermarksRequest, data)
+@asynccontextmanager
+async def _read_to_its_end(stream: Stream) -> AsyncIterator[None]:
+    """A client that still writes when its call ends is told of a broken call, and not why: what it says is read."""
+    try:
+        yield
+    except SeqdedupeError:
+        async for _ in messages(stream):
+            pass
+        raise
+
+
+def _columns(alias: Any, published: type[Message], data: bytes) -> Any:
+    """A request of the alias schema. Raises as `parse_small`."""
+    request = parse_small(alias, data)
     # See `steps.parse_steps`.
     request.DiscardUnknownFields()
     if request.ByteSize() != len(data):
-        return wire.ImportWatermarksRequest.FromString(
-            parse(admin_pb2.ImportWatermarksRequest, data).SerializeToString()
-        )
+        return alias.FromString(parse(published, data).SerializeToString())
     return request
+
+
+def _head(topic: TopicBase, snapshot: Loaded) -> Any:
+    """The first part of a snapshot, of the alias schema."""
+    policy = admin_pb2.TopicPolicy()
+    decode_policy(snapshot.policy).fill(policy)
+    position = Position(topic.incarnation, snapshot.message_id, snapshot.next_index - 1, snapshot.ownership)
+    head = admin_pb2.SnapshotHead(
+        topic=topic.name,
+        term=snapshot.term,
+        position=position.to_proto(),
+        policy=policy,
+        broker_position=snapshot.opaque,
+        producers=len(snapshot.names),
+    )
+    answer = wire.ExportSnapshotResponse()
+    answer.part.head.ParseFromString(head.SerializeToString())
+    return answer
+
+
+def _parts_of(head: admin_pb2.SnapshotHead) -> SavedParts:
+    """Raises INVALID_REQUEST, INVALID_POSITION."""
+    position = Position.from_proto(head.position)
+    return SavedParts(head.term, position, policy_of(head.policy), head.broker_position, head.producers)

@@ -131,6 +131,11 @@ REASONS: dict[str, Reason] = {
         "FAILED_PRECONDITION",
         "Import watermarks into a topic that was just created, before its producers open it.",
     ),
+    "LOG_INCOMPLETE": Reason(
+        InvalidRequestError,
+        "FAILED_PRECONDITION",
+        "Let the store keep its records, or import a snapshot that was saved.",
+    ),
     "PRODUCER_NOT_FOUND": Reason(NotFoundError, "NOT_FOUND", "List the topic's producers to see their names."),
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."

@@ -16,7 +16,7 @@ from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.topics import producers, snapshot, topics, version
-from seqdedupe.cli.transfer import export_file, import_file
+from seqdedupe.cli.transfer import export_file, import_file, rebuild_topic
 from seqdedupe.command import run_command, say_failure, says_json
 from seqdedupe.errors import error
 
@@ -42,6 +42,7 @@ for _command in (
     snapshot,
     export_file,
     import_file,
+    rebuild_topic,
     bench,
     job,
     doctor,

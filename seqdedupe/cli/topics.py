@@ -24,7 +24,7 @@ def position_json(position: Position) -> dict[str, Any]:
     }
 
 
-def _state(topic: admin_pb2.Topic) -> str:
+def state_name(topic: admin_pb2.Topic) -> str:
     known = topic.state in admin_pb2.TopicState.values()  # a newer sidecar may say more
     return admin_pb2.TopicState.Name(topic.state).removeprefix("TOPIC_STATE_") if known else str(topic.state)
 
@@ -45,7 +45,7 @@ def _messages(topic: admin_pb2.Topic) -> int | None:
 def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
     return {
         "name": topic.name,
-        "state": _state(topic),
+        "state": state_name(topic),
         "why": topic.why or None,
         "deduplication_enabled": topic.policy.deduplication_enabled if topic.HasField("policy") else None,
         "messages": _messages(topic),
@@ -72,7 +72,7 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         return
     for name, value in (
         ("topic", topic.name),
-        ("state", _state(topic) + (f": {topic.why}" if topic.why else "")),
+        ("state", state_name(topic) + (f": {topic.why}" if topic.why else "")),
         ("deduplication", _on_off(topic)),
         (
             "messages",
@@ -134,7 +134,10 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
         return
     print_table(
         ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
-        [(t.name, _state(t), _on_off(t), _messages(t), _known(t, t.producers), _known(t, t.log_bytes)) for t in found],
+        [
+            (t.name, state_name(t), _on_off(t), _messages(t), _known(t, t.producers), _known(t, t.log_bytes))
+            for t in found
+        ],
     )
 
 

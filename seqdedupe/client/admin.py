@@ -156,6 +156,27 @@ class Admin:
         """
         return await transfer.import_watermarks(self._address, self._stub, topic_name(topic), path)
 
+    async def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
+        """Writes the topic's snapshot, as of one moment, to a file; returns of which position it is.
+
+        Raises NotFoundError, UnavailableError, OSError: then a file that was there is as it was.
+        """
+        return await transfer.export_snapshot(self._address, self._stub, topic_name(topic), path)
+
+    async def import_snapshot(self, topic: str, path: Path) -> admin_pb2.Topic:
+        """Puts such a file in the place of the topic's snapshot, durably, and opens the topic from it.
+
+        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, PositionError if the file is not of this topic's log as it is,
+        NotFoundError: then nothing has changed; UnavailableError: then do it again.
+        """
+        return await transfer.import_snapshot(self._address, self._stub, topic_name(topic), path)
+
+    async def rebuild_topic(self, topic: str) -> admin_pb2.Topic:
+        """Makes the store's records of a topic anew from its log. Raises NotFoundError, InvalidRequestError
+        (LOG_INCOMPLETE); UnavailableError: then do it again."""
+        request = admin_pb2.RebuildTopicRequest(topic=topic_name(topic))
+        return (await call(self._address, self._stub.RebuildTopic, request)).topic
+
     async def version(self) -> admin_pb2.GetVersionResponse:
         """The sidecar's version and limits."""
         return await call(self._address, self._stub.GetVersion, admin_pb2.GetVersionRequest())

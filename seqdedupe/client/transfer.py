@@ -7,9 +7,10 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from seqdedupe import watermarks
+from seqdedupe import snapshot_file, watermarks
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import check_not_forked, typed_errors
+from seqdedupe.errors import error
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.watermarks import Watermark
 
@@ -39,6 +40,34 @@ async def import_watermarks(address: SidecarAddress, stub: Any, topic: str, path
         with typed_errors(address):
             answer = await stub.ImportWatermarks(_requests(topic, chain([first] if first else [], marks)))
     return int(answer.producers)
+
+
+async def export_snapshot(address: SidecarAddress, stub: Any, topic: str, path: Path) -> admin_pb2.SnapshotHead:
+    """See `Admin.export_snapshot`."""
+    check_not_forked()
+    head: admin_pb2.SnapshotHead | None = None
+    producers = 0
+    with typed_errors(address), snapshot_file.writing(path) as take:
+        async for answer in stub.ExportSnapshot(admin_pb2.ExportSnapshotRequest(topic=topic)):
+            head = head or answer.part.head
+            producers += len(answer.part.persisted)
+            take(answer.part)
+        if head is None or producers != head.producers:
+            raise error("OUTCOME_UNKNOWN", f"the snapshot of {topic} came without its end", hint="Export it again.")
+    return head
+
+
+async def import_snapshot(address: SidecarAddress, stub: Any, topic: str, path: Path) -> admin_pb2.Topic:
+    """See `Admin.import_snapshot`."""
+    check_not_forked()
+    with closing(snapshot_file.read(path)) as parts:
+        first = await asyncio.to_thread(next, parts, None)
+        requests = (
+            admin_pb2.ImportSnapshotRequest(topic=topic, part=part) for part in chain([first] if first else [], parts)
+        )
+        with typed_errors(address):
+            answer: admin_pb2.ImportSnapshotResponse = await stub.ImportSnapshot(requests)
+    return answer.topic
 
 
 def _requests(topic: str, marks: Iterable[Watermark]) -> Iterator[admin_pb2.ImportWatermarksRequest]:

@@ -200,6 +200,33 @@ class Snapshots:
         self._header = header
         return opening
 
+    async def replace(self, loaded: Loaded | None) -> None:
+        """This is the topic's snapshot from now on, or none is; durable on return. It has to be loaded again then.
+
+        It is one write, so that for a while nothing else runs if there are a million producers. Raises
+        STORE_UNAVAILABLE: then the one or the other is there.
+        """
+        batch = WriteBatch(raw_mode=True)
+        batch.delete_range(*snapshot_range(self._incarnation))
+        if loaded is not None:
+            producers = len(loaded.names)
+            for first in range(0, producers, PAGE_PRODUCERS):
+                self._put(batch, NAMES, first, encode_names(loaded.names[first : first + PAGE_PRODUCERS]))
+            position = StoredPosition(
+                loaded.term,
+                loaded.next_index,
+                producers,
+                loaded.message_id,
+                loaded.ownership,
+                loaded.policy,
+                loaded.opaque,
+            )
+            every = np.arange(producers, dtype=np.int32)
+            delta = StoredDelta(position, every, loaded.persisted, loaded.epochs, loaded.stated)
+            self._put(batch, DELTA, 1, delta.encode())
+        self._opening = 0
+        await self._store.flush(self._store.write(batch))
+
     async def compact_if_due(self) -> bool:
         """Merges the deltas into pages if there are many, a page at a time; whether it did.
 

@@ -247,6 +247,10 @@ class AttachedTopic(TopicBase):
         await self.snapshot_in_background()
         await self._end_tasks()
 
+    async def close(self, why: str) -> None:
+        self._closing(why)
+        await self._end_tasks()
+
     async def delete(self) -> None:
         """Closes it for good: whoever still uses the topic is told that it is not there."""
         self._closed_because = "TOPIC_NOT_FOUND"

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,7 @@ from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import LogName
 from seqdedupe.names import namespace_of, topic_name
 from seqdedupe.store.db import Store
+from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.namespaces import Namespaces
@@ -75,6 +77,9 @@ class Topics(Generic[T]):
         self._records: dict[str, TopicRecord] = {}
         self._creating: dict[str, asyncio.Task[T]] = {}
         self._deleting: dict[str, asyncio.Task[None]] = {}
+        self._renewing: dict[str, asyncio.Task[asyncio.Task[None] | None]] = {}
+        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By name: nobody opens a topic that another one opens."""
         self._unwritten: dict[str, SeqdedupeError] = {}
         """Names whose record could not be written: the store may have it all the same, and it is being put right."""
         self._opened_at_start: list[T] = []
@@ -141,9 +146,14 @@ class Topics(Generic[T]):
 
     async def _opened(self, record: TopicRecord) -> bool:
         """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
+        async with self._opening[record.name]:
+            return record.name in self._live or await self._open(record)
+
+    async def _open(self, record: TopicRecord, *, without_snapshot: bool = False) -> bool:
         before = self._closed.get(record.name)
+        inherited = self._inherited(record.name)
         try:
-            topic = await self._kind.open(record, self._inherited(record.name))
+            topic = await self._kind.open(record, inherited, without_snapshot=without_snapshot)
         except Exception as e:
             # Whatever it is: one topic never keeps the others down.
             if not isinstance(e, SeqdedupeError | OSError):
@@ -182,7 +192,7 @@ class Topics(Generic[T]):
         """Takes nothing more; settles what is in flight; durable snapshots. Reading goes on."""
         self.is_draining = True
         await self.namespaces.close()
-        under_way = [*self._creating.values(), *self._deleting.values()]
+        under_way = [*self._creating.values(), *self._deleting.values(), *self._renewing.values()]
         if under_way:
             await asyncio.wait(under_way)
         # What is tried again and again is finished at the next start.
@@ -200,10 +210,11 @@ class Topics(Generic[T]):
             if namespace_of(topic.name) == namespace:
                 topic.inherit(self.namespaces.applied(namespace))
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     # -- topics ------------------------------------------------------------------------------------------------
 
@@ -312,6 +323,78 @@ class Topics(Generic[T]):
             del self._live[topic.name], self._records[topic.name]
             self._on_state(topic.name, None)
         await self._clean_up(deleting)
+
+    async def renew(self, name: str, incarnation: int | None, loaded: Loaded | None) -> T | Closed:
+        """Opens a topic again, from this snapshot of this incarnation, or (None) from its log alone.
+
+        The snapshot takes the place of the one in the store, durably, and the topic has tried to recover, on return.
+        Who uses the topic comes again. Raises TOPIC_NOT_FOUND, POSITION_OF_ANOTHER_INCARNATION, DRAINING, and what
+        `TopicKind.check_snapshot` raises: then nothing has changed; STORE_UNAVAILABLE: then it goes on from what the
+        store has, the one snapshot or the other.
+        """
+        full = topic_name(name)
+        self._check_takes_changes(full)
+        record = self._records.get(full)
+        if record is None and self._kind.log is LogKind.BROKER and incarnation is not None and loaded is not None:
+            # The store was lost, and with it all that was known of the topic.
+            self._check_is_free(incarnation)
+            record = TopicRecord(full, incarnation, TopicState.ACTIVE, log=LogKind.BROKER)
+        if record is None or full in self._creating or full in self._deleting:
+            raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
+        if incarnation not in (None, record.incarnation):
+            raise error(
+                "POSITION_OF_ANOTHER_INCARNATION",
+                f"the snapshot is of the incarnation {incarnation}, and topic {full} is the incarnation "
+                f"{record.incarnation}",
+                hint="The topic was deleted and made anew since the snapshot was taken, or it is another topic's.",
+            )
+        if full in self._renewing:
+            raise error("RECOVERING", f"topic {full} is being opened again")
+        if begun := await _shielded(self._renewing, full, self._renew(record, loaded)):
+            await asyncio.wait({begun})
+        return self.look_at(full)
+
+    def _check_is_free(self, incarnation: int) -> None:
+        if not 0 < incarnation <= time.time_ns() // 1000:
+            raise error("INVALID_REQUEST", f"no topic can have been made at {incarnation}, the snapshot's incarnation")
+        if other := next((r for r in self._store.topics() if r.incarnation == incarnation), None):
+            raise error("TOPIC_EXISTS", f"the topic {other.name} has the incarnation {incarnation} of the snapshot")
+
+    async def _renew(self, record: TopicRecord, loaded: Loaded | None) -> "asyncio.Task[None] | None":
+        """`renew`, up to where the topic begins to recover, which goes on beside this."""
+        name = record.name
+        begun: asyncio.Task[None] | None = None
+        async with self._opening[name]:
+            topic = self._live.get(name)
+            await self._kind.check_snapshot(record, topic, loaded)
+            if name in self._deleting:
+                raise error("TOPIC_NOT_FOUND", f"the topic {name} is being deleted", topic=name)
+            self._live.pop(name, None)
+            self._closed[name] = Closed(record, error("RECOVERING", "it is being opened again"))
+            self._on_state(name, State.RECOVERING)
+            if topic is not None:
+                topic.has_successor = True
+                await topic.close("it is being opened again")
+            try:
+                await Snapshots(self._store, record.incarnation).replace(loaded)
+                if name not in self._records:
+                    await self._store.put_topic(record)
+                    self._records[name] = record
+            finally:
+                if name not in self._records:
+                    del self._closed[name]
+                    self._on_state(name, None)
+                elif await self._open(record, without_snapshot=loaded is None):
+                    begun = self._in_background(self._begin_again(self._live[name]))
+                else:
+                    self._in_background(self._go_on_opening(record))
+        return begun
+
+    async def _begin_again(self, topic: T) -> None:
+        await topic.recover()
+        if topic.knows_its_end:
+            # So that the next start finds a snapshot in any case.
+            await topic.snapshot_in_background()
 
     # -- records that could not be written ---------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from typing import Protocol, TypeVar
 
 from seqdedupe.log.contract import LogName
+from seqdedupe.store.snapshots import Loaded
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.state import TopicBase
@@ -24,10 +25,17 @@ class TopicKind(Protocol[T_co]):
         Raises why there is none; then the log is `delete`d.
         """
 
-    async def open(self, record: TopicRecord, applied: Applied) -> T_co:
-        """A topic on the log that is there, which inherits this policy.
+    async def open(self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False) -> T_co:
+        """A topic on the log that is there, which inherits this policy. `without_snapshot`: it need not have one.
 
         Raises what is damaged, or why it cannot be opened now.
+        """
+
+    async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
+        """Whether a topic, which may be `live`, can go on from this snapshot, or from its log alone. Changes nothing.
+
+        Raises POSITION_AFTER_END, POSITION_TRIMMED, POSITION_DIVERGED, INVALID_REQUEST, LOG_INCOMPLETE, and why the log
+        cannot be looked at.
         """
 
     async def delete(self, incarnation: int) -> None:

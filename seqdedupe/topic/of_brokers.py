@@ -4,12 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from seqdedupe.errors import error
 from seqdedupe.log.contract import LogName
 from seqdedupe.store.db import Store
-from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.state import TopicBase
 
 
 class BrokersTopics:
@@ -34,7 +36,7 @@ class BrokersTopics:
     async def make(self, record: TopicRecord, applied: Applied) -> AttachedTopic:
         return await self.open(record, applied)
 
-    async def open(self, record: TopicRecord, applied: Applied) -> AttachedTopic:
+    async def open(self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False) -> AttachedTopic:
         snapshots = Snapshots(self._store, record.incarnation)
         return AttachedTopic(
             record.name,
@@ -47,6 +49,17 @@ class BrokersTopics:
             now_seconds=time.monotonic,
             on_state=self._on_state,
         )
+
+    async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
+        if loaded is None:
+            why = "the log is a broker's own: there is nothing here to make the records anew from"
+            raise error(
+                "INVALID_REQUEST", why, hint="Import a snapshot; or delete the topic, and let the broker replay."
+            )
+        if live is not None and loaded.next_index < live.snapshot_index:
+            # The broker was told that it may drop what stands before that.
+            why = f"the snapshot covers {loaded.next_index} entries, the one in the store {live.snapshot_index}"
+            raise error("POSITION_TRIMMED", why, hint="Import a newer snapshot.")
 
     async def delete(self, incarnation: int) -> None:
         """Its log is none of ours."""

@@ -4,13 +4,14 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from seqdedupe.errors import error
-from seqdedupe.log.contract import LogName, Logs
+from seqdedupe.errors import PositionError, error
+from seqdedupe.log.contract import Log, LogName, Logs
 from seqdedupe.store.db import Store
-from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.state import TopicBase
 
 
 class PublishedTopics:
@@ -45,11 +46,11 @@ class PublishedTopics:
             raise
         return topic
 
-    async def open(self, record: TopicRecord, applied: Applied) -> Topic:
+    async def open(self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False) -> Topic:
         snapshots = Snapshots(self._store, record.incarnation)
         loaded = await asyncio.to_thread(snapshots.load)
         log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0, record.secret or None)
-        if loaded is None and log.first_index > 0 and not self._rebuild_store:
+        if loaded is None and log.first_index > 0 and not (self._rebuild_store or without_snapshot):
             # Retention only drops what a snapshot covers.
             await log.close()
             raise error(
@@ -70,5 +71,53 @@ class PublishedTopics:
             on_state=self._on_state,
         )
 
+    async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
+        if isinstance(live, Topic):
+            await _check(live.log, live, loaded)
+            return
+        log = await self._logs.open(record.incarnation, 0, record.secret or None)
+        try:
+            await _check(log, None, loaded)
+        finally:
+            await log.close()
+
     async def delete(self, incarnation: int) -> None:
         await self._logs.delete(incarnation)
+
+
+async def _check(log: Log, live: Topic | None, loaded: Loaded | None) -> None:
+    if loaded is not None:
+        await _check_belongs(log, loaded)
+        return
+    unsaid = live.producers.stated_below(log.first_index) if live is not None and log.first_index > 0 else ()
+    if len(unsaid):
+        raise error(
+            "LOG_INCOMPLETE",
+            f"the log {log.place} begins with index {log.first_index}, and does not say what is in force of "
+            f"{len(unsaid)} producers",
+            first_index=log.first_index,
+        )
+
+
+async def _check_belongs(log: Log, loaded: Loaded) -> None:
+    """Whether the log goes on from this snapshot: it holds the last message that the snapshot covers."""
+    if loaded.next_index == 0:
+        if log.first_index > 0:
+            raise error(
+                "POSITION_TRIMMED", f"the snapshot covers no message, and the log begins with index {log.first_index}",
+                hint=_HINT, first_index=log.first_index,
+            )  # fmt: skip
+        return
+    index = loaded.next_index - 1
+    try:
+        location = await log.locate(index)
+    except PositionError as e:
+        raise error(e.reason, f"the snapshot goes up to index {index}: {e.message}", hint=_HINT, index=index) from e
+    if (location.message_id, location.ownership) != (loaded.message_id, loaded.ownership):
+        raise error(
+            "POSITION_DIVERGED", f"the snapshot goes up to index {index}, where the log has another message",
+            hint=_HINT, index=index,
+        )  # fmt: skip
+
+
+_HINT = "Import a snapshot of this log as it is, or let seqdedupe rebuild-topic make the records anew from the log."

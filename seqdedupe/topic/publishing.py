@@ -136,6 +136,12 @@ class Topic(TopicBase):
         If that cannot be now, it is tried again beside this, for as long as it takes, and readers find what is
         certain meanwhile. Damage is looked at twice, then the topic is DAMAGED for good.
         """
+        if not self._is_recovering and not self.knows_its_end:
+            self._is_recovering = True
+            # In a task of the topic's own, which ends when the topic is closed meanwhile.
+            await asyncio.wait({self._spawn(self._recover())})
+
+    async def _recover(self) -> None:
         self._is_recovering = True
         if not await self._has_recovered():
             self._spawn(again_until(self._has_recovered))
@@ -341,7 +347,7 @@ class Topic(TopicBase):
             self._set_state(State.READ_ONLY, why)
         else:
             self._set_state(State.RECOVERING, f"what became of the last appends is being found out: {why}")
-        self._spawn(self.recover())
+        self._spawn(self._recover())
 
     def _fail_in_flight(self, reason: str, why: str) -> None:
         """What is in flight is given up: nothing of it counts as pushed any more."""

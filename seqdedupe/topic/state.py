@@ -129,6 +129,8 @@ class TopicBase(ABC):
         self.sessions = Sessions(self.producers)
         self.confirmed = Broadcast()
         self.damage: SeqdedupeError | None = None
+        self.has_successor = False
+        """Whether the topic was opened again, so that nothing comes of using this one."""
         self._held: SeqdedupeError | None = None
         self._closed_because = "DRAINING"
         self._on_state = on_state
@@ -206,6 +208,10 @@ class TopicBase(ABC):
     @abstractmethod
     async def drain(self) -> None:
         """Takes nothing more, settles what is in flight, takes a last snapshot, and lets go of everything."""
+
+    @abstractmethod
+    async def close(self, why: str) -> None:
+        """Lets go of everything at once: who uses the topic comes again, and finds its successor."""
 
     @abstractmethod
     async def delete(self) -> None:

@@ -1389,6 +1389,250 @@ class ImportWatermarksResponse(_message.Message):
 Global___ImportWatermarksResponse: _TypeAlias = ImportWatermarksResponse  # noqa: Y015
 
 @_typing.final
+class SnapshotHead(_message.Message):
+    """Whose snapshot it is, and of when."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    BROKER_POSITION_FIELD_NUMBER: _builtins.int
+    PRODUCERS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The full name of the topic."""
+    term: _builtins.int
+    """The term of its owner."""
+    broker_position: _builtins.bytes
+    """The position of the last entry in a broker's own log; empty for other logs, and if there is none."""
+    producers: _builtins.int
+    """How many producers it has."""
+    @_builtins.property
+    def position(self) -> _batch_pb2.Position:
+        """The position of the last message that it covers, with the topic's incarnation. Where the log is a broker's own, its
+        index counts that log's entries.
+        """
+
+    @_builtins.property
+    def policy(self) -> Global___TopicPolicy:
+        """What is set for the topic there."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        term: _builtins.int = ...,
+        position: _batch_pb2.Position | None = ...,
+        policy: Global___TopicPolicy | None = ...,
+        broker_position: _builtins.bytes = ...,
+        producers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_position", b"broker_position", "policy", b"policy", "position", b"position", "producers", b"producers", "term", b"term", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotHead: _TypeAlias = SnapshotHead  # noqa: Y015
+
+@_typing.final
+class SnapshotPart(_message.Message):
+    """A part of a snapshot: its head, in the first part alone, and some producers in columns, in the order of their numbers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEAD_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    STATED_FIELD_NUMBER: _builtins.int
+    producer_names: _builtins.bytes
+    """The names one after the other, UTF-8."""
+    @_builtins.property
+    def head(self) -> Global___SnapshotHead:
+        """In the first part."""
+
+    @_builtins.property
+    def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where each name starts and the last one ends: one value more than there are names, from 0."""
+
+    @_builtins.property
+    def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The highest persisted sequence ID of each producer, -1 if there is none."""
+
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The newest epoch of each that its log confirms, 0 if there is none."""
+
+    @_builtins.property
+    def stated(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """From which index on the log states both of each, -1 if that is not known."""
+
+    def __init__(
+        self,
+        *,
+        head: Global___SnapshotHead | None = ...,
+        producer_name_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        producer_names: _builtins.bytes = ...,
+        persisted: _abc.Iterable[_builtins.int] | None = ...,
+        epochs: _abc.Iterable[_builtins.int] | None = ...,
+        stated: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "head", b"head", "persisted", b"persisted", "producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names", "stated", b"stated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotPart: _TypeAlias = SnapshotPart  # noqa: Y015
+
+@_typing.final
+class ExportSnapshotRequest(_message.Message):
+    """A topic whose snapshot is wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportSnapshotRequest: _TypeAlias = ExportSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class ExportSnapshotResponse(_message.Message):
+    """The next part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def part(self) -> Global___SnapshotPart:
+        """It."""
+
+    def __init__(
+        self,
+        *,
+        part: Global___SnapshotPart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportSnapshotResponse: _TypeAlias = ExportSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class ImportSnapshotRequest(_message.Message):
+    """The next part, at most 1 MiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`; in the first message."""
+    @_builtins.property
+    def part(self) -> Global___SnapshotPart:
+        """As it was exported."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        part: Global___SnapshotPart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportSnapshotRequest: _TypeAlias = ImportSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class ImportSnapshotResponse(_message.Message):
+    """The snapshot is in the store, and the topic is opened from it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def topic(self) -> Global___Topic:
+        """The topic as it is now."""
+
+    def __init__(
+        self,
+        *,
+        topic: Global___Topic | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportSnapshotResponse: _TypeAlias = ImportSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class RebuildTopicRequest(_message.Message):
+    """A topic whose records are to be made anew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebuildTopicRequest: _TypeAlias = RebuildTopicRequest  # noqa: Y015
+
+@_typing.final
+class RebuildTopicResponse(_message.Message):
+    """The topic is opened from its log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def topic(self) -> Global___Topic:
+        """The topic as it is now."""
+
+    def __init__(
+        self,
+        *,
+        topic: Global___Topic | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebuildTopicResponse: _TypeAlias = RebuildTopicResponse  # noqa: Y015
+
+@_typing.final
 class GetVersionRequest(_message.Message):
     """A question for the version."""
 

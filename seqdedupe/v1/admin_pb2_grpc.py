@@ -125,6 +125,21 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksResponse.FromString,
                 _registered_method=True)
+        self.ExportSnapshot = channel.unary_stream(
+                '/seqdedupe.v1.AdminService/ExportSnapshot',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ExportSnapshotRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ExportSnapshotResponse.FromString,
+                _registered_method=True)
+        self.ImportSnapshot = channel.stream_unary(
+                '/seqdedupe.v1.AdminService/ImportSnapshot',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ImportSnapshotRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ImportSnapshotResponse.FromString,
+                _registered_method=True)
+        self.RebuildTopic = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/RebuildTopic',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicResponse.FromString,
+                _registered_method=True)
         self.GetVersion = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/GetVersion',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
@@ -282,6 +297,35 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportSnapshot(self, request, context):
+        """A topic's snapshot as of one moment, to be saved elsewhere. Error: `RECOVERING` while that is not certain.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportSnapshot(self, request_iterator, context):
+        """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
+        there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
+        too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
+        force: repeating it does no harm. Where the log is a broker's own, a topic that is not there any more is made anew.
+        Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it
+        does not belong to the topic's log as it is, `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RebuildTopic(self, request, context):
+        """Makes the store's records of a topic anew from all that is left in its log, while the other topics serve: for one
+        whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics on the
+        sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not say again,
+        `STORE_UNAVAILABLE`; repeating it does no harm.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVersion(self, request, context):
         """The version of the sidecar and what it has been told.
         """
@@ -381,6 +425,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ImportWatermarks,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksResponse.SerializeToString,
+            ),
+            'ExportSnapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportSnapshot,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ExportSnapshotRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ExportSnapshotResponse.SerializeToString,
+            ),
+            'ImportSnapshot': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportSnapshot,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ImportSnapshotRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ImportSnapshotResponse.SerializeToString,
+            ),
+            'RebuildTopic': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebuildTopic,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicResponse.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVersion,
@@ -875,6 +934,87 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/ImportWatermarks',
             seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.ImportWatermarksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/ExportSnapshot',
+            seqdedupe_dot_v1_dot_admin__pb2.ExportSnapshotRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ExportSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportSnapshot(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/seqdedupe.v1.AdminService/ImportSnapshot',
+            seqdedupe_dot_v1_dot_admin__pb2.ImportSnapshotRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ImportSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebuildTopic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/RebuildTopic',
+            seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -98,6 +98,22 @@ class AdminServiceStub:
     Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
     takes nothing now.
     """
+    ExportSnapshot: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportSnapshotRequest, _admin_pb2.ExportSnapshotResponse]
+    """A topic's snapshot as of one moment, to be saved elsewhere. Error: `RECOVERING` while that is not certain."""
+    ImportSnapshot: _grpc.StreamUnaryMultiCallable[_admin_pb2.ImportSnapshotRequest, _admin_pb2.ImportSnapshotResponse]
+    """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
+    there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
+    too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
+    force: repeating it does no harm. Where the log is a broker's own, a topic that is not there any more is made anew.
+    Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it
+    does not belong to the topic's log as it is, `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
+    """
+    RebuildTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RebuildTopicRequest, _admin_pb2.RebuildTopicResponse]
+    """Makes the store's records of a topic anew from all that is left in its log, while the other topics serve: for one
+    whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics on the
+    sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not say again,
+    `STORE_UNAVAILABLE`; repeating it does no harm.
+    """
     GetVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]
     """The version of the sidecar and what it has been told."""
 
@@ -170,6 +186,22 @@ class AdminServiceAsyncStub(AdminServiceStub):
     answered, none is, or all are: repeating it does no harm. Who opens the topic meanwhile wins, and the import fails.
     Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
     takes nothing now.
+    """
+    ExportSnapshot: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportSnapshotRequest, _admin_pb2.ExportSnapshotResponse]  # type: ignore[assignment]
+    """A topic's snapshot as of one moment, to be saved elsewhere. Error: `RECOVERING` while that is not certain."""
+    ImportSnapshot: _aio.StreamUnaryMultiCallable[_admin_pb2.ImportSnapshotRequest, _admin_pb2.ImportSnapshotResponse]  # type: ignore[assignment]
+    """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
+    there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
+    too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
+    force: repeating it does no harm. Where the log is a broker's own, a topic that is not there any more is made anew.
+    Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it
+    does not belong to the topic's log as it is, `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
+    """
+    RebuildTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.RebuildTopicRequest, _admin_pb2.RebuildTopicResponse]  # type: ignore[assignment]
+    """Makes the store's records of a topic anew from all that is left in its log, while the other topics serve: for one
+    whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics on the
+    sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not say again,
+    `STORE_UNAVAILABLE`; repeating it does no harm.
     """
     GetVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]  # type: ignore[assignment]
     """The version of the sidecar and what it has been told."""
@@ -348,6 +380,40 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         answered, none is, or all are: repeating it does no harm. Who opens the topic meanwhile wins, and the import fails.
         Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
         takes nothing now.
+        """
+
+    @_abc_1.abstractmethod
+    def ExportSnapshot(
+        self,
+        request: _admin_pb2.ExportSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.ExportSnapshotResponse], _abc.AsyncIterator[_admin_pb2.ExportSnapshotResponse]]:
+        """A topic's snapshot as of one moment, to be saved elsewhere. Error: `RECOVERING` while that is not certain."""
+
+    @_abc_1.abstractmethod
+    def ImportSnapshot(
+        self,
+        request_iterator: _MaybeAsyncIterator[_admin_pb2.ImportSnapshotRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ImportSnapshotResponse, _abc.Awaitable[_admin_pb2.ImportSnapshotResponse]]:
+        """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
+        there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
+        too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
+        force: repeating it does no harm. Where the log is a broker's own, a topic that is not there any more is made anew.
+        Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it
+        does not belong to the topic's log as it is, `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
+        """
+
+    @_abc_1.abstractmethod
+    def RebuildTopic(
+        self,
+        request: _admin_pb2.RebuildTopicRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RebuildTopicResponse, _abc.Awaitable[_admin_pb2.RebuildTopicResponse]]:
+        """Makes the store's records of a topic anew from all that is left in its log, while the other topics serve: for one
+        whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics on the
+        sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not say again,
+        `STORE_UNAVAILABLE`; repeating it does no harm.
         """
 
     @_abc_1.abstractmethod

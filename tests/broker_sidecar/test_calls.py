@@ -116,11 +116,13 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
         "GetProducer": lambda: {"topic": topic, "producerName": "p"},
         "ResetProducer": lambda: {"topic": topic, "producerName": "p", "persisted": "0"},
         "Snapshot": lambda: {"topic": topic},
+        "RebuildTopic": lambda: {"topic": topic},
         "GetVersion": dict,
         "DeleteTopic": lambda: {"topic": topic},
     }
     by_name = {method.name: method for method in methods(reflected)}
-    streams = {"PublishStream", "ReadStream", "ExportWatermarks", "ImportWatermarks"}
+    transfers = {"ExportWatermarks", "ImportWatermarks", "ExportSnapshot", "ImportSnapshot"}
+    streams = {"PublishStream", "ReadStream", *transfers}
     assert set(by_name) == set(requests) | streams
     answers: dict[str, Any] = {}
     for name, request in requests.items():

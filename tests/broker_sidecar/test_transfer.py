@@ -144,6 +144,73 @@ def test_a_file_that_is_not_whole_is_not_sent(client: Client, shared: Sidecar, t
         assert other.admin.import_watermarks(topic, path) == 2
 
 
+def test_many_producers_come_back_from_a_saved_snapshot(
+    client: Client, shared: Sidecar, topic: str, tmp_path: Path
+) -> None:
+    """A producer publishes all the time, over an import and a rebuilding: each of its messages is there once."""
+    create(client, topic)
+    write(tmp_path / "marks", [Watermark(b"%06d" % i, i) for i in range(MANY)])
+    with blocking.Client(shared.address) as other:
+        assert other.admin.import_watermarks(topic, tmp_path / "marks") == MANY
+    with blocking.Client(shared.address) as other, other.producer(topic, "p") as producer:
+        for i in range(3):
+            producer.send(b"%d" % i)
+        producer.flush()
+        head = other.admin.export_snapshot(topic, tmp_path / "saved")
+        assert (head.topic, head.position.index) == (f"persistent://public/default/{topic}", 2)
+        put_again: list[Callable[[], admin_pb2.Topic]] = [
+            lambda: other.admin.import_snapshot(topic, tmp_path / "saved"),
+            lambda: other.admin.rebuild_topic(topic),
+        ]
+        for again in put_again:
+            for i in range(20):
+                producer.send(b"%d" % i)
+            assert again().state == admin_pb2.TOPIC_STATE_SERVING
+            for i in range(20):
+                producer.send(b"%d" % i)
+            producer.flush()
+        assert client.producer(topic, "p")[:2] == (82, 82)
+        ids = [i for record in client.records(topic) for i in record.batch.sequence_ids]
+        assert ids == list(range(83))
+
+
+def part(**head: Any) -> admin_pb2.SnapshotPart:
+    return admin_pb2.SnapshotPart(head=admin_pb2.SnapshotHead(**head))
+
+
+def put_back(client: Client, *requests: admin_pb2.ImportSnapshotRequest) -> admin_pb2.Topic:
+    return client.admin.ImportSnapshot(iter(requests), timeout=TIMEOUT_SECONDS).topic
+
+
+def test_what_is_no_snapshot_of_this_topic_changes_nothing(client: Client, shared: Sidecar, topic: str) -> None:
+    epochs = client.epochs(topic, "p")
+    client.publish_unary(topic, batch([("p", 5)], epochs, {"p": -1}))
+    before = client.state(topic)
+    answers = list(client.admin.ExportSnapshot(admin_pb2.ExportSnapshotRequest(topic=topic)))
+    first = admin_pb2.ImportSnapshotRequest(topic=topic, part=answers[0].part)
+    rest = [admin_pb2.ImportSnapshotRequest(part=answer.part) for answer in answers[1:]]
+    other = admin_pb2.ImportSnapshotRequest()
+    other.CopyFrom(first)
+    other.part.head.position.incarnation += 1
+    beyond = admin_pb2.ImportSnapshotRequest()
+    beyond.CopyFrom(first)
+    beyond.part.head.position.index += 1
+    for requests, reason in (
+        ([], "INVALID_REQUEST"),
+        ([first], "INVALID_REQUEST"),
+        ([*rest, first], "INVALID_REQUEST"),
+        ([first, *rest, *rest], "INVALID_REQUEST"),
+        ([admin_pb2.ImportSnapshotRequest(topic="there-is-none", part=first.part), *rest], "TOPIC_NOT_FOUND"),
+        ([other, *rest], "POSITION_OF_ANOTHER_INCARNATION"),
+        ([beyond, *rest], "POSITION_AFTER_END"),
+        ([admin_pb2.ImportSnapshotRequest(topic=topic, part=part(term=-1))], "INVALID_REQUEST"),
+    ):
+        assert refused(lambda requests=requests: put_back(client, *requests)).reason == reason  # type: ignore[misc]
+        assert client.state(topic) == before
+    assert put_back(client, first, *rest).state == admin_pb2.TOPIC_STATE_SERVING
+    client.publish_unary(topic, batch([("p", 6)], epochs))
+
+
 def test_it_survives_kill_9_and_a_lost_store(start_sidecar: Callable[..., Sidecar], tmp_path: Path) -> None:
     sidecar = start_sidecar()
     client = Client(sidecar.address)

@@ -75,6 +75,15 @@ class Admin:
     def import_watermarks(self, topic: str, path: Path) -> int:
         return self._run(lambda admin: admin.import_watermarks(topic, path))
 
+    def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
+        return self._run(lambda admin: admin.export_snapshot(topic, path))
+
+    def import_snapshot(self, topic: str, path: Path) -> admin_pb2.Topic:
+        return self._run(lambda admin: admin.import_snapshot(topic, path))
+
+    def rebuild_topic(self, topic: str) -> admin_pb2.Topic:
+        return self._run(lambda admin: admin.rebuild_topic(topic))
+
     def version(self) -> admin_pb2.GetVersionResponse:
         return self._run(lambda admin: admin.version())
 
