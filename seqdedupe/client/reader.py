@@ -21,7 +21,9 @@ from seqdedupe.v1 import read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
 Start = Position | MessageId | int | Literal["earliest", "latest"]
-"""After a position or a message ID, at an index, with the first message left, or with the next one published."""
+"""After a position or a message ID, at an index, with the first message left, or with the next one published.
+
+A message ID alone has to be one of the embedded log, whose index it says; of other logs it takes a position."""
 
 OnWaiting = Callable[[UnavailableError], None]
 
@@ -316,18 +318,16 @@ class Reader:
         )
 
     def _take_in_hand(self, record: Any) -> None:
-        self._check_incarnation(record.incarnation)
+        incarnation, base_index = record.incarnation, record.base_index
+        self._check_incarnation(incarnation)
         batch = decode(record.batch)
-        if record.rows != len(batch) or self._next_index not in (None, record.base_index):
-            what = f"came {record.base_index} with {len(batch)} of {record.rows} rows"
-            raise self._not_the_next(what, record.base_index)
+        if record.rows != len(batch) or self._next_index not in (None, base_index):
+            raise self._not_the_next(f"came {base_index} with {len(batch)} of {record.rows} rows", base_index)
         try:
             ids = MessageIds.of_record(record)
         except ValueError as e:
-            what = f"the message IDs of {self.topic} from index {record.base_index} on are wrong: {e}"
-            raise error("LOG_DAMAGED", what, index=record.base_index) from e
-        self._stored = StoredBatch(
-            batch, record.base_index, record.publish_time_ms, record.incarnation, record.ownership, ids
-        )
+            what = f"the message IDs of {self.topic} from index {base_index} on are wrong: {e}"
+            raise error("LOG_DAMAGED", what, index=base_index) from e
+        self._stored = StoredBatch(batch, base_index, record.publish_time_ms, incarnation, record.ownership, ids)
         self._row = 0
         self._read_on_after(self._stored.position(len(batch) - 1))
