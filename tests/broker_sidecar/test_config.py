@@ -49,6 +49,10 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "no streams": ("max_streams", {"max_streams": 0}),
     "below the least interval": ("deduplication_entries_interval", {"deduplication_entries_interval": 0}),
     "below no limit": ("default_retention_size_in_mb", {"default_retention_size_in_mb": -2}),
+    "a timeout below never": (
+        "deduplication_producer_inactivity_timeout_minutes",
+        {"deduplication_producer_inactivity_timeout_minutes": -1},
+    ),
     "a time below 0": ("drain_timeout_seconds", {"drain_timeout_seconds": -1}),
     "unknown level": ("log_level", {"log_level": "loud"}),
     "unknown format": ("log_format", {"log_format": "xml"}),

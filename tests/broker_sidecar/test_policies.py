@@ -156,6 +156,7 @@ BAD_VALUES: dict[str, dict[str, Any]] = {
     "seconds below 0": {"deduplication_snapshot_interval_seconds": -1},
     "a size below no limit": {"retention_size_in_mb": -2},
     "a time below no limit": {"retention_time_in_minutes": -(2**31)},
+    "an inactivity timeout below 0": {"deduplication_producer_inactivity_timeout_minutes": -1},
 }
 
 
