@@ -90,7 +90,11 @@ class AdminService:
         names = topic.producers.names_from(offset, PAGE_ITEMS)
         following = offset + len(names)
         return admin_pb2.ListProducersResponse(
-            producers=[producer_proto(topic, name, offset + i) for i, name in enumerate(names)],
+            producers=[
+                producer_proto(topic, name, number)
+                for number, name in enumerate(names, offset)
+                if topic.producers.is_known(number)
+            ],
             next_offset=following if following < len(topic.producers) else 0,
         )
 
@@ -98,7 +102,7 @@ class AdminService:
         topic = self._topics.get(request.topic)
         name = producer_name(request.producer_name)
         number = topic.producers.number(name)
-        if number is None:
+        if number is None or not topic.producers.is_known(number):
             raise error(
                 "PRODUCER_NOT_FOUND", f"topic {topic.name} knows no producer {request.producer_name!r}",
                 topic=topic.name,

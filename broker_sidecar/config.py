@@ -60,6 +60,9 @@ class Config:
     )
     default_retention_size_in_mb: int = _key(-1, "Keep at most so many MB of each topic's log. -1: no limit.")
     default_retention_time_in_minutes: int = _key(-1, "Keep each message so long. -1: no limit.")
+    deduplication_producer_inactivity_timeout_minutes: int = _key(
+        0, "Forget a producer that nobody has used for so many minutes that the sidecar ran. 0: never."
+    )
     scrub_bytes_per_second: int = _key(
         524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
     )
@@ -181,6 +184,6 @@ def table() -> str:
     """The table of keys for the documentation, in Markdown."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for item in fields(Config):
-        default = str(item.default).lower() if isinstance(item.default, bool) else item.default or "–"
-        rows.append(f"| `{item.name}` | {default} | {item.metadata['about']} |")
+        default = str(item.default).lower() if isinstance(item.default, bool) else item.default
+        rows.append(f"| `{item.name}` | {'–' if default == '' else default} | {item.metadata['about']} |")
     return "\n".join(rows)

@@ -119,4 +119,5 @@ def _applied(config: Config) -> Applied:
         retention_size_in_mb=config.default_retention_size_in_mb,
         retention_time_in_minutes=config.default_retention_time_in_minutes,
         gap=GapPolicy[config.gap_policy.upper()],
+        deduplication_producer_inactivity_timeout_minutes=config.deduplication_producer_inactivity_timeout_minutes,
     )

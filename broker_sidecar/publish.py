@@ -51,7 +51,7 @@ class _Publishing:
     def __init__(self, topic: Topic, stream: Stream) -> None:
         self.topic = topic
         self.stream = stream
-        self.cache = NumbersCache()
+        self.cache = topic.connect()
         self.has_ended = False
         self.is_gone = False
         self.unsent: deque[bytes] = deque()
@@ -82,6 +82,7 @@ class _Publishing:
     def give_up(self) -> None:
         """The client is gone: answers that wait, and those to come, are dropped."""
         self.is_gone = True
+        self.topic.disconnect(self.cache)
         self.stream.share.give_back(sum(map(len, self.unsent)))
         self.unsent.clear()
 
@@ -146,6 +147,7 @@ class PublishService:
             epochs=opened.epochs,
             persisted=opened.persisted,
             persisted_indexes=opened.indexes,
+            forgotten=opened.forgotten,
         )
         for place, e in sorted(opened.refusals.items()):
             current = int(e.numbers.get("current_epoch", "0"))

@@ -32,7 +32,7 @@ def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         set_policy=policy_to_proto(topic.policy),
         first_index=topic.first_index,
         last=topic.certain_position.to_proto(),
-        producers=len(topic.producers),
+        producers=topic.producers.known_count(),
         log_bytes=topic.log_bytes,
         snapshot_index=topic.snapshot_index,
         not_dup=counters.not_dup,
@@ -41,6 +41,8 @@ def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         refused=counters.refused,
         why=topic.why,
         resets=counters.resets,
+        purged=counters.purged,
+        resumed_after_purge=counters.resumed_after_purge,
         damaged_places=damage.places,
         damaged_messages=damage.messages,
     )

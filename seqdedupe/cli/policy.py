@@ -68,6 +68,11 @@ def get(name: str, address: str, as_json: bool) -> None:
 )
 @click.option("--retention-size-in-mb", type=int, help="So much of the log is kept; -1: all of it.")
 @click.option("--retention-time-in-minutes", type=int, help="So long messages are kept; -1: for ever.")
+@click.option(
+    "--deduplication-producer-inactivity-timeout-minutes",
+    type=int,
+    help="A producer that nobody has used for so long is forgotten; 0: never.",
+)
 @common
 def set_values(name: str, address: str, as_json: bool, **values: Any) -> None:
     """Set the values that are given; the others stay. In force, and durable, when this returns."""

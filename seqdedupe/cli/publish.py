@@ -137,9 +137,10 @@ class _Publishing:
         try:
             self._send_all()
         except KeyboardInterrupt as e:
+            over_at = time.monotonic() + _INTERRUPT_GRACE_SECONDS
             with suppress(SeqdedupeError):
-                if self._receipts:
-                    self._receipts[-1].result(_INTERRUPT_GRACE_SECONDS)
+                for receipt in self._receipts:  # in order, for those of an interrupted send have failed
+                    receipt.result(max(0.0, over_at - time.monotonic()))
             raise error("INTERRUPTED", f"interrupted; {self._durable()}", hint=_GO_ON) from e
         except SeqdedupeError as e:
             raise self._with_durable(e) from e

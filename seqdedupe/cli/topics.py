@@ -59,6 +59,8 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
         "dup": topic.dup,
         "unknown": topic.unknown,
         "refused": topic.refused,
+        "purged": topic.purged,
+        "resumed_after_purge": topic.resumed_after_purge,
         "damaged_places": topic.damaged_places,
         "damaged_messages": topic.damaged_messages,
     }
@@ -85,9 +87,17 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         ("log", _known(topic, f"{topic.log_bytes:,} bytes")),
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since the start"),
         ("refused", f"{topic.refused:,} frames since the start"),
+        *_forgotten(topic),
         *_damage(topic),
     ):
         echo(f"{name:<14}{printable(str(_shown(value)))}")
+
+
+def _forgotten(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
+    """A line for a topic that has forgotten producers."""
+    if not topic.purged and not topic.resumed_after_purge:
+        return []
+    return [("forgotten", f"{topic.purged:,} producers since the start; {topic.resumed_after_purge:,} came back")]
 
 
 def _damage(topic: admin_pb2.Topic) -> list[tuple[str, str]]:

@@ -93,8 +93,9 @@ class BrokerClient:
 
     async def close(self) -> None:
         """Ends the connection, and the attachments with it."""
-        if self._channel is not None:
-            await self._channel.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
 
     def _connected(self) -> grpc.aio.Channel:
         if self._channel is None:

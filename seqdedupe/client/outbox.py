@@ -107,11 +107,15 @@ class Outbox:
         self._entries.append(pending)
         self.size_bytes += pending.size_bytes
 
-    def open(self, incarnation: int, term: int, epoch: int, persisted: int) -> None:
+    def open(self, incarnation: int, term: int, epoch: int, persisted: int, *, is_forgotten: bool = False) -> bool:
         """Takes an answer of Open, the first or one to a resume. What was out on the old stream is out no more.
 
-        Raises FencedError, DataLossError.
+        Returns whether the topic had something of this producer before, and has forgotten it, as its policy is
+        (`is_forgotten`). Raises FencedError, DataLossError.
         """
+        begins_anew = is_forgotten and max(self._opened, self._highest_receipt) > persisted
+        if begins_anew:
+            self._begin_anew(persisted)
         if self.counters.connections:
             self._check_resumed(incarnation, term, persisted)
         self._incarnation, self._term, self._opened = incarnation, term, persisted
@@ -119,6 +123,16 @@ class Outbox:
         self._unanswered.clear()
         self.rewind()
         self.counters.connections += 1
+        return begins_anew
+
+    def _begin_anew(self, persisted: int) -> None:
+        """What was sent and answered before counts no more: links count from this, in what is still to be sent."""
+        self._opened, self._highest_receipt, self._last_queued = persisted, NO_SEQUENCE_ID, NO_SEQUENCE_ID
+        for entry in self._entries:
+            if not entry.settled:
+                is_above = self._last_queued < persisted < entry.first_sequence_id
+                entry.previous_sequence_id = persisted if is_above else self._last_queued
+                self._last_queued = entry.last_sequence_id
 
     def _check_resumed(self, incarnation: int, term: int, persisted: int) -> None:
         floor = max(self._opened, self._highest_receipt)
@@ -208,6 +222,17 @@ class Outbox:
         self.counters.not_dup += int(by_verdict[Verdict.NOT_DUP])
         self.counters.dup += int(by_verdict[Verdict.DUP])
         self.counters.unknown += int(by_verdict[Verdict.UNKNOWN])
+
+    def asks_for_resume(self, frame: int, refusal: SeqdedupeError) -> bool:
+        """Whether this refusal of a frame may mean that the topic has forgotten the producer: a resume tells.
+
+        It does not know the session; or it misses what is before the first message without a receipt, which it had.
+        """
+        pending = self._unanswered.get(frame)
+        if pending is None:
+            return False
+        is_first = pending is next((entry for entry in self._entries if not entry.settled), None)
+        return refusal.reason == "INVALID_EPOCH" or (refusal.reason == "PREDECESSOR_MISSING" and is_first)
 
     def refused(self, frame: int, refusal: SeqdedupeError) -> None:
         """Takes a refusal. One of a frame that is not out changes nothing.

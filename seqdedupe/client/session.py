@@ -1,6 +1,7 @@
 """A producer's session with the sidecar: opens, sends, takes the answers, reconnects and resumes, until closed."""
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
@@ -16,6 +17,8 @@ from seqdedupe.errors import NEVER, InvalidRequestError, SeqdedupeError, Unavail
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
+
+logger = logging.getLogger("seqdedupe.client")
 
 OPEN_TIMEOUT_SECONDS = 30.0
 """A session that could not be started by then is given up. A started one is resumed for as long as it takes."""
@@ -61,6 +64,8 @@ class Session:
         self._tasks: list[asyncio.Task[None]] = []
         self._work = asyncio.Event()  # something for the writer may have come up
         self._answered_at = 0.0
+        self._resumed_in_vain = False
+        """Whether a refusal was answered by a resume, and nothing has had a receipt since."""
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         self.has_room.set()
 
@@ -209,8 +214,10 @@ class Session:
                     return
                 await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except SeqdedupeError as e:
-                self._fail(e)
-                return
+                # A frame was refused so, no Open: see `Outbox.asks_for_resume`.
+                if e.reason != "INVALID_EPOCH":
+                    self._fail(e)
+                    return
 
     async def _wait_for_something_to_send(self) -> None:
         while not len(self.outbox) and self.failure is None:
@@ -246,7 +253,15 @@ class Session:
             if self._epochs and e.reason in ("INVALID_EPOCH", "TOPIC_NOT_FOUND"):
                 raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e
             raise
-        self.outbox.open(answer.incarnation, answer.term, answer.epochs[0], answer.persisted[0])
+        if self.outbox.open(
+            answer.incarnation, answer.term, answer.epochs[0], answer.persisted[0], is_forgotten=0 in answer.forgotten
+        ):
+            logger.warning(
+                "topic %s has forgotten producer %r, which was idle for longer than its policy allows: what is sent "
+                "again is new to it, stored or not",
+                self._topic,
+                self._name,
+            )
         first, self._epochs = not self._epochs, list(answer.epochs)
         if first and self._started is not None and not self._started.done():
             self.persisted = answer.persisted[0]
@@ -312,8 +327,13 @@ class Session:
             self.outbox.receipt(receipt.frame, receipt_columns(receipt))
         if len(self.outbox) < waiting:
             self._backoff.reset()
+            self._resumed_in_vain = False
             self.outbox.held_up(None)
         for refusal in answer.refusals:
-            self.outbox.refused(refusal.frame, refusal_error(refusal))
+            why = refusal_error(refusal)
+            if not self._resumed_in_vain and self.outbox.asks_for_resume(refusal.frame, why):
+                self._resumed_in_vain = True
+                raise why
+            self.outbox.refused(refusal.frame, why)
         self._update_room()
         self._work.set()

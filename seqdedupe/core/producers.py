@@ -1,10 +1,11 @@
 """The producers of one topic: names, numbers, and the ring of recent messages."""
 
-from itertools import islice
+from itertools import compress, islice
 
 import numpy as np
 import numpy.typing as npt
 
+from seqdedupe.core.activity import Activity
 from seqdedupe.core.recent import NO_MESSAGE, RECENT_MESSAGES, find, find_duplicates
 from seqdedupe.core.replay import list_names, persist, persist_all
 from seqdedupe.core.rule import (
@@ -27,6 +28,8 @@ from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import NO_SEQUENCE_ID
 
 _FIRST_CAPACITY = 64
+NO_EPOCH = 0
+"""That of a producer which nobody has opened."""
 _GROWTH = 1.125
 
 Int32s = npt.NDArray[np.int32]
@@ -36,7 +39,7 @@ class Producers:
     """What is known of a topic's producers. A producer's *number* is its place in the order in which names came.
 
     `numbers[number]` is its producer row (see `rule`); `dirty[number]` tells what changed since the last
-    `collect_dirty`.
+    `collect_dirty`. `let_go` gives new numbers: whoever keeps one compares the `generation` that it is of.
     """
 
     def __init__(self) -> None:
@@ -45,12 +48,25 @@ class Producers:
         self.dirty: Uint8s = np.zeros(_FIRST_CAPACITY, np.uint8)
         self._ring: Int64s = np.zeros((RECENT_MESSAGES, 3), np.int64)
         self._entered = 0
+        self.activity = Activity(_FIRST_CAPACITY)
+        self.generation = 0
+        """How often the numbers have changed."""
+        self._has_purged = False
+        """Whether some names are only kept until `let_go`."""
 
     def __len__(self) -> int:
         return len(self._number_of)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._number_of
+
+    def is_known(self, number: int) -> bool:
+        """Whether the producer has not been forgotten."""
+        return not (self._has_purged and _is_nothing(self.numbers[number : number + 1])[0])
+
+    def known_count(self) -> int:
+        """How many producers have not been forgotten."""
+        return len(self) - (len(self.empty()) if self._has_purged else 0)
 
     def names_from(self, first: int, count: int | None = None) -> list[bytes]:
         """The names from this number on, at most `count`."""
@@ -94,6 +110,7 @@ class Producers:
         self.numbers[: len(names), DURABLE_EPOCH] = epochs
         self.numbers[: len(names), STATED] = stated
         self.dirty = np.zeros(len(self.numbers), np.uint8)
+        self.activity.grow(len(self.numbers))
 
     def _grow(self, needed: int) -> None:
         old = len(self.dirty)
@@ -101,6 +118,7 @@ class Producers:
         # In place: the allocator moves a large array's pages instead of copying them. No view of it is kept.
         self.numbers.resize((capacity, NUMBERS), refcheck=False)
         self.dirty.resize(capacity, refcheck=False)
+        self.activity.grow(capacity)
         self.numbers[old:] = _NEW
 
     # -- admission ---------------------------------------------------------------------------------------------
@@ -168,6 +186,7 @@ class Producers:
         They last only if `confirm_sessions` says so: `fail_in_flight` takes them back.
         """
         self.numbers[numbers, EPOCH] = epochs
+        self.activity.use(numbers)
 
     def confirm_sessions(self, numbers: Int64s, epochs: Int64s, persisted: Int64s | None, index: int) -> None:
         """A control record with these sessions is in the log, before the message with this index: merges by maximum.
@@ -201,6 +220,57 @@ class Producers:
         self.numbers[numbers] = rows
         self.dirty[numbers] |= CHANGED
 
+    def purge(self, numbers: Int64s) -> None:
+        """A control record is in the log that forgets these producers: what it and earlier ones say counts no more.
+
+        What a producer has handed over since stays pushed, and its session in force. Live and in replay the same.
+        """
+        rows = self.numbers[numbers]
+        has_sent = rows[:, PUSHED] != rows[:, PERSISTED]
+        has_opened = rows[:, EPOCH] != rows[:, DURABLE_EPOCH]
+        rows[~has_sent, PUSHED] = NO_SEQUENCE_ID
+        rows[~(has_sent | has_opened), EPOCH] = NO_EPOCH
+        rows[:, PERSISTED] = NO_SEQUENCE_ID
+        rows[:, DURABLE_EPOCH] = NO_EPOCH
+        rows[:, STATED] = rows[:, NEWEST] = NO_MESSAGE
+        self.numbers[numbers] = rows
+        self.dirty[numbers] |= CHANGED
+        self._has_purged = True
+
+    def due(self, periods: int, first: int, end: int) -> Int64s:
+        """Those of the producers `first` to `end` that can be forgotten: idle for as long, and nothing is in flight."""
+        idle = self.activity.idle_for(periods, first, min(end, len(self)))
+        rows = self.numbers[idle]
+        in_flight = (rows[:, PUSHED] != rows[:, PERSISTED]) | (rows[:, EPOCH] != rows[:, DURABLE_EPOCH])
+        self.activity.use(idle[in_flight])
+        due: Int64s = idle[~in_flight & ~_is_nothing(rows)]
+        return due
+
+    def empty(self) -> Int64s:
+        """The producers of which nothing is known, rising."""
+        return np.flatnonzero(_is_nothing(self.numbers[: len(self)]))
+
+    def let_go(self, gone: Int64s) -> Int64s:
+        """Frees the names and rows of these producers, which are `empty`. The others get new numbers, in their order.
+
+        Returns the new number of each old one, -1 where it is gone. All count as changed.
+        """
+        is_kept = np.ones(len(self), bool)
+        is_kept[gone] = False
+        kept = np.flatnonzero(is_kept)
+        new_numbers = np.full(len(self), -1, np.int64)
+        new_numbers[kept] = np.arange(len(kept))
+        self._number_of = dict(zip(compress(self._number_of, is_kept.tolist()), range(len(kept)), strict=True))
+        rows = self.numbers[kept]
+        self.numbers = _rows(max(len(kept), _FIRST_CAPACITY))
+        self.numbers[: len(kept)] = rows
+        self.dirty = np.zeros(len(self.numbers), np.uint8)
+        self.dirty[: len(kept)] = CHANGED
+        self.activity.keep(kept, new_numbers, len(self.numbers))
+        self.generation += 1
+        self._has_purged = False
+        return new_numbers
+
     def stated_below(self, index: int) -> Int64s:
         """The producers of which the log from this index on may not state epoch and persisted ID any more.
 
@@ -210,7 +280,7 @@ class Producers:
         is_something = (numbers[:, DURABLE_EPOCH] > 0) | (numbers[:, PERSISTED] >= 0)
         return np.flatnonzero(is_something & (numbers[:, STATED] < index))
 
-    def mark_dirty(self, numbers: Int32s) -> None:
+    def mark_dirty(self, numbers: Int32s | Int64s) -> None:
         """What `collect_dirty` gave out was not stored."""
         self.dirty[numbers] = CHANGED
 
@@ -218,12 +288,25 @@ class Producers:
         """The index of the message with this ID, -1 if it is not known (any more)."""
         return int(find(sequence_id, number, self.numbers, self._ring, self._entered))
 
-    def collect_dirty(self) -> tuple[Int32s, Int64s, Int64s, Int64s]:
-        """Of the producers that changed: number, PERSISTED, DURABLE_EPOCH, STATED. They count as clean from now on."""
+    def collect_dirty(self, forgotten: Int64s | None = None) -> tuple[Int32s, Int64s, Int64s, Int64s]:
+        """Of the producers that changed: number, PERSISTED, DURABLE_EPOCH, STATED. They count as clean from now on.
+
+        Of those that are to be forgotten too, as if they were.
+        """
+        if forgotten is not None:
+            self.dirty[forgotten] |= CHANGED
         changed = np.flatnonzero(self.dirty[: len(self)])
         self.dirty[changed] = 0
         rows = self.numbers[changed]
+        if forgotten is not None:
+            rows[np.isin(changed, forgotten)] = _NEW
         return changed.astype(np.int32), rows[:, PERSISTED], rows[:, DURABLE_EPOCH], rows[:, STATED]
+
+
+def _is_nothing(rows: Int64s) -> npt.NDArray[np.bool_]:
+    """Which of these producer rows say no more than that of a name that never came."""
+    has_ids = (rows[:, PUSHED] >= 0) | (rows[:, PERSISTED] >= 0)
+    return ~(has_ids | (rows[:, EPOCH] > NO_EPOCH) | (rows[:, DURABLE_EPOCH] > NO_EPOCH))
 
 
 _NO_REASONS = np.zeros(0, np.uint8)

@@ -51,7 +51,7 @@ def examine_log(
         found.cures.append("restore log and store from one backup, or start once with --rebuild-store")
     if loaded is not None:
         tally.add_snapshot(loaded)
-    found.producers = len(tally.producers)
+    found.producers = tally.producers.known_count()
     found.missing = tally.missing
     return tally
 

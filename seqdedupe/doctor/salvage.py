@@ -29,6 +29,7 @@ from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, R
 from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
 from seqdedupe.format.records import body_of
 from seqdedupe.format.tag import SECRET_BYTES, key_of
+from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.logs import create_log
 from seqdedupe.log.embedded.rewriting import NewLog
@@ -193,7 +194,7 @@ def _rewrite(examined: Examined, to: Path, others: list[SalvagedTopic]) -> Salva
 
 
 def _last_words(tally: Tally) -> Iterator[control.Change]:
-    """Every producer's numbers, whatever the batches say of them: those that were reset are reset again."""
+    """Every producer's numbers, whatever the batches say of them: those that were reset or forgotten are so again."""
     names, epochs, persisted = tally.producers.names_from(0), tally.epochs(), tally.persisted()
     if names:
         yield from control.parts(control.Sessions(names, epochs, persisted))
@@ -201,6 +202,9 @@ def _last_words(tally: Tally) -> Iterator[control.Change]:
     for start in range(0, len(numbers), control.STATED_A_RECORD):
         some = numbers[start : start + control.STATED_A_RECORD]
         yield control.Reset([names[number] for number in some], epochs[some], persisted[some])
+        # Who was forgotten and has not come back has no session either.
+        if gone := [names[number] for number in some if not epochs[number] and persisted[number] == NO_SEQUENCE_ID]:
+            yield control.Purge(gone)
 
 
 def _write_batches(log: NewLog, part: Intact, kept: list[Kept]) -> None:

@@ -36,7 +36,7 @@ class Tally:
         self._is_trimmed = False
         self._import_parts = control.ImportParts()
         self.reset_at: dict[int, int] = {}
-        """By producer number, the index before which the last reset stands."""
+        """By producer number, the index before which the last reset or purge stands."""
 
     def begin(self, first_index: int) -> None:
         """The first message that should be there has this index."""
@@ -58,13 +58,12 @@ class Tally:
         if isinstance(change, Policy):
             self.policy = change
             return
-        control.apply(change, self._import_parts, self.producers, index)
-        if isinstance(change, control.Import):
-            return
-        if len(change.epochs):
-            self.term = max(self.term, int(change.epochs.max()) >> _TERM_SHIFT)
-        if isinstance(change, control.Reset):
+        if isinstance(change, control.Reset | control.Purge):
+            # A snapshot may know a name of which the log says no more than this.
             self.reset_at |= dict.fromkeys(self.producers.add_all(change.names).tolist(), index)
+        control.apply(change, self._import_parts, self.producers, index)
+        if isinstance(change, control.Sessions | control.Reset) and len(change.epochs):
+            self.term = max(self.term, int(change.epochs.max()) >> _TERM_SHIFT)
 
     def add_damage(self, damage: Damage) -> None:
         """Records that cannot be read. Where their columns are whole, what they say counts: it had been stored."""
@@ -109,7 +108,7 @@ class Tally:
     def known_to(self, loaded: Loaded) -> tuple[Int64s, Int64s]:
         """The numbers of the producers of which a snapshot knows something, here and there.
 
-        Of one that was reset after it, the log alone knows.
+        Of one that was reset or forgotten after it, the log alone knows.
         """
         numbers = self.producers.add_all(loaded.names)
         there = np.flatnonzero(

@@ -7,7 +7,7 @@ still there, and whose last one says the same.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rocksdict import WriteBatch
@@ -64,6 +64,7 @@ class Delta:
     `ownership` (64 bits, unsigned) is that of the same message's record, 0 if there is none. `policy` is what is
     in force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set.
     `opaque` (at most 65,535 bytes) is the position in a broker's own log.
+    With `replaces_all` the numbers are new ones: it holds all names and producers, and nothing earlier counts.
     """
 
     term: int
@@ -78,6 +79,7 @@ class Delta:
     ownership: int = 0
     policy: bytes = b""
     opaque: bytes = b""
+    replaces_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +170,23 @@ class Snapshots:
         `first_name` as it was then. Raises STORE_UNAVAILABLE.
         """
         self._catch_up()
-        known = self._position.producers
+        before = replace(self._position, producers=0) if delta.replaces_all else self._position
+        known = before.producers
         producers = delta.first_name + len(delta.names)
         position = StoredPosition(
             delta.term, delta.next_index, producers, delta.message_id, delta.ownership, delta.policy, delta.opaque
         )
         stored = StoredDelta(position, delta.slots, delta.persisted, delta.epochs, delta.stated)
-        if delta.first_name > known or position.falls_short_of(self._position) or not stored.is_sound():
+        if delta.first_name > known or position.falls_short_of(before) or not stored.is_sound():
             raise error("INTERNAL", f"the snapshot {position} cannot follow on {self._position}")
+        if delta.replaces_all and self._compacting:
+            raise error("INTERNAL", "a snapshot cannot be replaced while it is compacted")
         batch = WriteBatch(raw_mode=True)
+        header = self._header
+        if delta.replaces_all:
+            header = Header(self._last_delta, 0, before)
+            batch.delete_range(*snapshot_range(self._incarnation))
+            self._put(batch, HEADER, 0, header.encode())
         # Names below `known` are stored, though perhaps not durable yet: this write becomes durable after
         # them.
         for first in range(known, producers, PAGE_PRODUCERS):
@@ -186,7 +196,8 @@ class Snapshots:
         opening = self._store.write(batch)
         self._last_delta += 1
         self._position = position
-        self._delta_bytes += size_bytes
+        self._delta_bytes = size_bytes if delta.replaces_all else self._delta_bytes + size_bytes
+        self._header = header
         return opening
 
     async def replace(self, loaded: Loaded | None) -> None:

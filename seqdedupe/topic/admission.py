@@ -12,7 +12,8 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe import wire
 from seqdedupe.core import rule
-from seqdedupe.core.producers import Producers, names_of
+from seqdedupe.core.activity import NO_STREAM
+from seqdedupe.core.producers import NO_EPOCH, Producers, names_of
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import layout
@@ -86,6 +87,10 @@ class NumbersCache:
 
     names: bytes = b""
     numbers: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    generation: int = 0
+    """Of the numbers, see `Producers`."""
+    stream: int = NO_STREAM
+    """The stream's number in its topic; a unary call has none."""
 
 
 @dataclass(slots=True)
@@ -157,11 +162,12 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
     if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
     names = encoded[start(at, NAME_OFFSETS) : start(at, NAMES) + size(at, NAMES)]
-    if names != cache.names:
+    if names != cache.names or cache.generation != producers.generation:
         known = producers.known(encoded, places)
         if known is None:
             raise _wrong_names(view, places, producers)
-        cache.names, cache.numbers = names, known
+        cache.names, cache.numbers, cache.generation = names, known, producers.generation
+        producers.activity.use(known, cache.stream)
     return Frame(encoded, view, places, cache.numbers, at[ROWS], at[COLUMNS_END])
 
 
@@ -272,9 +278,10 @@ def refused(
         )
     elif why == rule.FENCED:
         one = next(p for p in listed if not _is_stale(p))
+        given = ", which this topic did not give it" if one.current_epoch else ", and has no session (any more)"
         e = error(
             "INVALID_EPOCH",
-            f"producer {one.name!r} sends with epoch {one.epoch}, which this topic did not give it",
+            f"producer {one.name!r} sends with epoch {one.epoch}{given}",
             **numbers,
             epoch=one.epoch,
             current_epoch=one.current_epoch,
@@ -316,9 +323,13 @@ def _of_producers(frame: Frame) -> tuple[list[int], list[int], list[int]]:
 
 
 def _may_be_in_force_again(producer: ProducerNumbers, producers: Producers) -> bool:
-    """Whether the session is the one that lasts if the record of the newer one fails."""
+    """Whether the session may be the one that lasts if the record of the newer one fails.
+
+    Where there is none by then, the producer has been forgotten: an earlier session of it may be resumed.
+    """
     number = producers.number(producer.name.encode())
-    return number is not None and producer.epoch == producers.numbers[number, rule.DURABLE_EPOCH]
+    durable_epoch = NO_EPOCH if number is None else producers.numbers[number, rule.DURABLE_EPOCH]
+    return producer.epoch == durable_epoch or (durable_epoch == NO_EPOCH and _is_stale(producer))
 
 
 def _is_stale(producer: ProducerNumbers) -> bool:

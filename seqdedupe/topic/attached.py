@@ -4,13 +4,17 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import numpy as np
+
 from seqdedupe.core.rule import PERSISTED, PUSHED
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.jit import Int64s
 from seqdedupe.message_id import Position
 from seqdedupe.names import producer_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.attachment import Attachment, Checked, Columns
+from seqdedupe.topic.inactivity import DUE_PERIODS
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.state import State, TopicBase
 
@@ -201,7 +205,7 @@ class AttachedTopic(TopicBase):
         if self.state is not State.SERVING:
             raise error("NOT_ATTACHED", f"topic {self.name}: {self.why}")
         number = self.producers.number(producer_name(name))
-        if number is None:
+        if number is None or not self.producers.is_known(number):
             raise error("PRODUCER_NOT_FOUND", f"topic {self.name} knows no producer {name!r}", topic=self.name)
         numbers = self.producers.numbers[number]
         return int(numbers[PUSHED]), int(numbers[PERSISTED])
@@ -211,6 +215,26 @@ class AttachedTopic(TopicBase):
         again, and until then it is in force but not durable."""
         self._put_in_force(policy)
         await self.snapshot()
+
+    # -- producers that nobody uses ----------------------------------------------------------------------------
+
+    def _in_use(self) -> list[Int64s]:
+        """Those that the broker has registered."""
+        return [] if self._attachment is None else self._attachment.registered()
+
+    async def _purge(self, numbers: Int64s) -> int:
+        """A durable snapshot says so first: a replay begins after it, and never meets what is forgotten again."""
+        await self.snapshotter.take_without(numbers)
+        still = np.intersect1d(numbers, self.producers.due(DUE_PERIODS, int(numbers[0]), int(numbers[-1]) + 1))
+        self.producers.purge(still)
+        # Of those that came back meanwhile the store has to be told again.
+        self.producers.mark_dirty(numbers)
+        self.counters.purged += len(still)
+        return len(still)
+
+    def _renumber(self, new_numbers: Int64s) -> None:
+        if self._attachment is not None:
+            self._attachment.renumber(new_numbers)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

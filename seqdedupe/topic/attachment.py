@@ -22,6 +22,8 @@ from seqdedupe.names import new_producer_name, producer_name
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
 
 NO_ADMISSION = -1
+NO_ROW = -1
+"""Of a handle that was released, when its producer is gone."""
 FIRST_HANDLES = 64
 """There is room for; it grows by an eighth."""
 _NO_PASSES: Uint8s = np.zeros(0, np.uint8)
@@ -126,7 +128,8 @@ class Attachment:
             # In place, as `Producers` grows: there may be millions. No view of it is kept.
             self._rows_of.resize(max(end, room + room // 8), refcheck=False)
             self._is_live.resize(len(self._rows_of), refcheck=False)
-        self._rows_of[self._handles : end] = self._producers.add_all(names)
+        self._rows_of[self._handles : end] = numbers = self._producers.add_all(names)
+        self._producers.activity.use(numbers)
         self._is_live[self._handles : end] = 1
         self._handles = end
 
@@ -136,6 +139,17 @@ class Attachment:
         if len(handles) and (handles.min() < 0 or handles.max() >= len(is_live) or not is_live[handles].all()):
             raise error("INVALID_REQUEST", "handles are released that are not registered")
         is_live[handles] = 0
+
+    def registered(self) -> list[Int64s]:
+        """The producers that have a handle, in parts."""
+        rows = self._rows_of[: self._handles][self._is_live[: self._handles] != 0]
+        return [rows[first : first + MAX_BATCH_ROWS] for first in range(0, len(rows), MAX_BATCH_ROWS)]
+
+    def renumber(self, new_numbers: Int64s) -> None:
+        """The producers have these numbers from now on, by their old ones; NO_ROW: it is gone, with its handles."""
+        rows = self._rows_of[: self._handles]
+        has_row = rows != NO_ROW
+        rows[has_row] = new_numbers[rows[has_row]]
 
     # -- replay ------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.topic.policy import Policy
 
 STATED_A_RECORD = 8192
-"""So many producers are stated again at once before retention goes on. They always fit into a record."""
+"""So many producers are stated again, or forgotten, at once. They always fit into a record."""
 
 _BYTES_A_PRODUCER = 4 + 8 + 8
 _ROOM_BYTES = 1024
@@ -43,6 +43,13 @@ class Reset:
     epochs: Int64s
     """From here on their sessions, which nobody has."""
     persisted: Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Purge:
+    """Producers that are forgotten: nothing that earlier records say of them counts any more."""
+
+    names: list[bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +85,7 @@ class ImportParts:
         return complete
 
 
-Change = Sessions | Reset | Import | Policy
+Change = Sessions | Reset | Purge | Import | Policy
 
 
 def parts(sessions: Sessions) -> Iterator[Sessions]:
@@ -94,9 +101,14 @@ def parts(sessions: Sessions) -> Iterator[Sessions]:
 
 def stated_again(producers: Producers, below_index: int) -> Iterator[Sessions]:
     """What is in force of the producers that the log states only below this index, as it is when each is asked for."""
-    numbers = producers.stated_below(below_index)
-    for start in range(0, len(numbers), STATED_A_RECORD):
-        some = numbers[start : start + STATED_A_RECORD]
+    generation = -1
+    numbers = np.zeros(0, np.int64)
+    while True:
+        if generation != producers.generation:
+            generation, numbers = producers.generation, producers.stated_below(below_index)
+        some, numbers = numbers[:STATED_A_RECORD], numbers[STATED_A_RECORD:]
+        if not len(some):
+            return
         rows = producers.numbers[some]
         yield Sessions(producers.names_of(some), rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy())
 
@@ -106,7 +118,7 @@ def _part(sessions: Sessions, start: int, end: int) -> Sessions:
     return Sessions(sessions.names[start:end], sessions.epochs[start:end], persisted)
 
 
-_FIELDS: dict[type[Change], str] = {Sessions: "sessions", Reset: "reset", Import: "imported"}
+_FIELDS: dict[type[Change], str] = {Sessions: "sessions", Reset: "reset", Purge: "purge", Import: "imported"}
 """Of `Control`, by what each changes."""
 
 
@@ -122,9 +134,9 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
         columns.producer_name_offsets, columns.producer_names = names.offsets.tobytes(), names.data
         if isinstance(change, Import):
             columns.part, columns.is_last = change.part, change.is_last
-        else:
+        elif not isinstance(change, Purge):
             columns.epochs = change.epochs.astype(np.int64).tobytes()
-        if change.persisted is not None:
+        if not isinstance(change, Purge) and change.persisted is not None:
             columns.persisted = change.persisted.astype(np.int64).tobytes()
     body: bytes = control.SerializeToString()
     return body
@@ -141,6 +153,8 @@ def decode(body: bytes) -> tuple[Change, int]:
                 return _sessions(control.sessions), control.term
             case "reset":
                 return _reset(control.reset), control.term
+            case "purge":
+                return Purge(_names(control.purge)), control.term
             case "imported":
                 return _import(control.imported), control.term
     except (DecodeError, ValueError) as e:
@@ -163,7 +177,7 @@ def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list
             index, offset = int(table[k, BASE_INDEX]), file_offset_of(chunk, table[k])
             where = f"the log {place}, at byte {offset} of a segment, before the message with index {index}"
             raise error(e.reason, f"{where}: {e.message}", index=index, offset=offset) from e
-        if isinstance(change, Reset):
+        if isinstance(change, Reset | Purge):
             yield table[first:k], changes
             first, changes = k, []
             yield table[:0], [(change, term, int(table[k, BASE_INDEX]))]
@@ -172,8 +186,12 @@ def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list
     yield table[first:], changes
 
 
-def apply(change: Sessions | Reset | Import, parts: ImportParts, producers: Producers, index: int) -> None:
+def apply(change: Sessions | Reset | Purge | Import, parts: ImportParts, producers: Producers, index: int) -> None:
     """The change is in the log, before the message with this index."""
+    if isinstance(change, Purge):
+        known = (producers.number(name) for name in change.names)
+        producers.purge(np.array([number for number in known if number is not None], np.int64))
+        return
     if isinstance(change, Import):
         for part in parts.add(change):
             numbers = producers.add_all(part.names)

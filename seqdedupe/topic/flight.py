@@ -11,7 +11,7 @@ from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, size, start
 from seqdedupe.topic.admission import Frame
 from seqdedupe.topic.answers import Int64s, Receipt, Reply
 from seqdedupe.topic.broadcast import Broadcast
-from seqdedupe.topic.control import Change, Reset
+from seqdedupe.topic.control import Change, Purge, Reset
 from seqdedupe.topic.policy import Policy
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
@@ -106,9 +106,14 @@ class Flight:
     def _frames(self) -> Iterator[tuple[Frame, float]]:
         return ((item.frame, item.since_seconds) for item in self._admitted if isinstance(item, Admitted))
 
-    def has_reset(self) -> bool:
-        """Whether a producer is being reset."""
-        return any(isinstance(item, Changing) and isinstance(item.change, Reset) for item in self._admitted)
+    def has(self, kind: type[Reset] | type[Purge]) -> bool:
+        """Whether producers are being reset, or forgotten."""
+        return any(isinstance(item, Changing) and isinstance(item.change, kind) for item in self._admitted)
+
+    def renumber(self, new_numbers: Int64s) -> None:
+        """Producers have other numbers from now on, by their old ones."""
+        for frame, _ in self._frames():
+            frame.producer_rows = new_numbers[frame.producer_rows]
 
     def take(self) -> Admitted | Changing:
         """The oldest, which has settled. `tell` has to follow."""

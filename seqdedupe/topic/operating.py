@@ -130,7 +130,7 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
     encoded = producer_name(name)
     topic.check_serving()
     number = topic.producers.number(encoded)
-    if number is None:
+    if number is None or not topic.producers.is_known(number):
         raise error("PRODUCER_NOT_FOUND", f"topic {topic.name} knows no producer {name!r}", topic=topic.name)
     # All that is in flight stands before the record, and is persisted when that is.
     before = int(topic.producers.numbers[number, PUSHED])

@@ -14,6 +14,9 @@ from seqdedupe.log.contract import Retention
 NO_LIMIT = -1
 """As a retention."""
 
+NEVER = 0
+"""As a timeout."""
+
 LARGEST = 2**31 - 1
 
 _MB = 1024 * 1024
@@ -24,6 +27,7 @@ LEAST = {
     "deduplication_snapshot_interval_seconds": 0,
     "retention_size_in_mb": NO_LIMIT,
     "retention_time_in_minutes": NO_LIMIT,
+    "deduplication_producer_inactivity_timeout_minutes": NEVER,
 }
 """Of the values that are numbers; the largest is LARGEST."""
 
@@ -56,6 +60,7 @@ class Policy:
     retention_size_in_mb: int | None = None
     retention_time_in_minutes: int | None = None
     gap: GapPolicy | None = None
+    deduplication_producer_inactivity_timeout_minutes: int | None = None
 
     def with_values_of(self, other: "Policy") -> "Policy":
         """This one, but for the values that the other one sets."""
@@ -112,6 +117,8 @@ class Applied:
     retention_size_in_mb: int = NO_LIMIT
     retention_time_in_minutes: int = NO_LIMIT
     gap: GapPolicy = GapPolicy.ALLOW
+    deduplication_producer_inactivity_timeout_minutes: int = NEVER
+    """A producer that nobody has used for so long is forgotten."""
 
     @property
     def retention(self) -> Retention:
@@ -121,6 +128,11 @@ class Applied:
             None if size_mb < 0 else size_mb * _MB,
             None if minutes < 0 else minutes * _MILLISECONDS_A_MINUTE,
         )
+
+    @property
+    def forgets(self) -> bool:
+        """Whether producers that nobody uses are forgotten: never while deduplication is off, as in Pulsar."""
+        return self.deduplication_enabled and self.deduplication_producer_inactivity_timeout_minutes != NEVER
 
     def fill(self, message: Any) -> None:
         """As `Policy.fill`."""

@@ -11,10 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from seqdedupe.core.producers import NO_EPOCH
 from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
+from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, ownership
+from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.contract import DamageFound, Failure, Log, Outcome, last_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
@@ -22,7 +25,7 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import admission, control, recovery
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal, Reply
-from seqdedupe.topic.control import Change, Reset, Sessions
+from seqdedupe.topic.control import Change, Purge, Reset, Sessions
 from seqdedupe.topic.flight import Admitted, Changing, Flight
 from seqdedupe.topic.originals import index_in_log
 from seqdedupe.topic.policy import Applied, Policy
@@ -325,6 +328,8 @@ class Topic(TopicBase):
         if isinstance(item, Changing):
             if isinstance(item.change, Reset):
                 self.counters.resets += len(item.change.names)
+            elif isinstance(item.change, Purge):
+                self.counters.purged += len(item.change.names)
             item.settled(None)
         else:
             self.counters.count(item.receipt, item.frame.rows)
@@ -367,21 +372,35 @@ class Topic(TopicBase):
         `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced.
         """
         self.check_serving()
+        if self.flight.has(Purge):
+            # Whether the names are being forgotten is not known before that has settled; no other one will name them.
+            self.sessions.use(names)
+            await self.in_flight_now()
+            self.check_serving()
         while epochs is not None and self.sessions.are_in_flight(names):
             # Whether these sessions have been fenced is not known before that has settled.
             await self.in_flight_now()
             self.check_serving()
-        opening = self.sessions.open(names, epochs)
-        numbers = self.producers.numbers
-        if (numbers[opening.numbers, DURABLE_EPOCH] < opening.epochs).any():
+        opening = self.sessions.open(names, epochs, may_have_forgotten=self.may_have_forgotten)
+        durable_epochs = self.producers.numbers[opening.numbers, DURABLE_EPOCH]
+        if (durable_epochs < opening.epochs).any():
             # All that is in flight stands before it, and has settled when it has.
             parts = control.parts(Sessions(opening.names, opening.epochs))
             await asyncio.gather(*[self.append_change(part) for part in parts])
         else:
             await self.in_flight_now()
         answer = self.sessions.opened(opening, len(names))
-        for place, number in list(zip(opening.places.tolist(), opening.numbers.tolist(), strict=True))[:MAX_LOOKED_UP]:
+        if opening.is_resume and self.may_have_forgotten:
+            columns = zip(opening.places.tolist(), (durable_epochs == NO_EPOCH).tolist(), strict=True)
+            answer.forgotten.extend(
+                place
+                for place, had_nothing in columns
+                if place not in answer.refusals and (had_nothing or answer.persisted[place] == NO_SEQUENCE_ID)
+            )
+            self.resumed_after_purge([opening.names[k] for k in np.flatnonzero(durable_epochs == NO_EPOCH)])
+        for place, name in list(zip(opening.places.tolist(), opening.names, strict=True))[:MAX_LOOKED_UP]:
             if answer.indexes[place] < 0 and place not in answer.refusals:
+                number = self.producers.add(name)
                 answer.indexes[place] = await index_in_log(self.producers, number, self.log)
         return answer
 
@@ -428,12 +447,30 @@ class Topic(TopicBase):
             await self.append_change(self.newest_policy)
         parts = control.stated_again(self.producers, first_index)
         while True:
-            while self.flight.has_reset():
+            while self.flight.has(Reset) or self.flight.has(Purge):
                 # What is stated as it is now would stand after it, and take it back.
                 await self.in_flight_now()
             if (part := next(parts, None)) is None:
                 return
             await self.append_change(part)
+
+    # -- producers that nobody uses ----------------------------------------------------------------------------
+
+    def connect(self) -> NumbersCache:
+        """A stream begins: its cache. The producers that it uses are in use until `disconnect`."""
+        return NumbersCache(stream=self.producers.activity.connect())
+
+    def disconnect(self, cache: NumbersCache) -> None:
+        """The stream with this cache has ended."""
+        self.producers.activity.disconnect(cache.stream)
+
+    async def _purge(self, numbers: Int64s) -> int:
+        names = self.producers.names_of(numbers)
+        await self.append_change(Purge(names))
+        return len(names)
+
+    def _renumber(self, new_numbers: Int64s) -> None:
+        self.flight.renumber(new_numbers)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

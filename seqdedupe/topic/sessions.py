@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import NO_EPOCH, Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, EPOCH, PERSISTED
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
@@ -45,6 +45,7 @@ class Opening:
 
     names: list[bytes]
     numbers: Int64s
+    """Theirs when it began."""
     epochs: Int64s
     refusals: dict[int, SeqdedupeError]
     """By place in the call: FENCED, INVALID_EPOCH."""
@@ -60,6 +61,8 @@ class Opened:
     indexes: list[int]
     refusals: dict[int, SeqdedupeError] = field(default_factory=dict)
     """By place: FENCED, INVALID_EPOCH."""
+    forgotten: list[int] = field(default_factory=list)
+    """The places of resumed names of which there is nothing, where the policy is to forget idle producers."""
 
 
 class Sessions:
@@ -74,9 +77,11 @@ class Sessions:
         """The topic has a new owner."""
         self._term, self._opens = term, 0
 
-    def open(self, names: list[str], epochs: list[int] | None) -> Opening:
+    def open(self, names: list[str], epochs: list[int] | None, *, may_have_forgotten: bool = False) -> Opening:
         """Starts new sessions, or resumes those of the given epochs, each by itself. They are in force from now on.
 
+        Where names are forgotten, an earlier session may have gone on under one before the newest did: that one is
+        fenced then, or it would take the other one's messages for its own.
         Raises INVALID_NAME, INVALID_REQUEST for the whole call.
         """
         encoded = encoded_names(names, self._producers)
@@ -88,7 +93,7 @@ class Sessions:
             if len(epochs) != len(names):
                 raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
             for place, (name, epoch) in enumerate(zip(encoded, epochs, strict=True)):
-                if (why := self._why_not_resumed(name, epoch)) is not None:
+                if (why := self._why_not_resumed(name, epoch, may_have_forgotten)) is not None:
                     refusals[place] = why
         places = [place for place in range(len(names)) if place not in refusals]
         accepted = [encoded[place] for place in places]
@@ -100,8 +105,10 @@ class Sessions:
     def opened(self, opening: Opening, names: int) -> Opened:
         """What an Open of so many names answers once all that it waits for has settled."""
         answer = Opened([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
-        columns = (opening.names, opening.places.tolist(), opening.numbers.tolist(), opening.epochs.tolist())
-        for name, place, number, epoch in zip(*columns, strict=True):
+        columns = (opening.names, opening.places.tolist(), opening.epochs.tolist())
+        for name, place, epoch in zip(*columns, strict=True):
+            # Numbers may have changed while it waited.
+            number = self._producers.add(name)
             current = int(self._producers.numbers[number, DURABLE_EPOCH])
             if opening.is_resume and current > epoch:
                 # While it waited; and a reset may have taken from it what it has receipts for.
@@ -120,11 +127,18 @@ class Sessions:
 
     def are_in_flight(self, names: list[str]) -> bool:
         """Whether any of the names has a session whose record is not durable yet, and may fail."""
-        numbers = [self._producers.number(name.encode(errors="replace")) for name in names]
-        rows = self._producers.numbers[[number for number in numbers if number is not None]]
+        rows = self._producers.numbers[self._known(names)]
         return bool((rows[:, EPOCH] > rows[:, DURABLE_EPOCH]).any())
 
-    def _why_not_resumed(self, name: bytes, epoch: int) -> SeqdedupeError | None:
+    def use(self, names: list[str]) -> None:
+        """Somebody wants these names: they are not idle."""
+        self._producers.activity.use(self._known(names))
+
+    def _known(self, names: list[str]) -> Int64s:
+        numbers = (self._producers.number(name.encode(errors="replace")) for name in names)
+        return np.array([number for number in numbers if number is not None], np.int64)
+
+    def _why_not_resumed(self, name: bytes, epoch: int, may_have_forgotten: bool) -> SeqdedupeError | None:
         number = self._producers.number(name)
         current = 0 if number is None else int(self._producers.numbers[number, EPOCH])
         shown = name.decode()
@@ -137,7 +151,7 @@ class Sessions:
                 epoch=epoch,
                 current_epoch=current,
             )
-        if epoch < current:
+        if epoch < current or (may_have_forgotten and epoch > current > NO_EPOCH):
             return _fenced(shown, epoch, current)
         return None
 

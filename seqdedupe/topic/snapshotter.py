@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.jit import Int64s
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Delta, Snapshots
@@ -44,6 +46,8 @@ class Snapshotter:
         self._after_seconds = applied.deduplication_snapshot_interval_seconds
         self._on_durable = on_durable
         self._names_stored = len(producers)
+        self._is_renumbered = False
+        """Whether producers have other numbers than the last durable snapshot gives them."""
         self._entries = 0
         self._timer: asyncio.TimerHandle | None = None
         self._running = asyncio.Lock()
@@ -99,19 +103,47 @@ class Snapshotter:
             self._next.add_done_callback(_retrieve)
         await asyncio.shield(self._next)
 
+    @asynccontextmanager
+    async def stands_still(self) -> AsyncIterator[None]:
+        """Nothing is written meanwhile: numbers may change."""
+        async with self._running:
+            if self._compaction is not None:
+                await asyncio.wait({self._compaction})
+            yield
+
+    def renumbered(self) -> None:
+        """The producers have other numbers from now on: the next snapshot replaces all that is stored."""
+        self._is_renumbered = True
+        self._names_stored = 0
+
     async def finish(self) -> None:
         """Returns when the snapshot that is being taken, if any, is durable or has failed."""
         async with self._running:
             pass
 
+    async def take_without(self, forgotten: Int64s) -> None:
+        """A snapshot in which nothing is known of these producers; returns when it is durable. Raises as `take`.
+
+        `Producers` still knows them: it is for the caller to forget them then, and to mark them dirty in any case.
+        """
+        snapshot = asyncio.ensure_future(self._write(forgotten))
+        snapshot.add_done_callback(_retrieve)
+        await asyncio.shield(snapshot)
+
     async def _take(self) -> None:
+        await self._write(None)
+
+    async def _write(self, forgotten: Int64s | None) -> None:
         async with self._running:
-            self._next = None
+            if forgotten is None:
+                self._next = None
+            elif self._closed:
+                raise error("DRAINING", "the topic is closed")
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
             term, position, policy, opaque = self._describe()
-            changed, persisted, epochs, stated = self._producers.collect_dirty()
+            changed, persisted, epochs, stated = self._producers.collect_dirty(forgotten)
             known = len(self._producers)
             try:
                 opening = self._snapshots.write_delta(
@@ -128,6 +160,7 @@ class Snapshotter:
                         stated=stated,
                         policy=policy,
                         opaque=opaque,
+                        replaces_all=self._is_renumbered,
                     )
                 )
                 await self._store.flush(opening)
@@ -136,6 +169,7 @@ class Snapshotter:
                 self._start_timer()
                 raise
             self._names_stored = known
+            self._is_renumbered = False
             self.next_index = position.index + 1
         self._on_durable(self.next_index)
         if self._compaction is None or self._compaction.done():

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.format.jit import Int64s
 from seqdedupe.log.contract import DamageFound
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
@@ -21,11 +24,15 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.answers import Receipt, Uint8s
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.control import decode_policy, encode
-from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.inactivity import Inactivity, shown
+from seqdedupe.topic.policy import NEVER, Applied, Policy
 from seqdedupe.topic.sessions import Sessions
 from seqdedupe.topic.snapshotter import Snapshotter
 
 logger = logging.getLogger("seqdedupe.topic")
+
+LET_GO_SHARE = 4
+"""Rows and names are freed when one in so many of them is empty: that takes a pass over all, and a whole snapshot."""
 
 
 class State(Enum):
@@ -43,7 +50,8 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Counters:
-    """Since this process opened the topic: rows by verdict, frames refused, failures of the log, producers reset."""
+    """Since this process opened the topic: rows by verdict, frames refused, failures of the log, producers reset or
+    forgotten, and sessions that were resumed after that."""
 
     not_dup: int = 0
     dup: int = 0
@@ -51,6 +59,8 @@ class Counters:
     refused: int = 0
     log_failures: int = 0
     resets: int = 0
+    purged: int = 0
+    resumed_after_purge: int = 0
 
     def count(self, receipt: Receipt, new_rows: int) -> None:
         """A frame has its receipt; so many of its rows were stored."""
@@ -134,6 +144,16 @@ class TopicBase(ABC):
             applied=self.applied,
             on_durable=self._snapshot_is_durable,
         )
+        self.inactivity = Inactivity(
+            name,
+            self.producers,
+            self.applied,
+            is_counting=lambda: self.state is State.SERVING,
+            in_use=self._in_use,
+            purge=self._purge,
+            let_go=self._let_go_of_empty,
+            spawn=self._spawn,
+        )
 
     @property
     @abstractmethod
@@ -206,6 +226,7 @@ class TopicBase(ABC):
         self.policy = policy
         self.applied = self._inherited.under(policy)
         self.snapshotter.apply(self.applied)
+        self.inactivity.apply(self.applied)
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -301,7 +322,54 @@ class TopicBase(ABC):
         """What the last durable snapshot covers: all messages below this index."""
         return self.snapshotter.next_index
 
+    # -- producers that nobody uses ----------------------------------------------------------------------------
+
+    @abstractmethod
+    async def _purge(self, numbers: Int64s) -> int:
+        """Forgets these producers, durably; returns how many it were. Raises why it cannot."""
+
+    def _in_use(self) -> list[Int64s]:
+        """The producers that somebody holds now otherwise than by a stream; each part is looked at in one step."""
+        return []
+
+    @abstractmethod
+    def _renumber(self, new_numbers: Int64s) -> None:
+        """The producers have these numbers from now on, by their old ones; -1: it is gone."""
+
+    @property
+    def may_have_forgotten(self) -> bool:
+        """Whether a producer of which nothing is known may be one that was forgotten: by the policy as it is or was."""
+        is_set = self.applied.deduplication_producer_inactivity_timeout_minutes != NEVER
+        return is_set or self.counters.purged > 0
+
+    def resumed_after_purge(self, names: list[bytes]) -> None:
+        """Sessions were resumed of producers that are forgotten: counts and logs it."""
+        self.counters.resumed_after_purge += len(names)
+        if names:
+            logger.warning(
+                "topic %s: %d sessions are resumed of producers that were forgotten (%s): what they send again is new, "
+                "stored or not",
+                self.name,
+                len(names),
+                shown(names),
+            )
+
+    async def _let_go_of_empty(self) -> None:
+        """Names and rows of producers of which nothing is known are freed, if many are, here and in the store."""
+        least = max(len(self.producers), 1) / LET_GO_SHARE
+        if len(self.producers.empty()) < least or len(self._empty()) < least:
+            return
+        async with self.snapshotter.stands_still():
+            self._renumber(self.producers.let_go(self._empty()))
+            self.snapshotter.renumbered()
+        await self.snapshot()
+
+    def _empty(self) -> Int64s:
+        """The producers of which nothing is known, and whom nobody holds."""
+        return np.setdiff1d(self.producers.empty(), np.concatenate([np.zeros(0, np.int64), *self._in_use()]))
+
     async def _end_tasks(self) -> None:
+        self.inactivity.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

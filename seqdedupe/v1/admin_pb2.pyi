@@ -167,6 +167,7 @@ class TopicPolicy(_message.Message):
     RETENTION_SIZE_IN_MB_FIELD_NUMBER: _builtins.int
     RETENTION_TIME_IN_MINUTES_FIELD_NUMBER: _builtins.int
     GAP_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_PRODUCER_INACTIVITY_TIMEOUT_MINUTES_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """False: rows that would be `DUP` or `UNKNOWN` are appended as `NOT_DUP`. Sessions, links and numbers stay."""
     overlap: Global___OverlapPolicy.ValueType
@@ -181,6 +182,10 @@ class TopicPolicy(_message.Message):
     """Messages are kept for so many minutes; -1: no limit. See `retention_size_in_mb`."""
     gap: Global___GapPolicy.ValueType
     """What becomes of gaps."""
+    deduplication_producer_inactivity_timeout_minutes: _builtins.int
+    """A producer that nobody has used for so many minutes of the sidecar's running time is forgotten; 0: never. What it
+    then sends again is new. One with a connected stream that used it, or with something in flight, stays.
+    """
     def __init__(
         self,
         *,
@@ -191,15 +196,18 @@ class TopicPolicy(_message.Message):
         retention_size_in_mb: _builtins.int | None = ...,
         retention_time_in_minutes: _builtins.int | None = ...,
         gap: Global___GapPolicy.ValueType | None = ...,
+        deduplication_producer_inactivity_timeout_minutes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
     _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015
     _WhichOneofReturnType__deduplication_entries_interval: _TypeAlias = _typing.Literal["deduplication_entries_interval"]  # noqa: Y015
     _WhichOneofArgType__deduplication_entries_interval: _TypeAlias = _typing.Literal["_deduplication_entries_interval", b"_deduplication_entries_interval"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_producer_inactivity_timeout_minutes: _TypeAlias = _typing.Literal["deduplication_producer_inactivity_timeout_minutes"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_producer_inactivity_timeout_minutes: _TypeAlias = _typing.Literal["_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes"]  # noqa: Y015
     _WhichOneofReturnType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["deduplication_snapshot_interval_seconds"]  # noqa: Y015
     _WhichOneofArgType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds"]  # noqa: Y015
     _WhichOneofReturnType__gap: _TypeAlias = _typing.Literal["gap"]  # noqa: Y015
@@ -214,6 +222,8 @@ class TopicPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_enabled) -> _WhichOneofReturnType__deduplication_enabled | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_entries_interval) -> _WhichOneofReturnType__deduplication_entries_interval | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_producer_inactivity_timeout_minutes) -> _WhichOneofReturnType__deduplication_producer_inactivity_timeout_minutes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_snapshot_interval_seconds) -> _WhichOneofReturnType__deduplication_snapshot_interval_seconds | None: ...
     @_typing.overload
@@ -250,6 +260,8 @@ class Topic(_message.Message):
     WHY_FIELD_NUMBER: _builtins.int
     SET_POLICY_FIELD_NUMBER: _builtins.int
     RESETS_FIELD_NUMBER: _builtins.int
+    PURGED_FIELD_NUMBER: _builtins.int
+    RESUMED_AFTER_PURGE_FIELD_NUMBER: _builtins.int
     DAMAGED_PLACES_FIELD_NUMBER: _builtins.int
     DAMAGED_MESSAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -280,6 +292,10 @@ class Topic(_message.Message):
     """Why it does not serve; empty when it does."""
     resets: _builtins.int
     """Producers reset since this process started the topic."""
+    purged: _builtins.int
+    """Producers forgotten by the inactivity policy since this process started the topic."""
+    resumed_after_purge: _builtins.int
+    """Sessions that were resumed since then of which nothing was left: what they send again is new."""
     damaged_places: _builtins.int
     """Places of the log that are damaged, as far as the scrub in the background has found any since this process started
     the topic. It goes on to serve; readers that meet one get `LOG_DAMAGED`, or skip it.
@@ -320,12 +336,14 @@ class Topic(_message.Message):
         why: _builtins.str = ...,
         set_policy: Global___TopicPolicy | None = ...,
         resets: _builtins.int = ...,
+        purged: _builtins.int = ...,
+        resumed_after_purge: _builtins.int = ...,
         damaged_places: _builtins.int = ...,
         damaged_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "refused", b"refused", "resets", b"resets", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -212,6 +212,7 @@ class Control(_message.Message):
 
     SESSIONS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    PURGE_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
     IMPORTED_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
@@ -229,6 +230,10 @@ class Control(_message.Message):
         """What is set for the topic from here on."""
 
     @_builtins.property
+    def purge(self) -> Global___ControlPurge:
+        """Producers that are forgotten, because nobody has used them for as long as the policy says."""
+
+    @_builtins.property
     def reset(self) -> Global___ControlReset:
         """Producers that an operator has set to a lower sequence ID."""
 
@@ -241,16 +246,17 @@ class Control(_message.Message):
         *,
         sessions: Global___ControlSessions | None = ...,
         policy: Global___ControlPolicy | None = ...,
+        purge: Global___ControlPurge | None = ...,
         reset: Global___ControlReset | None = ...,
         imported: Global___ControlImport | None = ...,
         term: _builtins.int = ...,
         id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["imported", b"imported", "kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["imported", b"imported", "kind", b"kind", "policy", b"policy", "purge", b"purge", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "imported", b"imported", "kind", b"kind", "policy", b"policy", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "imported", b"imported", "kind", b"kind", "policy", b"policy", "purge", b"purge", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "reset", "imported"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "purge", "reset", "imported"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -337,6 +343,34 @@ class ControlReset(_message.Message):
 Global___ControlReset: _TypeAlias = ControlReset  # noqa: Y015
 
 @_typing.final
+class ControlPurge(_message.Message):
+    """P producers that are forgotten, in columns: nothing that earlier records say of them counts any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
+    producer_names: _builtins.bytes
+    """The names, UTF-8."""
+    @_builtins.property
+    def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """P + 1 offsets into `producer_names`."""
+
+    def __init__(
+        self,
+        *,
+        producer_name_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        producer_names: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer_name_offsets", b"producer_name_offsets", "producer_names", b"producer_names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlPurge: _TypeAlias = ControlPurge  # noqa: Y015
+
+@_typing.final
 class ControlImport(_message.Message):
     """Watermarks of P producers, in columns: a part of an import, which merges with what is known by maximum. Of an import
     nothing is in force before its last part stands in the log; one that lacks it never is, and the next one begins with
@@ -394,6 +428,7 @@ class ControlPolicy(_message.Message):
     RETENTION_SIZE_IN_MB_FIELD_NUMBER: _builtins.int
     RETENTION_TIME_IN_MINUTES_FIELD_NUMBER: _builtins.int
     GAP_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_PRODUCER_INACTIVITY_TIMEOUT_MINUTES_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """Whether `DUP` and `UNKNOWN` rows are left out."""
     overlap: _builtins.int
@@ -408,6 +443,8 @@ class ControlPolicy(_message.Message):
     """See `TopicPolicy`."""
     gap: _builtins.int
     """A `GapPolicy`."""
+    deduplication_producer_inactivity_timeout_minutes: _builtins.int
+    """See `TopicPolicy`."""
     def __init__(
         self,
         *,
@@ -418,15 +455,18 @@ class ControlPolicy(_message.Message):
         retention_size_in_mb: _builtins.int | None = ...,
         retention_time_in_minutes: _builtins.int | None = ...,
         gap: _builtins.int | None = ...,
+        deduplication_producer_inactivity_timeout_minutes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
     _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015
     _WhichOneofReturnType__deduplication_entries_interval: _TypeAlias = _typing.Literal["deduplication_entries_interval"]  # noqa: Y015
     _WhichOneofArgType__deduplication_entries_interval: _TypeAlias = _typing.Literal["_deduplication_entries_interval", b"_deduplication_entries_interval"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_producer_inactivity_timeout_minutes: _TypeAlias = _typing.Literal["deduplication_producer_inactivity_timeout_minutes"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_producer_inactivity_timeout_minutes: _TypeAlias = _typing.Literal["_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes"]  # noqa: Y015
     _WhichOneofReturnType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["deduplication_snapshot_interval_seconds"]  # noqa: Y015
     _WhichOneofArgType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds"]  # noqa: Y015
     _WhichOneofReturnType__gap: _TypeAlias = _typing.Literal["gap"]  # noqa: Y015
@@ -441,6 +481,8 @@ class ControlPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_enabled) -> _WhichOneofReturnType__deduplication_enabled | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_entries_interval) -> _WhichOneofReturnType__deduplication_entries_interval | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_producer_inactivity_timeout_minutes) -> _WhichOneofReturnType__deduplication_producer_inactivity_timeout_minutes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_snapshot_interval_seconds) -> _WhichOneofReturnType__deduplication_snapshot_interval_seconds | None: ...
     @_typing.overload

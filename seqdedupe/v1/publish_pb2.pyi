@@ -103,6 +103,7 @@ class OpenResponse(_message.Message):
     PERSISTED_INDEXES_FIELD_NUMBER: _builtins.int
     PERSISTED_MESSAGE_IDS_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Which creation of the topic this is."""
     term: _builtins.int
@@ -129,6 +130,12 @@ class OpenResponse(_message.Message):
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenRefusal]:
         """The names whose sessions were not started or resumed; the others were. There the columns have epoch 0 and -1."""
 
+    @_builtins.property
+    def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a resume: the places in the request of the names of which the topic has nothing, where its policy is to forget
+        producers that nobody uses (`deduplication_producer_inactivity_timeout_minutes`). See duty 6.
+        """
+
     def __init__(
         self,
         *,
@@ -139,10 +146,11 @@ class OpenResponse(_message.Message):
         persisted_indexes: _abc.Iterable[_builtins.int] | None = ...,
         persisted_message_ids: _abc.Iterable[_batch_pb2.MessageId] | None = ...,
         refusals: _abc.Iterable[Global___OpenRefusal] | None = ...,
+        forgotten: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "incarnation", b"incarnation", "persisted", b"persisted", "persisted_indexes", b"persisted_indexes", "persisted_message_ids", b"persisted_message_ids", "refusals", b"refusals", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "forgotten", b"forgotten", "incarnation", b"incarnation", "persisted", b"persisted", "persisted_indexes", b"persisted_indexes", "persisted_message_ids", b"persisted_message_ids", "refusals", b"refusals", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

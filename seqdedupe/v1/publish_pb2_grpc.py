@@ -42,14 +42,19 @@ class PublishServiceStub(object):
     session and take the name from whoever has it. `FENCED` is the end: another process owns the name. So it
     is when a resume answers a `persisted` above both the last ID sent and what `Open` answered before.
     6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
-    incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so.
+    incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so. A name in `forgotten`
+    is no such case: the topic's policy has forgotten it. Warn and go on from nothing: links count from `persisted`,
+    which is -1, as if nothing had been sent before; receipts of frames that were sent before this answer and come after
+    the question say nothing; and what is sent again is new.
     7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
     higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
     messages were lost on the way: they are resent, and the links of what follows do not change.
     8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after OK,
     CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
     `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
-    session go on. `FENCED` and `INVALID_EPOCH` are final for the producers that the refusal names.
+    session go on. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not yet: the name may
+    have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also where the
+    first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
     never one of `Open`.
 
@@ -97,14 +102,19 @@ class PublishServiceServicer(object):
     session and take the name from whoever has it. `FENCED` is the end: another process owns the name. So it
     is when a resume answers a `persisted` above both the last ID sent and what `Open` answered before.
     6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
-    incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so.
+    incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so. A name in `forgotten`
+    is no such case: the topic's policy has forgotten it. Warn and go on from nothing: links count from `persisted`,
+    which is -1, as if nothing had been sent before; receipts of frames that were sent before this answer and come after
+    the question say nothing; and what is sent again is new.
     7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
     higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
     messages were lost on the way: they are resent, and the links of what follows do not change.
     8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after OK,
     CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
     `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
-    session go on. `FENCED` and `INVALID_EPOCH` are final for the producers that the refusal names.
+    session go on. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not yet: the name may
+    have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also where the
+    first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
     never one of `Open`.
 
@@ -187,14 +197,19 @@ class PublishService(object):
     session and take the name from whoever has it. `FENCED` is the end: another process owns the name. So it
     is when a resume answers a `persisted` above both the last ID sent and what `Open` answered before.
     6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
-    incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so.
+    incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so. A name in `forgotten`
+    is no such case: the topic's policy has forgotten it. Warn and go on from nothing: links count from `persisted`,
+    which is -1, as if nothing had been sent before; receipts of frames that were sent before this answer and come after
+    the question say nothing; and what is sent again is new.
     7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
     higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
     messages were lost on the way: they are resent, and the links of what follows do not change.
     8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after OK,
     CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
     `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
-    session go on. `FENCED` and `INVALID_EPOCH` are final for the producers that the refusal names.
+    session go on. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not yet: the name may
+    have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also where the
+    first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
     never one of `Open`.
 

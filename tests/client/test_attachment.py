@@ -179,3 +179,12 @@ async def test_a_sidecar_that_publishes_takes_no_broker(tmp_path: Path, topic: s
         async with BrokerClient(sidecar.address) as client:
             with pytest.raises(SeqdedupeError, match="does not know this call"):
                 await Log().attach(client, topic)
+
+
+async def test_a_client_that_was_closed_connects_anew(brokers_sidecar: Sidecar, topic: str) -> None:
+    log = Log()
+    client = BrokerClient(brokers_sidecar.address)
+    await publish(await log.attach(client, topic), log, "p", 0, 1)
+    await client.close()
+    await publish(await log.attach(client, topic), log, "p", 1, 1)
+    await client.close()

@@ -239,10 +239,11 @@ class UnknownTakenForAnEnd(Outbox):
 
 
 class StaysAfterTheBreak(Outbox):
-    def open(self, incarnation: int, term: int, epoch: int, persisted: int) -> None:
+    def open(self, incarnation: int, term: int, epoch: int, persisted: int, *, is_forgotten: bool = False) -> bool:
         out = self._out
-        super().open(incarnation, term, epoch, persisted)
+        begins_anew = super().open(incarnation, term, epoch, persisted, is_forgotten=is_forgotten)
         self._out = out
+        return begins_anew
 
 
 class RefusalTakenForReceipt(Outbox):

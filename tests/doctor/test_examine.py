@@ -15,6 +15,7 @@ from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
 from seqdedupe.doctor.salvage import UNFINISHED, salvage
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.store.db import Store
+from seqdedupe.topic import control
 from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
 from tests.doctor.directories import Opened, fingerprint, opened, segments
@@ -279,3 +280,34 @@ async def test_a_producer_that_was_reset_goes_on_from_where_it_was_set(tmp_path:
     await asyncio.to_thread(salvage, tmp_path / "data", tmp_path / "new")
     async with opened(tmp_path / "new") as data:
         assert await data.persisted(TOPIC, "p") == last == 16 * ROWS - 1
+
+
+@pytest.mark.parametrize("snapshot", ["never", "before", "after"])
+async def test_a_producer_that_was_forgotten_stays_so(tmp_path: Path, snapshot: str) -> None:
+    """One of them comes back with IDs from the beginning."""
+    async with opened(tmp_path / "data") as data:
+        await publish(data, 8)
+        await data.publish(TOPIC, [("gone", 5), ("again", 5)], [b"gone", b"again"])
+        topic = data.topics.get(TOPIC)
+        if snapshot == "before":
+            await topic.snapshot()
+        await topic.append_change(control.Purge([b"gone", b"again"]))
+        del data.sent[TOPIC, "again"]
+        await data.publish(TOPIC, [("again", 2)], [b"from the beginning"])
+        await publish(data, 8)
+        if snapshot == "after":
+            await topic.snapshot()
+    found = only(looked_at(tmp_path / "data"))
+    assert (found.is_whole, found.producers) == (True, 2)
+    # One record in the middle is gone, so that the topic is written anew.
+    damaged = segments(tmp_path / "data")[1]
+    raw = bytearray(damaged.read_bytes())
+    raw[200] ^= 1
+    damaged.write_bytes(raw)
+    await asyncio.to_thread(salvage, tmp_path / "data", tmp_path / "new")
+    async with opened(tmp_path / "new") as data:
+        producers = data.topics.get(TOPIC).producers
+        assert not producers.is_known(producers.add(b"gone"))
+        assert await data.persisted(TOPIC, "again") == 2
+        assert await data.persisted(TOPIC, "gone") == -1
+        assert await data.persisted(TOPIC, "p") == 16 * ROWS - 1

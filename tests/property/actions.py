@@ -212,6 +212,30 @@ class Case(World):
             self.do_snapshot()
             self.do_job()
 
+    def do_idle(self) -> None:
+        """Nobody uses what no stream has, for about as long as it takes to be forgotten."""
+        for stream in list(self.streams):
+            if self.random.random() < 0.6:
+                self.break_stream(stream)
+        # Nobody waits for an answer of Open for as long.
+        for session in self.sessions.values():
+            session.request = None
+        self.log.settle()
+        self.loop.run()
+        for _ in range(self.random.randint(2, 6)):
+            self.loop.advance(20)
+            # What is done about it takes its time, in which anything may come.
+            self.loop.run(self.random.choice((None, 1, 4)))
+            if self.random.random() < 0.2:
+                self.do_deliver()
+                self.do_open()
+            if self.random.random() < 0.6:
+                self.log.settle()
+                self.loop.run(self.random.choice((None, 2)))
+        if self.random.random() < 0.5:
+            self.do_snapshot()
+            self.do_job()
+
     def do_crash(self) -> None:
         """kill -9, or a power cut, which also takes what the store had not synced, or the store is lost as a whole."""
         self.end_process(self.some_in_flight())

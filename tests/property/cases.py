@@ -34,6 +34,7 @@ ACTIONS = {
     "rival": 1,
     "policy": 1,
     "reset": 5,
+    "idle": 3,
     "crash": 2,
     "drain": 1,
 }

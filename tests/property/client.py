@@ -50,6 +50,14 @@ class Session:
     """The Open that it waits for."""
     confirmed_before: int = NO_SEQUENCE_ID
     """The highest ID that was known to be in the log when that was sent."""
+    highest: int = NO_SEQUENCE_ID
+    """Of all messages made, also those from before it was forgotten."""
+    acked_before: int = 0
+    """So many messages had a receipt when it was forgotten."""
+    may_be_forgotten: bool = False
+    lives: int = 0
+    """Receipts of frames that were sent before a resume was asked for, or answered, say nothing after it: it may have
+    been forgotten in between."""
 
     def payload(self, sequence_id: int) -> bytes:
         return f"{self.name}/{self.number}/{sequence_id}".encode()
@@ -66,7 +74,7 @@ class Session:
         at = bisect_left(self.unacked, self.cursor)
         taken = self.unacked[at : at + rows]
         while may_be_new and len(taken) < rows:
-            made = max([*self.answered, *self.sent[-1:], *self.unacked[-1:]]) + random.randint(1, MAX_GAP)
+            made = self.highest = max([self.highest, *self.answered]) + random.randint(1, MAX_GAP)
             self.unacked.append(made)
             taken.append(made)
         if taken:
@@ -100,18 +108,25 @@ class Session:
         at = bisect_left(self.unacked, sequence_id)
         if at < len(self.unacked) and self.unacked[at] == sequence_id:
             del self.unacked[at]
-            insort(self.acked, sequence_id)
+            self.acked.append(sequence_id)
 
     def asks(self, request: object) -> None:
         """An Open is sent."""
         self.request = request
-        self.confirmed_before = max([*self.answered, *self.acked[-1:]], default=NO_SEQUENCE_ID)
+        self.lives += self.may_be_forgotten
+        acked = max(self.acked[self.acked_before :], default=NO_SEQUENCE_ID)
+        self.confirmed_before = max([*self.answered, acked])
 
-    def opened(self, epoch: int, persisted: int) -> None:
+    def opened(self, epoch: int, persisted: int, *, is_forgotten: bool) -> None:
         """Open has answered. What is not above `persisted` is in the log, as a Dup would say."""
-        if persisted < self.confirmed_before:
+        self.lives += self.may_be_forgotten
+        if is_forgotten and persisted < self.confirmed_before:
+            # It begins anew, from nothing: links do not reach over this.
+            self.answered, self.sent, self.last_sent = [], [], NO_SEQUENCE_ID
+            self.acked_before = len(self.acked)
+        elif persisted < self.confirmed_before:
             raise Violation(f"{self.name} resumes at {persisted}, confirmed was {self.confirmed_before}: data is lost")
-        if self.epoch and persisted > max([NO_SEQUENCE_ID, *self.answered, *self.sent[-1:]]):
+        if self.epoch and persisted > max([self.highest, *self.answered]):
             self.state = State.FENCED
             return
         self.state, self.epoch = State.OPEN, epoch
@@ -130,6 +145,8 @@ class Frame:
     links: dict[str, int]
     encoded: bytes
     is_unary: bool
+    lives: dict[Session, int]
+    """Of each session, when it was sent."""
 
     def __str__(self) -> str:
         return f"frame {self.number} " + " ".join(f"{s.name}{s.number}:{i}" for s, i in self.rows)
@@ -140,6 +157,8 @@ class Frame:
         if isinstance(answer, Receipt):
             verdicts = answer.verdicts if answer.verdicts is not None else [NOT_DUP] * len(self.rows)
             for (session, sequence_id), verdict in zip(self.rows, verdicts, strict=True):
+                if session.lives != self.lives[session]:
+                    continue
                 if verdict == UNKNOWN:
                     session.must_resend = True
                 else:
@@ -147,6 +166,11 @@ class Frame:
             return
         for session in mine.values():
             session.must_resend = True
+            # One of them may have been forgotten: a resume tells.
+            first = next(sequence_id for owner, sequence_id in self.rows if owner is session)
+            misses_what_was_there = answer.error.reason == "PREDECESSOR_MISSING" and session.unacked[:1] == [first]
+            if answer.error.reason == "INVALID_EPOCH" or misses_what_was_there:
+                session.state = State.CLOSED if session.state is State.OPEN else session.state
         if answer.error.reason == "FENCED":
             for p in answer.producers:
                 # A refusal of an epoch that is no longer used says nothing.
@@ -176,4 +200,4 @@ def compose(number: int, taken: dict[Session, list[int]], random: Random, is_una
         links=links,
         payloads=[session.payload(sequence_id) for session, sequence_id in rows],
     ).encode()
-    return Frame(number, rows, links, encoded, is_unary)
+    return Frame(number, rows, links, encoded, is_unary, {session: session.lives for session in taken})

@@ -110,6 +110,12 @@ class Promised:
     reset_epoch: int = 0
     """That of the last reset in the log."""
 
+    purges: int = 0
+    """How often the log says that it is forgotten."""
+
+    forgotten: int = -1
+    """The highest sequence ID that was in the log when it was forgotten."""
+
 
 class CheckedStorage(Storage):
     """The log's storage. Each batch that becomes durable is held against what was promised.
@@ -162,6 +168,10 @@ class CheckedStorage(Storage):
         if isinstance(change, Policy):
             self.policy = change
             return runs
+        if isinstance(change, control.Purge):
+            for name in change.names:
+                self._purged(name.decode())
+            return runs
         if isinstance(change, control.Import):
             return runs
         for name, epoch in zip(change.names, change.epochs.tolist(), strict=True):
@@ -173,11 +183,19 @@ class CheckedStorage(Storage):
                 promised.highest, promised.reset_epoch = int(persisted), int(epoch)
         return runs
 
+    def _purged(self, name: str) -> None:
+        promised = self.promise(name)
+        promised.forgotten = max(promised.forgotten, promised.highest)
+        promised.purges += 1
+        promised.highest, promised.epoch, promised.reset_epoch = -1, 0, 0
+
     def _check_link(self, name: str, sequence_id: int, link: int) -> None:
-        highest = self.promise(name).highest
-        if link > highest:
+        promised = self.promise(name)
+        highest = promised.highest
+        # A message may have been on its way to the log when its producer was forgotten.
+        if link > max(highest, promised.forgotten):
             self._violations.append(f"{name} {sequence_id} is linked to {link}, but the log has only {highest}")
-        if link == -1 and highest >= 0 and (name, sequence_id) not in self.may_double:
+        if link == -1 and highest >= 0 and not promised.purges and (name, sequence_id) not in self.may_double:
             self._violations.append(f"{name} {sequence_id} is linked to nothing, but the log has {highest}")
 
     def _add_row(self, row: Row) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from seqdedupe.core.rule import DUP, DURABLE_EPOCH, EPOCH, NOT_DUP, PERSISTED, PUSHED
 from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.topic import control
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.publishing import Topic
@@ -69,7 +70,8 @@ class Judge:
             persisted, epoch = topic.producers.numbers[number, [PERSISTED, DURABLE_EPOCH]].tolist()
             # A reset that is in the log may have been told to nobody yet, and recovery repeats earlier ones first.
             is_reset = epoch >= promised.reset_epoch and (self.is_serving() or not promised.reset_epoch)
-            if persisted > promised.highest and is_reset:
+            is_purged = self.is_serving() and not self.topic.flight.has(control.Purge)
+            if persisted > promised.highest and is_reset and (is_purged or not promised.purges):
                 self.wrong(f"{name} has persisted {persisted}, in the log is {promised.highest}")
         if topic.snapshot_index > topic.confirmed_index:
             self.wrong(f"a snapshot covers {topic.snapshot_index}, confirmed is {topic.confirmed_index}")
@@ -101,12 +103,16 @@ class Judge:
     def _dup(self, frame: Frame, row: Row, *, is_known: bool) -> None:
         if not self.storage.holds(*row, below_index=self.topic.confirmed_index):
             self.wrong(f"{frame}: Dup, but the log does not hold {row}")
+        elif self.storage.promise(row.name).purges:
+            # Of what came before it was forgotten nothing is known.
+            pass
         elif not is_known and self.storage.indexes[row[:2]][0] >= self.seen_from and not self.storage.may_double:
             self.wrong(f"{frame}: Dup, without the index of {row[:2]}")
 
     def refusal(self, frame: Frame, refusal: Refusal, pushed: dict[str, int]) -> None:
         """Nothing of the frame was stored. `pushed`: the numbers when it came; what was above has no other copy."""
-        if refusal.error.reason == "INVALID_EPOCH":
+        was_purged = any(self.storage.promise(session.name).purges for session, _ in frame.rows)
+        if refusal.error.reason == "INVALID_EPOCH" and not was_purged:
             self.wrong(f"{frame} is refused with {refusal.error}, but Open had answered")
         if refusal.error.reason == "FENCED":
             for p in refusal.producers:
@@ -115,7 +121,8 @@ class Judge:
         for session, sequence_id in frame.rows:
             is_stored = sequence_id > pushed[session.name] and (session.name, sequence_id) in self.storage.indexes
             # After a reset the one that is stored may be another one.
-            is_stored = is_stored and not self.storage.promise(session.name).reset_epoch
+            promised = self.storage.promise(session.name)
+            is_stored = is_stored and not promised.reset_epoch and not promised.purges
             if is_stored and refusal.error.reason != "OUTCOME_UNKNOWN":
                 self.wrong(f"{frame} is refused, but {session.name} {sequence_id} was stored")
 
@@ -137,7 +144,7 @@ class Judge:
         """Only a session that the log holds fences another one."""
         if epochs is None or e.reason != "FENCED":
             self.wrong(f"Open of {name} with epochs {epochs} gets {e}")
-        elif epochs[place] >= self.storage.promise(name).stored_epoch:
+        elif epochs[place] >= self.storage.promise(name).stored_epoch and not self.storage.promise(name).purges:
             self.wrong(f"Open of {name} is fenced by a session that the log does not hold")
 
     def policy_answered(self, policy: Policy) -> None:
@@ -156,7 +163,8 @@ class Judge:
                 # It has been fenced meanwhile, whatever it learns.
                 promised.epoch = max(promised.epoch, epoch)
                 continue
-            highest = before[place].highest if before[place].reset_epoch == promised.reset_epoch else -1
+            is_same = (before[place].reset_epoch, before[place].purges) == (promised.reset_epoch, promised.purges)
+            highest = before[place].highest if is_same else -1
             if not highest <= persisted <= promised.highest:
                 self.wrong(f"Open answers {persisted} for {name}, in the log was {highest} when it came")
             if request.epochs is None and epoch > promised.epoch and persisted != promised.highest:

@@ -11,6 +11,7 @@ import pytest
 
 from seqdedupe import batch as batches
 from seqdedupe.core import producers, replay, rule
+from seqdedupe.core.activity import Activity
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, TERM, start
@@ -81,8 +82,8 @@ def position_of_the_last_admitted_message(patch: pytest.MonkeyPatch) -> None:
 def snapshot_of_pushed(patch: pytest.MonkeyPatch) -> None:
     original = Producers.collect_dirty
 
-    def collect_dirty(self: Producers) -> Any:
-        changed, _, epochs, stated = original(self)
+    def collect_dirty(self: Producers, forgotten: Any = None) -> Any:
+        changed, _, epochs, stated = original(self, forgotten)
         return changed, self.numbers[changed, PUSHED], epochs, stated
 
     patch.setattr(Producers, "collect_dirty", collect_dirty)
@@ -347,6 +348,49 @@ def reset_answered_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Topic, "append_change", append_change)
 
 
+def purge_not_replayed(patch: pytest.MonkeyPatch) -> None:
+    original = control.apply
+
+    def apply(change: Any, parts: Any, producers: Producers, index: int) -> None:
+        if not isinstance(change, control.Purge) or producers.activity._connected:
+            original(change, parts, producers, index)
+
+    patch.setattr(control, "apply", apply)
+
+
+def purge_in_force_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
+    original = Topic._purge
+
+    async def purge(self: Topic, numbers: Any) -> int:
+        self.producers.purge(numbers)
+        return await original(self, numbers)
+
+    patch.setattr(Topic, "_purge", purge)
+
+
+def purge_of_what_a_connected_stream_has_used(patch: pytest.MonkeyPatch) -> None:
+    def connect(self: Activity) -> int:
+        return 1
+
+    patch.setattr(Activity, "connect", connect)
+
+
+def purge_of_what_another_stream_has_used_since(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Activity, "use_shared", lambda self: iter(()))
+
+
+def open_does_not_wait_for_a_purge(patch: pytest.MonkeyPatch) -> None:
+    original = Flight.has
+    patch.setattr(Flight, "has", lambda self, kind: kind is not control.Purge and original(self, kind))
+
+
+def new_numbers_in_an_old_snapshot(patch: pytest.MonkeyPatch) -> None:
+    def renumbered(self: Snapshotter) -> None:
+        self._names_stored = min(self._names_stored, len(self._producers))
+
+    patch.setattr(Snapshotter, "renumbered", renumbered)
+
+
 def _number(raw: Any, at: int, size: int) -> int:
     return int.from_bytes(bytes(raw[at : at + size]), "little", signed=True)
 
@@ -384,4 +428,10 @@ ALL = [
     reset_replayed_after_the_batches_that_follow_it,
     reset_does_not_fence,
     reset_answered_before_it_is_durable,
+    purge_not_replayed,
+    purge_in_force_before_it_is_durable,
+    purge_of_what_a_connected_stream_has_used,
+    purge_of_what_another_stream_has_used_since,
+    open_does_not_wait_for_a_purge,
+    new_numbers_in_an_old_snapshot,
 ]

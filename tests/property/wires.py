@@ -12,12 +12,16 @@ Answer = Receipt | Refusal
 
 @dataclass(eq=False)
 class Stream:
-    """A publish stream: frames go one way in order, answers the other way. A broken one loses the answers."""
+    """A publish stream: frames go one way in order, answers the other way. A broken one loses the answers.
+
+    The process knows it by `cache` from its first frame on; `used` are the names that it has sent by then.
+    """
 
     client: int
     frames: deque[Frame] = field(default_factory=deque)
     answers: deque[tuple[Frame, Answer]] = field(default_factory=deque)
-    cache: NumbersCache = field(default_factory=NumbersCache)
+    cache: NumbersCache | None = None
+    used: set[str] = field(default_factory=set)
     is_broken: bool = False
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from seqdedupe.core.rule import PUSHED
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError
@@ -25,6 +26,9 @@ NAMES = "abc"
 LAST_ROUNDS = 8
 """After the last fault everything has its receipt within so many rounds."""
 
+FORGETTING = 0.4
+"""The share of topics that forget producers that nobody uses."""
+
 
 class World:
     """See the module. What is found wrong is raised as `Violation`."""
@@ -41,6 +45,7 @@ class World:
         self.applied = Applied(
             deduplication_entries_interval=random.choice((2, 5, 1000)),
             deduplication_snapshot_interval_seconds=random.choice((0, 0, 3)),
+            deduplication_producer_inactivity_timeout_minutes=1 if random.random() < FORGETTING else 0,
         )
         self.with_threads = random.random() < 0.1
         self.streams = [Stream(client) for client in (0, 1) for _ in range(2)]
@@ -77,8 +82,27 @@ class World:
             random_bytes=lambda n: self.random.getrandbits(8 * n).to_bytes(n, "little"),
             on_state=self.state_changed,
         )
+        self.used_at: dict[str, float] = {}
+        """When this process was last asked for a name."""
+        purge = self.topic._purge
+
+        async def checked_purge(numbers: Any) -> int:
+            self.purges(numbers)
+            return await purge(numbers)
+
+        self.topic.inactivity._purge = checked_purge
         self.judge.process_started(self.topic)
         self.loop.create_task(self.topic.recover())
+
+    def purges(self, numbers: Any) -> None:
+        """The topic is about to forget these producers: it must not, of one that is used."""
+        used = {name for stream in self.streams if stream.cache is not None for name in stream.used}
+        for encoded in self.topic.producers.names_of(numbers):
+            name = encoded.decode()
+            self.say(lambda: f"    {name} is being forgotten")  # noqa: B023 (called at once)
+            idle_seconds = self.loop.time() - self.used_at.get(name, 0)
+            if name in used or idle_seconds < 60:
+                self.judge.wrong(f"{name} is forgotten after {idle_seconds} s; it is used by streams: {name in used}")
 
     def end_process(self, lands: int) -> None:
         self.loop.end()
@@ -102,7 +126,11 @@ class World:
 
     def new_session(self, client: int, name: str) -> None:
         self.sessions_ever += 1
-        self.sessions[client, name] = Session(name, self.sessions_ever)
+        self.sessions[client, name] = Session(
+            name,
+            self.sessions_ever,
+            may_be_forgotten=self.applied.deduplication_producer_inactivity_timeout_minutes > 0,
+        )
 
     def mine(self, client: int) -> list[Session]:
         return [session for (owner, _), session in self.sessions.items() if owner == client]
@@ -137,10 +165,21 @@ class World:
         was_serving = self.topic.state is TopicState.SERVING
         if not self.topic.applied.deduplication_enabled:
             self.judge.storage.may_double.update((session.name, sequence_id) for session, sequence_id in frame.rows)
-        cache = stream.cache if stream is not None else NumbersCache()
+        if stream is None or stream.is_broken:
+            cache = NumbersCache()
+        elif stream.cache is None:
+            cache = stream.cache = self.topic.connect()
+        else:
+            cache = stream.cache
         self.topic.admit(frame.encoded, frame.number, reply, cache, lone=frame.is_unary)
+        is_refused = bool(answers) and isinstance(answers[0], Refusal)
+        if not is_refused:
+            names = {session.name for session, _ in frame.rows}
+            self.used_at |= dict.fromkeys(names, self.loop.time())
+            if stream is not None:
+                stream.used |= names
         is_same = (next_index, pushed) == (self.topic.next_index, self.pushed())
-        if answers and isinstance(answers[0], Refusal) and not is_same:
+        if is_refused and not is_same:
             self.judge.wrong(f"{frame} is refused, but a part of it was admitted")
 
     def pushed(self) -> dict[str, int]:
@@ -150,6 +189,9 @@ class World:
 
     def break_stream(self, stream: Stream) -> None:
         stream.is_broken = True
+        if stream.cache is not None:
+            self.topic.disconnect(stream.cache)
+            self.used_at |= dict.fromkeys(stream.used, self.loop.time())
         dead = Stream(stream.client, is_broken=True)
         self.loose += [(frame, dead) for frame in stream.frames if self.random.random() < 0.5]
         if self.random.random() < 0.5:
@@ -179,6 +221,11 @@ class World:
             if (session.state is State.CLOSED and not session.request) or self.random.random() < 0.1:
                 by_kind.setdefault(session.epoch > 0, []).append(session)
         for is_resume, sessions in by_kind.items():
+            if is_resume and sessions[0].may_be_forgotten:
+                # Nothing of an earlier connection is under way for as long as it takes to be forgotten.
+                for stream in [stream for stream in self.streams if stream.client == client]:
+                    self.break_stream(stream)
+                self.loose = [(f, way) for f, way in self.loose if not any(s in sessions for s, _ in f.rows)]
             request = OpenRequest(sessions, [session.epoch for session in sessions] if is_resume else None)
             for session in sessions:
                 session.asks(request)
@@ -191,6 +238,7 @@ class World:
     async def open(self, request: OpenRequest) -> None:
         names = [session.name for session in request.sessions]
         stored = self.judge.stored(request)
+        asked_at = self.loop.time()
         try:
             opened = await self.topic.open_sessions(names, request.epochs)
         except SeqdedupeError as e:
@@ -199,6 +247,8 @@ class World:
             self.open_answers.append((request, e))
             return
         self.say(lambda: f"    Open of {names} gets epochs {opened.epochs}, persisted {opened.persisted}")
+        accepted = [name for place, name in enumerate(names) if place not in opened.refusals]
+        self.used_at |= {name: max(asked_at, self.used_at.get(name, 0)) for name in accepted}
         for place, why in opened.refusals.items():
             self.judge.open_refused(names[place], request.epochs, place, why)
         self.judge.opened(request, opened, stored)
@@ -231,7 +281,7 @@ class World:
             if isinstance(answer, Opened) and place in answer.refusals:
                 session.state = State.FENCED
             elif isinstance(answer, Opened):
-                session.opened(answer.epochs[place], answer.persisted[place])
+                session.opened(answer.epochs[place], answer.persisted[place], is_forgotten=place in answer.forgotten)
                 self.judge.acknowledged(session)
 
     # -- the end ----------------------------------------------------------------------------------------------------

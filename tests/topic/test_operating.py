@@ -185,7 +185,7 @@ async def test_retention_takes_no_reset_back_that_is_on_its_way(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, is_careful: bool
 ) -> None:
     if not is_careful:
-        monkeypatch.setattr(Flight, "has_reset", lambda self: False)
+        monkeypatch.setattr(Flight, "has", lambda self, kind: False)
     await scene.open("a")
     scene.send(("a", 9))
     scene.log.settle()

@@ -34,6 +34,7 @@ EVERY: dict[str, Any] = {
     "retention_size_in_mb": 9,
     "retention_time_in_minutes": 10,
     "gap": GapPolicy.REJECT,
+    "deduplication_producer_inactivity_timeout_minutes": 11,
 }
 
 

@@ -14,7 +14,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.control import Sessions, decode, encode, runs
+from seqdedupe.topic.control import Purge, Sessions, decode, encode, runs
 from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
@@ -187,7 +187,7 @@ async def test_a_policy_that_fails_is_not_in_force(tmp_path: Path) -> None:
 
 
 def test_a_control_record_is_read_as_it_was_written() -> None:
-    every = Policy(True, OverlapPolicy.PULSAR, 1, 0, -1, 2**31 - 1, GapPolicy.REJECT)
+    every = Policy(True, OverlapPolicy.PULSAR, 1, 0, -1, 2**31 - 1, GapPolicy.REJECT, 2**31 - 1)
     assert None not in [getattr(every, name) for name in NAMES]
     for policy in (Policy(), Policy(deduplication_enabled=False), Policy(retention_time_in_minutes=-1), every):
         assert decode(encode(policy, term=3, record_id=9)) == (policy, 3)
@@ -196,6 +196,9 @@ def test_a_control_record_is_read_as_it_was_written() -> None:
         assert isinstance(change, Sessions)
         assert (change.names, change.epochs.tolist(), term) == ([b"a", "ü".encode()], [1, 2**62], 2)
         assert (change.persisted is None) == (persisted is None)
+    change, term = decode(encode(Purge(["ü".encode(), b"b"]), term=4))
+    assert isinstance(change, Purge)
+    assert (change.names, term) == (["ü".encode(), b"b"], 4)
 
 
 def test_a_control_record_of_another_kind_is_of_a_newer_format() -> None:
