@@ -16,6 +16,7 @@ from seqdedupe.batch import Binary, single_producer
 from seqdedupe.testing import Sidecar
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.opening import open_sessions
 
 PRODUCERS = 1_000_000
 TAIL = 1_000_000
@@ -29,8 +30,8 @@ async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int =
     topic = await opened_data.all_topics.create(setup.TOPIC)
     for first in range(0, producers, 50_000):
         names = [f"producer-{i:07d}" for i in range(first, min(first + 50_000, producers))]
-        await topic.open_sessions(names, None)
-    opened = await topic.open_sessions(["p"], None)
+        await open_sessions(topic, names, None)
+    opened = await open_sessions(topic, ["p"], None)
     await topic.snapshotter.take()
     cache = NumbersCache()
     payloads = Binary.of_all([b"x" * 100] * rows)

@@ -19,6 +19,7 @@ from seqdedupe.message_id import MessageId
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import encoded_names
 from seqdedupe.v1 import publish_pb2
@@ -140,7 +141,7 @@ class PublishService:
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
         names = list(request.producer_names)
         topic = await self._topic_of(request, names)
-        opened = await topic.open_sessions(names, list(request.epochs) or None)
+        opened = await open_sessions(topic, names, list(request.epochs) or None)
         response = publish_pb2.OpenResponse(
             incarnation=topic.log.incarnation,
             term=topic.term,

@@ -1,7 +1,8 @@
 """What a topic has handed to its log, and whose outcome is not known yet."""
 
+import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,11 +39,22 @@ class Admitted:
 
 @dataclass(slots=True, eq=False)
 class Changing:
-    """A control record in flight. `settled` is told that it is stored, or why it is not."""
+    """A control record in flight. `done` raises why it was not stored; who waits for it may be gone."""
 
     body: bytes
     change: Change
-    settled: Callable[[SeqdedupeError | None], None]
+    done: "asyncio.Future[None]"
+
+    def settled(self, why: SeqdedupeError | None = None) -> None:
+        """It is stored, or why it is not."""
+        if self.done.cancelled():
+            return
+        if why is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(why)
+            # Nobody need ask.
+            self.done.exception()
 
 
 @dataclass(slots=True)

@@ -11,32 +11,24 @@ from collections.abc import Callable
 
 import numpy as np
 
-from seqdedupe.core.producers import NO_EPOCH
-from seqdedupe.core.rule import DURABLE_EPOCH
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, ownership
-from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.contract import DamageFound, Failure, Log, Outcome, last_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic import admission, control, recovery
+from seqdedupe.topic import admission, control, recovery, trimming
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal, Reply
-from seqdedupe.topic.control import Change, Purge, Reset, Sessions
+from seqdedupe.topic.control import Change, Purge
 from seqdedupe.topic.flight import Admitted, Changing, Flight
-from seqdedupe.topic.originals import index_in_log
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.sessions import Opened
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
-
-MAX_LOOKED_UP = 64
-"""Of so many names at most `Open` answers where their last message stands: that may take a read each."""
 
 
 class Topic(TopicBase):
@@ -83,7 +75,7 @@ class Topic(TopicBase):
         """Of what is appended now."""
         self._known_term = 0
         """The highest that a control record names."""
-        self._policy_stated = -1
+        self.policy_stated = -1
         """From this index on the log states the policy; -1: not known."""
         self._trimming: asyncio.Task[None] | None = None
         self._import_parts = control.ImportParts()
@@ -244,7 +236,7 @@ class Topic(TopicBase):
         if isinstance(change, Policy):
             self._put_in_force(change)
             # It may stand at the end of a segment that is dropped with the message before it.
-            self._policy_stated = index - 1
+            self.policy_stated = index - 1
         else:
             control.apply(change, self._import_parts, self.producers, index)
 
@@ -282,20 +274,9 @@ class Topic(TopicBase):
         """
         self.check_serving()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Whoever asked for it may have gone.
-        done.add_done_callback(lambda future: future.cancelled() or future.exception())
-
-        def settled(why: SeqdedupeError | None) -> None:
-            if done.cancelled():
-                return
-            if why is None:
-                done.set_result(None)
-            else:
-                done.set_exception(why)
-
         body = control.encode(change, term=self.term, record_id=int.from_bytes(self._random_bytes(8), "little"))
         self.log.append_control(body)
-        self.flight.add(Changing(body, change, settled))
+        self.flight.add(Changing(body, change, done))
         return done
 
     # -- outcomes ----------------------------------------------------------------------------------------------
@@ -326,11 +307,8 @@ class Topic(TopicBase):
 
     def _answer(self, item: Admitted | Changing) -> None:
         if isinstance(item, Changing):
-            if isinstance(item.change, Reset):
-                self.counters.resets += len(item.change.names)
-            elif isinstance(item.change, Purge):
-                self.counters.purged += len(item.change.names)
-            item.settled(None)
+            self.counters.count_change(item.change)
+            item.settled()
         else:
             self.counters.count(item.receipt, item.frame.rows)
             item.reply(item.receipt)
@@ -363,46 +341,7 @@ class Topic(TopicBase):
             item.reply(Refusal(item.receipt.frame, e))
         self.flight.tell()
 
-    # -- sessions and snapshots --------------------------------------------------------------------------------
-
-    async def open_sessions(self, names: list[str], epochs: list[int] | None) -> Opened:
-        """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once.
-
-        Returns when what the names have in flight has settled and their epochs are durable. Raises what
-        `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced.
-        """
-        self.check_serving()
-        if self.flight.has(Purge):
-            # Whether the names are being forgotten is not known before that has settled; no other one will name them.
-            self.sessions.use(names)
-            await self.in_flight_now()
-            self.check_serving()
-        while epochs is not None and self.sessions.are_in_flight(names):
-            # Whether these sessions have been fenced is not known before that has settled.
-            await self.in_flight_now()
-            self.check_serving()
-        opening = self.sessions.open(names, epochs, may_have_forgotten=self.may_have_forgotten)
-        durable_epochs = self.producers.numbers[opening.numbers, DURABLE_EPOCH]
-        if (durable_epochs < opening.epochs).any():
-            # All that is in flight stands before it, and has settled when it has.
-            parts = control.parts(Sessions(opening.names, opening.epochs))
-            await asyncio.gather(*[self.append_change(part) for part in parts])
-        else:
-            await self.in_flight_now()
-        answer = self.sessions.opened(opening, len(names))
-        if opening.is_resume and self.may_have_forgotten:
-            columns = zip(opening.places.tolist(), (durable_epochs == NO_EPOCH).tolist(), strict=True)
-            answer.forgotten.extend(
-                place
-                for place, had_nothing in columns
-                if place not in answer.refusals and (had_nothing or answer.persisted[place] == NO_SEQUENCE_ID)
-            )
-            self.resumed_after_purge([opening.names[k] for k in np.flatnonzero(durable_epochs == NO_EPOCH)])
-        for place, name in list(zip(opening.places.tolist(), opening.names, strict=True))[:MAX_LOOKED_UP]:
-            if answer.indexes[place] < 0 and place not in answer.refusals:
-                number = self.producers.add(name)
-                answer.indexes[place] = await index_in_log(self.producers, number, self.log)
-        return answer
+    # -- policy and retention -----------------------------------------------------------------------------------
 
     async def set_policy(self, policy: Policy) -> None:
         """Sets the policy, as a whole: durable and in force, between two frames, on return.
@@ -424,35 +363,7 @@ class Topic(TopicBase):
 
     def _snapshot_is_durable(self, next_index: int) -> None:
         if self.state is not State.DRAINING and (self._trimming is None or self._trimming.done()):
-            self._trimming = self._spawn(self._trim())
-
-    async def _trim(self) -> None:
-        """Retention drops what it may; what is covered after this has begun waits for the next snapshot."""
-        retention = None
-        try:
-            while retention != (retention := self.applied.retention):
-                first = await self.log.may_trim_to(self.snapshot_index, retention)
-                if first > self.log.first_index:
-                    await self._state_again(first)
-                    await self.log.trim(first)
-        except SeqdedupeError as e:
-            logger.warning("topic %s: retention waits for the next snapshot: %s", self.name, e)
-
-    async def _state_again(self, first_index: int) -> None:
-        """What is in force and stated only below this index is written again: the log alone must tell all of it.
-
-        The policy always is, and with it the term: the markers go too, and no term must ever come twice.
-        """
-        if self._policy_stated < first_index:
-            await self.append_change(self.newest_policy)
-        parts = control.stated_again(self.producers, first_index)
-        while True:
-            while self.flight.has(Reset) or self.flight.has(Purge):
-                # What is stated as it is now would stand after it, and take it back.
-                await self.in_flight_now()
-            if (part := next(parts, None)) is None:
-                return
-            await self.append_change(part)
+            self._trimming = self._spawn(trimming.trim(self))
 
     # -- producers that nobody uses ----------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.answers import Receipt, Uint8s
 from seqdedupe.topic.broadcast import Broadcast
-from seqdedupe.topic.control import decode_policy, encode
+from seqdedupe.topic.control import Change, Purge, Reset, decode_policy, encode
 from seqdedupe.topic.inactivity import Inactivity, shown
 from seqdedupe.topic.policy import NEVER, Applied, Policy
 from seqdedupe.topic.sessions import Sessions
@@ -68,6 +68,13 @@ class Counters:
             self.not_dup += new_rows
         else:
             self.count_verdicts(receipt.verdicts, new_rows)
+
+    def count_change(self, change: Change) -> None:
+        """A control record is in the log."""
+        if isinstance(change, Reset):
+            self.resets += len(change.names)
+        elif isinstance(change, Purge):
+            self.purged += len(change.names)
 
     def count_verdicts(self, verdicts: Uint8s, new_rows: int) -> None:
         """These verdicts were given, so many of them NOT_DUP."""

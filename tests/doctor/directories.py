@@ -13,6 +13,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import NO_LIMIT, Applied
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.publishing import Topic
@@ -67,7 +68,7 @@ class Opened:
         """The highest ID that was sent here or that Open answered; opens topic and name if need be."""
         if (topic, name) not in self.sent:
             live = await self.topics.get_or_create(topic)
-            opened = await live.open_sessions([name], None)
+            opened = await open_sessions(live, [name], None)
             self.epochs[topic, name], self.sent[topic, name] = opened.epochs[0], opened.persisted[0]
         return self.sent[topic, name]
 
@@ -91,7 +92,7 @@ class Opened:
 
     async def persisted(self, topic: str, name: str) -> int:
         """What an Open answers."""
-        return (await self.topics.get(topic).open_sessions([name], None)).persisted[0]
+        return (await open_sessions(self.topics.get(topic), [name], None)).persisted[0]
 
 
 @asynccontextmanager

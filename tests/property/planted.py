@@ -19,7 +19,7 @@ from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
 from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store import snapshots
-from seqdedupe.topic import admission, control, operating, recovery
+from seqdedupe.topic import admission, control, operating, recovery, trimming
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal
 from seqdedupe.topic.flight import Flight
@@ -204,10 +204,10 @@ def open_fences_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def retention_forgets_what_is_in_force(patch: pytest.MonkeyPatch) -> None:
-    async def state_nothing(self: Topic, first_index: int) -> None:
+    async def state_nothing(topic: Topic, first_index: int) -> None:
         pass
 
-    patch.setattr(Topic, "_state_again", state_nothing)
+    patch.setattr(trimming, "state_again", state_nothing)
 
 
 def control_records_after_the_last_message_not_replayed(patch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableErr
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.publishing import Topic
@@ -240,7 +241,7 @@ class World:
         stored = self.judge.stored(request)
         asked_at = self.loop.time()
         try:
-            opened = await self.topic.open_sessions(names, request.epochs)
+            opened = await open_sessions(self.topic, names, request.epochs)
         except SeqdedupeError as e:
             if not isinstance(e, UnavailableError):
                 self.judge.wrong(f"Open of {names} with epochs {request.epochs} gets {e}")

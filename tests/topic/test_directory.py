@@ -16,6 +16,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.state import State
 from tests.batches import batch
@@ -89,7 +90,7 @@ class Process:
         """Whether a message got its receipt."""
         try:
             topic = self.topics.get(NAME)
-            opened = await topic.open_sessions(["p"], None)
+            opened = await open_sessions(topic, ["p"], None)
         except SeqdedupeError:
             return False
         frame = batch([("p", sequence_id)], epochs={"p": opened.epochs[0]}, links={"p": -1}).encode()

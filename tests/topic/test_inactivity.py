@@ -18,6 +18,7 @@ from seqdedupe.topic import control, inactivity
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.inactivity import DUE_PERIODS
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import Opened
@@ -50,12 +51,12 @@ class Scene:
         await self.start()
 
     async def open(self, *names: str) -> Opened:
-        opened = await self.topic.open_sessions(list(names), None)
+        opened = await open_sessions(self.topic, list(names), None)
         self.epochs.update(zip(names, opened.epochs, strict=True))
         return opened
 
     async def resume(self, *names: str) -> Opened:
-        return await self.topic.open_sessions(list(names), [self.epochs[name] for name in names])
+        return await open_sessions(self.topic, list(names), [self.epochs[name] for name in names])
 
     async def send(
         self, *rows: tuple[str, int], link: int = -1, cache: NumbersCache | None = None
@@ -542,7 +543,7 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
         await topic.in_flight_now()
 
     topic = await start(store)
-    filler, again, gone, old = (await topic.open_sessions(["filler", "again", "gone", "old"], None)).epochs
+    filler, again, gone, old = (await open_sessions(topic, ["filler", "again", "gone", "old"], None)).epochs
     stream, of_old = topic.connect(), topic.connect()
     await send("filler", filler, 0, 1, stream)
     await send("old", old, 0, 3, of_old)
@@ -551,7 +552,7 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
     for _ in range(DUE_PERIODS):
         await topic.inactivity.look()
     assert known(topic.producers) == {"filler": 0, "old": 2}
-    again = (await topic.open_sessions(["again"], None)).epochs[0]
+    again = (await open_sessions(topic, ["again"], None)).epochs[0]
     await send("again", again, 0, 2, NumbersCache())
     for part in range(4):
         await send("filler", filler, 1 + 10 * part, 10, stream)

@@ -16,10 +16,12 @@ from seqdedupe.topic import control, originals
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import MessageState, in_flight, message_state, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
+from seqdedupe.topic.trimming import state_again
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 
@@ -45,7 +47,7 @@ class Scene:
         await self.topic.recover()
 
     async def open(self, *names: str) -> None:
-        opening = asyncio.ensure_future(self.topic.open_sessions(list(names), None))
+        opening = asyncio.ensure_future(open_sessions(self.topic, list(names), None))
         await asyncio.sleep(0)
         self.log.settle()
         self.epochs.update(zip(names, (await opening).epochs, strict=True))
@@ -169,7 +171,7 @@ async def test_a_resume_that_waits_while_its_name_is_reset_is_fenced(scene: Scen
     scene.send(("a", 9))
     scene.log.settle()
     scene.send(("b", 1))
-    resuming = asyncio.ensure_future(scene.topic.open_sessions(["a"], [scene.epochs["a"]]))
+    resuming = asyncio.ensure_future(open_sessions(scene.topic, ["a"], [scene.epochs["a"]]))
     await asyncio.sleep(0)
     resetting = asyncio.ensure_future(reset_producer(scene.topic, "a", 4))
     await asyncio.sleep(0)
@@ -190,10 +192,10 @@ async def test_retention_takes_no_reset_back_that_is_on_its_way(
     scene.send(("a", 9))
     scene.log.settle()
     # What the policy is need not be stated, which would take as long as the reset.
-    scene.topic._policy_stated = 2**62
+    scene.topic.policy_stated = 2**62
     resetting = asyncio.ensure_future(reset_producer(scene.topic, "a", 4))
     await asyncio.sleep(0)
-    stating = asyncio.ensure_future(scene.topic._state_again(2**62))
+    stating = asyncio.ensure_future(state_again(scene.topic, 2**62))
     while not (stating.done() and resetting.done()):
         await asyncio.sleep(0)
         scene.log.settle()
@@ -217,7 +219,7 @@ async def test_after_a_restart_a_message_is_looked_for_in_the_log(
         return topic
 
     topic = await start()
-    epochs = dict(zip("ab", (await topic.open_sessions(["a", "b"], None)).epochs, strict=True))
+    epochs = dict(zip("ab", (await open_sessions(topic, ["a", "b"], None)).epochs, strict=True))
     for rows, link in (([("b", 0), ("a", 7), ("b", 2)], -1), ([("b", 3)], 2), ([("b", 5), ("b", 6)], 3)):
         topic.admit(batch(rows, epochs=epochs, links={"a": -1, "b": link}).encode(), 1, lambda _: None, NumbersCache())
     await topic.in_flight_now()

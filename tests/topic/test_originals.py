@@ -12,6 +12,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
 from tests.batches import batch
@@ -48,7 +49,7 @@ class Process:
 
     async def open(self, *names: str) -> list[int]:
         """Starts sessions; the indexes that Open answers."""
-        opened = await self.topic.open_sessions(list(names), None)
+        opened = await open_sessions(self.topic, list(names), None)
         self.epochs.update(zip(names, opened.epochs, strict=True))
         self.last.update(zip(names, opened.persisted, strict=True))
         return opened.indexes

@@ -16,8 +16,10 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.namespaces import Namespaces
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import LEAST, NAMES, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.trimming import state_again
 from seqdedupe.v1 import admin_pb2
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
@@ -74,7 +76,7 @@ def new_topic(store: Store, log: FaultyLog) -> Topic:
 
 async def publish(topic: Topic, *ids: int, name: str = "p") -> Receipt | Refusal:
     """One frame of a new session."""
-    opened = await topic.open_sessions([name], None)
+    opened = await open_sessions(topic, [name], None)
     answers: list[Receipt | Refusal] = []
     link = min(opened.persisted[0], ids[0] - 1)
     rows = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: link})
@@ -216,7 +218,7 @@ async def test_retention_does_not_put_an_old_policy_in_force_again(store: Store)
     await topic.recover()
     changing = asyncio.ensure_future(topic.set_policy(Policy(deduplication_enabled=False)))
     await asyncio.sleep(0)
-    again = asyncio.ensure_future(topic._state_again(1))
+    again = asyncio.ensure_future(state_again(topic, 1))
     await asyncio.sleep(0)
     log.settle()
     await asyncio.gather(changing, again)

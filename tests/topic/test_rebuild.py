@@ -15,6 +15,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.control import Purge, Sessions, decode, encode, runs
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
@@ -69,15 +70,15 @@ async def test_a_rebuilt_store_knows_all_that_was_in_force(logs: EmbeddedLogs, t
     store = Store.open(tmp_path / "store")
     topic = await open_topic(logs, store)
     # Opened and never published; published long ago; taken over from a zombie; and what fills the segments.
-    silent = (await topic.open_sessions(["silent"], None)).epochs[0]
-    old = (await topic.open_sessions(["old"], None)).epochs[0]
-    zombie = (await topic.open_sessions(["name"], None)).epochs[0]
+    silent = (await open_sessions(topic, ["silent"], None)).epochs[0]
+    old = (await open_sessions(topic, ["old"], None)).epochs[0]
+    zombie = (await open_sessions(topic, ["name"], None)).epochs[0]
     assert isinstance(await publish(topic, "old", old, 7, -1), Receipt)
-    owner = (await topic.open_sessions(["name"], None)).epochs[0]
+    owner = (await open_sessions(topic, ["name"], None)).epochs[0]
     await topic.set_policy(Policy(deduplication_enabled=False))
     await topic.set_policy(Policy())
     await topic.set_policy(Policy(deduplication_enabled=False))
-    filler = (await topic.open_sessions(["filler"], None)).epochs[0]
+    filler = (await open_sessions(topic, ["filler"], None)).epochs[0]
     for i in range(40):
         assert isinstance(await publish(topic, "filler", filler, i, i - 1), Receipt)
     term = topic.term
@@ -93,8 +94,8 @@ async def test_a_rebuilt_store_knows_all_that_was_in_force(logs: EmbeddedLogs, t
     assert topic.confirmed_index == 41
     assert topic.term > term
     assert topic.policy == Policy(deduplication_enabled=False)
-    assert (await topic.open_sessions(["silent"], [silent])).refusals == {}
-    opened = await topic.open_sessions(["old", "name", "filler"], [old, zombie, filler])
+    assert (await open_sessions(topic, ["silent"], [silent])).refusals == {}
+    opened = await open_sessions(topic, ["old", "name", "filler"], [old, zombie, filler])
     assert opened.persisted == [7, -1, 39]
     assert opened.epochs == [old, 0, filler]
     assert {place: e.reason for place, e in opened.refusals.items()} == {1: "FENCED"}
@@ -127,15 +128,15 @@ async def test_open_works_while_the_store_is_down_and_a_failed_one_fences_nobody
     )
     await topic.recover()
     store.close()
-    opening = asyncio.ensure_future(topic.open_sessions(["p"], None))
+    opening = asyncio.ensure_future(open_sessions(topic, ["p"], None))
     await asyncio.sleep(0)
     log.settle()
     epoch = (await opening).epochs[0]
     # A resume of a durable epoch writes nothing.
-    assert (await topic.open_sessions(["p"], [epoch])).epochs == [epoch]
+    assert (await open_sessions(topic, ["p"], [epoch])).epochs == [epoch]
     assert log.in_flight == 0
 
-    opening = asyncio.ensure_future(topic.open_sessions(["p"], None))
+    opening = asyncio.ensure_future(open_sessions(topic, ["p"], None))
     await asyncio.sleep(0)
     answers: list[Receipt | Refusal] = []
     frame = batch([("p", 1)], epochs={"p": epoch}).encode()
@@ -143,7 +144,7 @@ async def test_open_works_while_the_store_is_down_and_a_failed_one_fences_nobody
     # Not decided yet: the client comes again.
     assert isinstance(answers[0], Refusal)
     assert (answers[0].error.reason, answers[0].error.retry_delay_ms > 0) == ("RECOVERING", True)
-    resuming = asyncio.ensure_future(topic.open_sessions(["p"], [epoch]))
+    resuming = asyncio.ensure_future(open_sessions(topic, ["p"], [epoch]))
     await asyncio.sleep(0)
     assert not resuming.done()
     log.refuse()
@@ -154,7 +155,7 @@ async def test_open_works_while_the_store_is_down_and_a_failed_one_fences_nobody
     async with asyncio.timeout(10):
         while topic.state is not State.SERVING:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert (await topic.open_sessions(["p"], [epoch])).refusals == {}
+    assert (await open_sessions(topic, ["p"], [epoch])).refusals == {}
     topic.admit(frame, 1, answers.append, NumbersCache())
     log.settle()
     assert isinstance(answers[1], Receipt)

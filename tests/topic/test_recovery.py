@@ -19,6 +19,7 @@ from seqdedupe.topic import admission
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import check_index, end_index, index_after, read_on
@@ -71,7 +72,7 @@ def make_topic(
 
 async def publish(topic: Topic, *ids: int) -> list[Receipt | Refusal]:
     """One frame each; their answers, as they come."""
-    opening = asyncio.ensure_future(topic.open_sessions(["p"], None))
+    opening = asyncio.ensure_future(open_sessions(topic, ["p"], None))
     await asyncio.sleep(0)
     assert isinstance(topic.log, FaultyLog)
     topic.log.settle()

@@ -21,11 +21,13 @@ from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Columns
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.of_brokers import BrokersTopics
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.saved import SAVED_AT_ONCE, SavedParts, parts, saved
 from seqdedupe.topic.state import State
+from seqdedupe.topic.trimming import state_again
 from tests.batches import batch
 from tests.topic.test_directory import NAME, FailingStore, Process
 
@@ -50,7 +52,7 @@ def live(process: Process) -> Topic:
 async def send(process: Process, name: str, *ids: int) -> int:
     """Opens the name anew and sends; returns its epoch."""
     topic = live(process)
-    opened = await topic.open_sessions([name], None)
+    opened = await open_sessions(topic, [name], None)
     answers: list[Receipt | Refusal] = []
     link = min(opened.persisted[0], ids[0] - 1)
     rows = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: link}).encode()
@@ -115,9 +117,9 @@ async def test_a_topic_that_is_opened_again_is_what_it_was(process: Process, sta
         assert known(process) == before
     # The session in force goes on, and an older one stays out.
     owner = before[0][b"b"][1]
-    opened = await live(process).open_sessions(["b", "b-new"], [owner, owner - 1])
+    opened = await open_sessions(live(process), ["b", "b-new"], [owner, owner - 1])
     assert (opened.persisted[0], 1 in opened.refusals) == (7, False)
-    assert (await live(process).open_sessions(["b"], [owner - 1])).refusals[0].reason == "FENCED"
+    assert (await open_sessions(live(process), ["b"], [owner - 1])).refusals[0].reason == "FENCED"
     answers: list[Receipt | Refusal] = []
     rows = batch([("b", 4), ("b", 7), ("b", 8)], epochs={"b": owner}, links={"b": -1}).encode()
     live(process).admit(rows, 1, answers.append, NumbersCache())
@@ -141,7 +143,7 @@ async def test_without_the_replay_it_would_not_be(process: Process) -> None:
 async def test_what_is_in_flight_is_sent_again_and_once_there(process: Process) -> None:
     snapshot = await history(process)
     topic = live(process)
-    opened = await topic.open_sessions(["d"], None)
+    opened = await open_sessions(topic, ["d"], None)
     answers: list[Receipt | Refusal] = []
     rows = batch([("d", 1)], epochs={"d": opened.epochs[0]}, links={"d": -1}).encode()
     topic.admit(rows, 1, answers.append, NumbersCache())
@@ -263,7 +265,7 @@ async def test_a_snapshot_of_what_is_trimmed_is_refused(process: Process) -> Non
     assert await refused(process, incarnation, empty) == "POSITION_TRIMMED"
     # Here retention has not said again what is in force.
     assert await refused(process, None, None) == "LOG_INCOMPLETE"
-    await live(process)._state_again(log.first_index)
+    await state_again(live(process), log.first_index)
     before = known(process)
     await renew(process, None)
     assert known(process) == before

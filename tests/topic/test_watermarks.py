@@ -22,6 +22,7 @@ from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Columns
 from seqdedupe.topic.control import Import, ImportParts
+from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
@@ -81,7 +82,7 @@ def exported(topic: TopicBase) -> dict[bytes, int]:
 
 async def publish(topic: Topic, name: str, *ids: int, link: int | None = None) -> list[int]:
     """Opens the name and sends; the verdicts."""
-    opened = await topic.open_sessions([name], None)
+    opened = await open_sessions(topic, [name], None)
     answers: list[Receipt | Refusal] = []
     before = min(opened.persisted[0], ids[0] - 1) if link is None else link
     encoded = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: before}).encode()
@@ -97,7 +98,7 @@ async def publish(topic: Topic, name: str, *ids: int, link: int | None = None) -
 async def test_what_was_imported_is_a_duplicate_and_what_comes_after_is_new(topic: Topic) -> None:
     await import_marks(topic, MARKS)
     assert exported(topic) == MARKS
-    opened = await topic.open_sessions(["a", "c", "d"], None)
+    opened = await open_sessions(topic, ["a", "c", "d"], None)
     assert (opened.persisted, opened.indexes) == ([7, 2**63 - 1, -1], [-1, -1, -1])
     assert await publish(topic, "a", 3, 7, 8) == [DUP, DUP, 1]
     assert await publish(topic, "b", 0, 1) == [DUP, 1]
@@ -235,7 +236,7 @@ async def test_who_opens_first_wins(
         await until(lambda: log.in_flight > 0)
         log.settle(1)
     await until(lambda: running.done() if settles == 3 else log.in_flight > 0)
-    opening = asyncio.ensure_future(topic.open_sessions(["a"], None))
+    opening = asyncio.ensure_future(open_sessions(topic, ["a"], None))
     await asyncio.sleep(0)
     log.settle()
     opened = await opening
@@ -270,7 +271,7 @@ async def test_a_second_import_ends_the_first(topic: Topic) -> None:
 
 async def test_a_topic_in_use_takes_none(topic: Topic) -> None:
     begun = begin_import(topic)
-    await topic.open_sessions(["p"], None)
+    await open_sessions(topic, ["p"], None)
     with pytest.raises(InvalidRequestError, match="TOPIC_IN_USE"):
         begin_import(topic)
     with pytest.raises(InvalidRequestError, match="TOPIC_IN_USE"):
@@ -391,7 +392,7 @@ async def test_retention_says_it_again_and_the_doctor_follows(stores: Callable[[
     async for entries in topic.log.replay(0):
         tally.add(Intact(entries.raw, entries.table))
     assert dict(zip(tally.producers.names_from(0), tally.persisted().tolist(), strict=True)) == MARKS
-    epoch = (await topic.open_sessions(["filler"], None)).epochs[0]
+    epoch = (await open_sessions(topic, ["filler"], None)).epochs[0]
     for i in range(40):
         rows = batch([("filler", i)], epochs={"filler": epoch}, links={"filler": i - 1}, payloads=[bytes(500)])
         topic.admit(rows.encode(), 1, lambda _: None, NumbersCache())

@@ -1,0 +1,57 @@
+"""Open: sessions of a topic with a log are started and resumed, each name by itself, by one control record."""
+
+import asyncio
+
+import numpy as np
+
+from seqdedupe.core.producers import NO_EPOCH
+from seqdedupe.core.rule import DURABLE_EPOCH
+from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.topic import control
+from seqdedupe.topic.control import Purge, Sessions
+from seqdedupe.topic.originals import index_in_log
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.sessions import Opened
+
+MAX_LOOKED_UP = 64
+"""Of so many names at most `Open` answers where their last message stands: that may take a read each."""
+
+
+async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None) -> Opened:
+    """Starts sessions (`epochs` None), or resumes these, each name by ittopic. Older ones are fenced at once.
+
+    Returns when what the names have in flight has settled and their epochs are durable. Raises what
+    `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced.
+    """
+    topic.check_serving()
+    if topic.flight.has(Purge):
+        # Whether the names are being forgotten is not known before that has settled; no other one will name them.
+        topic.sessions.use(names)
+        await topic.in_flight_now()
+        topic.check_serving()
+    while epochs is not None and topic.sessions.are_in_flight(names):
+        # Whether these sessions have been fenced is not known before that has settled.
+        await topic.in_flight_now()
+        topic.check_serving()
+    opening = topic.sessions.open(names, epochs, may_have_forgotten=topic.may_have_forgotten)
+    durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
+    if (durable_epochs < opening.epochs).any():
+        # All that is in flight stands before it, and has settled when it has.
+        parts = control.parts(Sessions(opening.names, opening.epochs))
+        await asyncio.gather(*[topic.append_change(part) for part in parts])
+    else:
+        await topic.in_flight_now()
+    answer = topic.sessions.opened(opening, len(names))
+    if opening.is_resume and topic.may_have_forgotten:
+        columns = zip(opening.places.tolist(), (durable_epochs == NO_EPOCH).tolist(), strict=True)
+        answer.forgotten.extend(
+            place
+            for place, had_nothing in columns
+            if place not in answer.refusals and (had_nothing or answer.persisted[place] == NO_SEQUENCE_ID)
+        )
+        topic.resumed_after_purge([opening.names[k] for k in np.flatnonzero(durable_epochs == NO_EPOCH)])
+    for place, name in list(zip(opening.places.tolist(), opening.names, strict=True))[:MAX_LOOKED_UP]:
+        if answer.indexes[place] < 0 and place not in answer.refusals:
+            number = topic.producers.add(name)
+            answer.indexes[place] = await index_in_log(topic.producers, number, topic.log)
+    return answer
