@@ -304,13 +304,21 @@ def bad_positions(incarnation: int) -> dict[str, tuple[str, dict[str, Any]]]:
         "another ledger": ("POSITION_DIVERGED", at(1, message_id={"ledger_id": 5})),
         "a batch index": ("POSITION_DIVERGED", at(1, message_id={"batch_index": 0})),
         "index below -1": ("INVALID_POSITION", at(-2)),
-        "no message ID": ("INVALID_POSITION", {"after": {"incarnation": incarnation, "index": 3}}),
         "start with message ID": ("INVALID_POSITION", at(-1)),
         "index -1": ("INVALID_POSITION", {"index": -1}),
         "lowest index": ("INVALID_POSITION", {"index": -(2**63)}),
         "index after the end": ("POSITION_AFTER_END", {"index": 7}),
         "highest index": ("POSITION_AFTER_END", {"index": 2**63 - 1}),
     }
+
+
+def test_a_position_without_its_message_id(client: Client, topic: str) -> None:
+    """Where that is not known; the incarnation and the index are checked as ever."""
+    client.publish_unary(topic, batch([("p", i) for i in range(6)], client.epochs(topic, "p")))
+    incarnation = client.topic(topic).incarnation
+    assert client.rows(topic, after={"incarnation": incarnation, "index": 3}) == [("p", 4), ("p", 5)]
+    after = {"incarnation": incarnation - 1, "index": 3}
+    assert refused(lambda: client.rows(topic, after=after)).reason == "POSITION_OF_ANOTHER_INCARNATION"
 
 
 @pytest.mark.parametrize("case", bad_positions(0))
