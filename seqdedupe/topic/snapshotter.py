@@ -169,7 +169,8 @@ class Snapshotter:
                 )
             )
             await self._store.flush(opening)
-        except SeqdedupeError:
+        except BaseException:
+            # Whatever it is: a later snapshot must not leave these out.
             self._producers.mark_dirty(changed)
             self._start_timer()
             raise
