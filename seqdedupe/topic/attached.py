@@ -236,14 +236,22 @@ class AttachedTopic(TopicBase):
 
     async def _purge(self, numbers: Int64s) -> int:
         """A durable snapshot says so first: a replay begins after it, and never meets what is forgotten again."""
-        await self.snapshotter.take_without(numbers)
-        still = np.intersect1d(numbers, self.producers.due(DUE_PERIODS, int(numbers[0]), int(numbers[-1]) + 1))
-        self.producers.purge(still)
-        # Of those that came back meanwhile the store has to be told again.
-        self.producers.mark_dirty(numbers)
-        self.snapshotter.stored(len(numbers) - len(still))
-        self.counters.purged += len(still)
-        return len(still)
+        producers, before = self.producers, self.counters.purged
+
+        def due() -> Int64s:
+            return np.intersect1d(numbers, producers.due(DUE_PERIODS, int(numbers[0]), int(numbers[-1]) + 1))
+
+        def forget(forgotten: Int64s) -> None:
+            still = due()
+            producers.purge(still)
+            self.counters.purged += len(still)
+            producers.mark_dirty(forgotten)
+            if len(still) < len(forgotten):
+                # Of those that came back meanwhile the store has to be told again.
+                self._spawn(self.snapshot_in_background())
+
+        await self.snapshotter.forget(due, forget)
+        return self.counters.purged - before
 
     def _renumber(self, new_numbers: Int64s) -> None:
         if self._attachment is not None:
