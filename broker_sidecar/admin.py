@@ -18,7 +18,8 @@ from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.names import producer_name, topic_name
-from seqdedupe.topic.directory import Closed, Topics
+from seqdedupe.topic.closed import Closed
+from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import TopicBase
 from seqdedupe.v1 import admin_pb2

@@ -1,6 +1,6 @@
 """Topics and policies as the messages of `admin.proto`."""
 
-from seqdedupe.topic.directory import Closed
+from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.state import TopicBase
 from seqdedupe.v1 import admin_pb2

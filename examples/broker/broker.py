@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from seqdedupe.client import Verdict
-from seqdedupe.client.broker import Attachment, BrokerClient, Entry, Range
+from seqdedupe.client import Attachment, BrokerClient, Entry, Range, Verdict
 from seqdedupe.errors import DataLossError, InvalidRequestError, SeqdedupeError, error
 from seqdedupe.names import new_producer_name
 

@@ -25,7 +25,7 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from examples.broker.broker import Message, OutcomeUnknown, WriteRefused, options_of, serve_log
-from seqdedupe.client.broker import Entry, Range
+from seqdedupe.client import Entry, Range
 from seqdedupe.errors import error
 
 REPLAY_ENTRIES = 1000

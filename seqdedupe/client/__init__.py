@@ -2,7 +2,8 @@
 
 from seqdedupe.batch import Batch, Binary
 from seqdedupe.client.admin import Admin
-from seqdedupe.client.broker import Attachment, BrokerClient, Entry, ProducerNumbers, Range
+from seqdedupe.client.attachment import Attachment, Entry, Range
+from seqdedupe.client.broker import BrokerClient, ProducerNumbers
 from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.outbox import Counters

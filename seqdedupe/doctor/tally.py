@@ -16,9 +16,7 @@ from seqdedupe.log.embedded.inspection import Damage, Intact
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic import control
 from seqdedupe.topic.policy import Policy
-
-_TERM_SHIFT = 32
-"""An epoch is term << 32 | n."""
+from seqdedupe.topic.sessions import highest_term
 
 
 class Tally:
@@ -62,8 +60,8 @@ class Tally:
             # A snapshot may know a name of which the log says no more than this.
             self.reset_at |= dict.fromkeys(self.producers.add_all(change.names).tolist(), index)
         control.apply(change, self._import_parts, self.producers, index)
-        if isinstance(change, control.Sessions | control.Reset) and len(change.epochs):
-            self.term = max(self.term, int(change.epochs.max()) >> _TERM_SHIFT)
+        if isinstance(change, control.Sessions | control.Reset):
+            self.term = max(self.term, highest_term(change.epochs))
 
     def add_damage(self, damage: Damage) -> None:
         """Records that cannot be read. Where their columns are whole, what they say counts: it had been stored."""
@@ -102,8 +100,7 @@ class Tally:
         for k in np.flatnonzero(persisted > known):
             self._lose(int(numbers[k]), int(known[k]), int(persisted[k]))
         self.producers.confirm_sessions(numbers, epochs, persisted, loaded.next_index)
-        if len(epochs):
-            self.term = max(self.term, int(epochs.max()) >> _TERM_SHIFT)
+        self.term = max(self.term, highest_term(epochs))
 
     def known_to(self, loaded: Loaded) -> tuple[Int64s, Int64s]:
         """The numbers of the producers of which a snapshot knows something, here and there.

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
@@ -20,31 +20,18 @@ from seqdedupe.names import namespace_of, topic_name
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.namespaces import Namespaces
 from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.records import Records
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import State, TopicBase, damaged_topic
+from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topics")
 
-R = TypeVar("R")
 T = TypeVar("T", bound=TopicBase)
-
-
-@dataclass(slots=True)
-class Closed:
-    """A topic whose log or snapshot could not be opened: it will be tried again, or is DAMAGED."""
-
-    record: TopicRecord
-    why: SeqdedupeError
-    state: State = State.RECOVERING
-
-    def error(self) -> SeqdedupeError:
-        """What whoever asks for the topic is told."""
-        if self.state is State.DAMAGED:
-            return damaged_topic(self.record.name, self.why)
-        return error("RECOVERING", f"topic {self.record.name} cannot be opened now: {self.why.message}")
 
 
 class Topics(Generic[T]):
@@ -68,6 +55,7 @@ class Topics(Generic[T]):
         self._store = store
         self.namespaces = Namespaces(store, applied or Applied(), self._inherit)
         self._kind = make_kind(self._topic_changed)
+        self._stored = Records(store, self._kind.delete, self._in_background)
         self._max_topics = max_topics
         self._allow_auto_topic_creation = allow_auto_topic_creation
         self._on_state = on_state
@@ -80,8 +68,6 @@ class Topics(Generic[T]):
         self._renewing: dict[str, asyncio.Task[asyncio.Task[None] | None]] = {}
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By name: nobody opens a topic that another one opens."""
-        self._unwritten: dict[str, SeqdedupeError] = {}
-        """Names whose record could not be written: the store may have it all the same, and it is being put right."""
         self._opened_at_start: list[T] = []
         self._background: set[asyncio.Task[None]] = set()
         self.is_draining = False
@@ -123,11 +109,11 @@ class Topics(Generic[T]):
     async def _open_at_start(self, record: TopicRecord) -> None:
         """Finishes what was begun with a topic, or opens it."""
         if record.state is TopicState.DELETING:
-            await self._clean_up(record)
+            await self._stored.clean_up(record)
             return
         if record.state is TopicState.CREATING:
             # Nobody was told that it is there.
-            await self._undo(record)
+            await self._stored.undo(record)
             return
         if record.name in self._records:
             why = error("STORE_DAMAGED", f"the store has two records of the topic {record.name}")
@@ -216,6 +202,11 @@ class Topics(Generic[T]):
         task.add_done_callback(self._background.discard)
         return task
 
+    def _check_takes_changes(self, full: str) -> None:
+        if self.is_draining:
+            raise error("DRAINING", "the sidecar is shutting down")
+        self._stored.check_written(full)
+
     # -- topics ------------------------------------------------------------------------------------------------
 
     def all(self) -> list[T | Closed]:
@@ -271,7 +262,7 @@ class Topics(Generic[T]):
                 f"there are {count} topics: max_topics allows no more",
                 max_topics=self._max_topics,
             )
-        return await _shielded(self._creating, full, self._create(full, policy or Policy()))
+        return await shielded(self._creating, full, self._create(full, policy or Policy()))
 
     async def _create(self, full: str, policy: Policy) -> T:
         incarnation = self._store.next_incarnation(time.time_ns() // 1000)
@@ -288,7 +279,7 @@ class Topics(Generic[T]):
         except Exception:
             if topic is not None:
                 await topic.delete()
-            await self._undo(record)
+            await self._stored.undo(record)
             raise
         self._records[full] = record
         self._live[full] = topic
@@ -311,18 +302,18 @@ class Topics(Generic[T]):
         self._check_takes_changes(full)
         topic = self.get(full)
         topic.check_not_damaged()
-        await _shielded(self._deleting, full, self._delete(topic))
+        await shielded(self._deleting, full, self._delete(topic))
 
     async def _delete(self, topic: T) -> None:
         topic.hold(error("DRAINING", f"topic {topic.name} is being deleted"))
         deleting = replace(self._records[topic.name], state=TopicState.DELETING)
-        await self._write_record(topic, deleting)
+        await self._stored.write(topic, deleting, self._records[topic.name])
         try:
             await topic.delete()
         finally:
             del self._live[topic.name], self._records[topic.name]
             self._on_state(topic.name, None)
-        await self._clean_up(deleting)
+        await self._stored.clean_up(deleting)
 
     async def renew(self, name: str, incarnation: int | None, loaded: Loaded | None) -> T | Closed:
         """Opens a topic again, from this snapshot of this incarnation, or (None) from its log alone.
@@ -350,7 +341,7 @@ class Topics(Generic[T]):
             )
         if full in self._renewing:
             raise error("RECOVERING", f"topic {full} is being opened again")
-        if begun := await _shielded(self._renewing, full, self._renew(record, loaded)):
+        if begun := await shielded(self._renewing, full, self._renew(record, loaded)):
             await asyncio.wait({begun})
         return self.look_at(full)
 
@@ -395,84 +386,3 @@ class Topics(Generic[T]):
         if topic.knows_its_end:
             # So that the next start finds a snapshot in any case.
             await topic.snapshot_in_background()
-
-    # -- records that could not be written ---------------------------------------------------------------------
-
-    def _check_takes_changes(self, full: str) -> None:
-        if self.is_draining:
-            raise error("DRAINING", "the sidecar is shutting down")
-        if why := self._unwritten.get(full):
-            raise error("STORE_UNAVAILABLE", f"what was begun with topic {full} is still being undone: {why.message}")
-
-    async def _write_record(self, topic: T, record: TopicRecord) -> None:
-        """Makes a live topic's new record durable.
-
-        If that fails the store may have it all the same, and at the next start it would be in force. So the topic
-        takes nothing until the record that is in force has been written again.
-        """
-        try:
-            await self._store.put_topic(record)
-        except SeqdedupeError as e:
-            topic.hold(
-                error("STORE_UNAVAILABLE", f"the record of topic {topic.name} could not be written: {e.message}")
-            )
-            self._unwritten[topic.name] = e
-            self._in_background(self._write_again(topic, self._records[topic.name]))
-            raise
-
-    async def _write_again(self, topic: T, record: TopicRecord) -> None:
-        await again_until(lambda: self._is_durable(record))
-        topic.release()
-
-    async def _is_durable(self, record: TopicRecord) -> bool:
-        try:
-            await self._store.put_topic(record)
-        except SeqdedupeError as e:
-            self._unwritten[record.name] = e
-            return False
-        self._unwritten.pop(record.name, None)
-        return True
-
-    async def _undo(self, record: TopicRecord) -> None:
-        """A creation has failed: nothing of it is left, also if that has to be tried again, or at the next start.
-
-        The name stays taken until the store says so: there must never be two records of it.
-        """
-        deleting = replace(record, state=TopicState.DELETING)
-        if await self._is_durable(deleting):
-            await self._clean_up(deleting)
-        else:
-            self._in_background(self._undo_later(deleting))
-
-    async def _undo_later(self, deleting: TopicRecord) -> None:
-        await again_until(lambda: self._is_durable(deleting))
-        await self._clean_up(deleting)
-
-    async def _clean_up(self, record: TopicRecord) -> None:
-        """Removes what is left of a topic whose record says DELETING; what cannot be removed now is tried again."""
-        if not await self._cleaned_up(record):
-            self._in_background(again_until(lambda: self._cleaned_up(record)))
-
-    async def _cleaned_up(self, record: TopicRecord) -> bool:
-        try:
-            await self._kind.delete(record.incarnation)
-            await self._store.remove_topic(record.incarnation)
-        except SeqdedupeError as e:
-            logger.warning("what is left of topic %s cannot be removed now: %s", record.name, e)
-            return False
-        return True
-
-
-async def _shielded(tasks: dict[str, asyncio.Task[R]], name: str, work: Coroutine[Any, Any, R]) -> R:
-    """Runs something in a task of its own, listed while it runs, which goes on when the caller is cancelled."""
-
-    async def run() -> R:
-        try:
-            return await work
-        finally:
-            del tasks[name]
-
-    tasks[name] = task = asyncio.ensure_future(run())
-    # Whoever asked for it may have gone.
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())
-    return await asyncio.shield(task)

@@ -16,13 +16,11 @@ from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.control import encode
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.recovery import MAX_TERM
+from seqdedupe.topic.sessions import highest_term
 from seqdedupe.topic.state import State, TopicBase
 
 SAVED_AT_ONCE = 3072
 """Producers; with the longest names they take less than 1 MiB."""
-
-_TERM_SHIFT = 32
-"""An epoch is term << 32 | n."""
 
 Producers = tuple[list[bytes], Int64s, Int64s, Int64s]
 """Names, and persisted ID, durable epoch and `STATED` of each."""
@@ -89,11 +87,7 @@ class SavedParts:
         self._names |= dict.fromkeys(names)
         if len(self._names) != before + len(names):
             raise error("INVALID_REQUEST", "a producer comes twice")
-        if (
-            (persisted < NO_SEQUENCE_ID).any()
-            or (epochs < NO_EPOCH).any()
-            or (epochs >> _TERM_SHIFT > self._term).any()
-        ):
+        if (persisted < NO_SEQUENCE_ID).any() or (epochs < NO_EPOCH).any() or highest_term(epochs) > self._term:
             raise error("INVALID_REQUEST", "a producer has numbers that cannot be")
         if (stated < NOT_STATED).any() or (stated > self._position.index + 1).any():
             raise error("INVALID_REQUEST", "a producer is stated at an index that cannot be")

@@ -19,6 +19,11 @@ _TERM_SHIFT = 32
 OPENS_PER_TERM = 2**_TERM_SHIFT - 1
 
 
+def highest_term(epochs: Int64s) -> int:
+    """The highest term in which one of these was given; 0 for none of them."""
+    return int(epochs.max(initial=0)) >> _TERM_SHIFT
+
+
 def can_have_been_given(epoch: int) -> bool:
     """Whether any topic can have given this epoch: terms and opens are counted from 1."""
     return epoch > 1 << _TERM_SHIFT

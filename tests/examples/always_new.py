@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from examples.broker import broker
-from seqdedupe.client import Verdict
-from seqdedupe.client.broker import BrokerClient, Range
+from seqdedupe.client import BrokerClient, Range, Verdict
 from seqdedupe.errors import SeqdedupeError
 
 

@@ -1,0 +1,94 @@
+"""Records of topics in the store: written, put right where a write failed, removed with what they stand for."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.store.db import Store
+from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.state import TopicBase
+
+logger = logging.getLogger("seqdedupe.topics")
+
+
+class Records:
+    """`delete_log` removes the log of an incarnation; `in_background` runs what goes on beside the caller."""
+
+    def __init__(
+        self,
+        store: Store,
+        delete_log: Callable[[int], Awaitable[None]],
+        in_background: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
+    ) -> None:
+        self._store = store
+        self._delete_log = delete_log
+        self._in_background = in_background
+        self._unwritten: dict[str, SeqdedupeError] = {}
+        """Names whose record could not be written: the store may have it all the same, and it is being put right."""
+
+    def check_written(self, name: str) -> None:
+        """Raises STORE_UNAVAILABLE while what was begun with a name is being undone."""
+        if why := self._unwritten.get(name):
+            raise error("STORE_UNAVAILABLE", f"what was begun with topic {name} is still being undone: {why.message}")
+
+    async def write(self, topic: TopicBase, record: TopicRecord, in_force: TopicRecord) -> None:
+        """Makes a live topic's new record durable. Raises STORE_UNAVAILABLE.
+
+        Then the store may have it all the same, and at the next start it would be in force. So the topic takes nothing
+        until the record that is in force has been written again.
+        """
+        try:
+            await self._store.put_topic(record)
+        except SeqdedupeError as e:
+            topic.hold(
+                error("STORE_UNAVAILABLE", f"the record of topic {topic.name} could not be written: {e.message}")
+            )
+            self._unwritten[topic.name] = e
+            self._in_background(self._write_again(topic, in_force))
+            raise
+
+    async def _write_again(self, topic: TopicBase, record: TopicRecord) -> None:
+        await again_until(lambda: self._is_durable(record))
+        topic.release()
+
+    async def _is_durable(self, record: TopicRecord) -> bool:
+        try:
+            await self._store.put_topic(record)
+        except SeqdedupeError as e:
+            self._unwritten[record.name] = e
+            return False
+        self._unwritten.pop(record.name, None)
+        return True
+
+    async def undo(self, record: TopicRecord) -> None:
+        """A creation has failed: nothing of it is left, also if that has to be tried again, or at the next start.
+
+        The name stays taken until the store says so: there must never be two records of it.
+        """
+        deleting = replace(record, state=TopicState.DELETING)
+        if await self._is_durable(deleting):
+            await self.clean_up(deleting)
+        else:
+            self._in_background(self._undo_later(deleting))
+
+    async def _undo_later(self, deleting: TopicRecord) -> None:
+        await again_until(lambda: self._is_durable(deleting))
+        await self.clean_up(deleting)
+
+    async def clean_up(self, record: TopicRecord) -> None:
+        """Removes what is left of a topic whose record says DELETING; what cannot be removed now is tried again."""
+        if not await self._cleaned_up(record):
+            self._in_background(again_until(lambda: self._cleaned_up(record)))
+
+    async def _cleaned_up(self, record: TopicRecord) -> bool:
+        try:
+            await self._delete_log(record.incarnation)
+            await self._store.remove_topic(record.incarnation)
+        except SeqdedupeError as e:
+            logger.warning("what is left of topic %s cannot be removed now: %s", record.name, e)
+            return False
+        return True
