@@ -16,7 +16,7 @@ import numpy as np
 from seqdedupe.core.letting_go import LettingGo
 from seqdedupe.core.producers import Bools, Producers
 from seqdedupe.core.rule import DUP
-from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.log.contract import DamageFound
 from seqdedupe.message_id import MessageId, Position
@@ -322,7 +322,7 @@ class TopicBase(ABC):
         """`snapshot`, with a warning in the log instead of an error."""
         try:
             await self.snapshot()
-        except UnavailableError as e:
+        except SeqdedupeError as e:
             logger.warning("no snapshot of topic %s: %s", self.name, e)
 
     @property
