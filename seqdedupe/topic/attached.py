@@ -16,6 +16,7 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.attachment import Attachment, Checked, Columns
 from seqdedupe.topic.inactivity import DUE_PERIODS
 from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -211,10 +212,21 @@ class AttachedTopic(TopicBase):
         return int(numbers[PUSHED]), int(numbers[PERSISTED])
 
     async def set_policy(self, policy: Policy) -> None:
-        """Sets the policy, as a whole: in force at once, durable on return. Raises STORE_UNAVAILABLE: it will be tried
+        """Sets the policy, as a whole: in force at once, durable on return. Raises STORE_UNAVAILABLE: it is tried
         again, and until then it is in force but not durable."""
         self._put_in_force(policy)
-        await self.snapshot()
+        try:
+            await self.snapshot()
+        except SeqdedupeError:
+            self._spawn(again_until(self._is_durable))
+            raise
+
+    async def _is_durable(self) -> bool:
+        try:
+            await self.snapshot()
+        except SeqdedupeError:
+            return False
+        return True
 
     # -- producers that nobody uses ----------------------------------------------------------------------------
 
@@ -224,13 +236,22 @@ class AttachedTopic(TopicBase):
 
     async def _purge(self, numbers: Int64s) -> int:
         """A durable snapshot says so first: a replay begins after it, and never meets what is forgotten again."""
-        await self.snapshotter.take_without(numbers)
-        still = np.intersect1d(numbers, self.producers.due(DUE_PERIODS, int(numbers[0]), int(numbers[-1]) + 1))
-        self.producers.purge(still)
-        # Of those that came back meanwhile the store has to be told again.
-        self.producers.mark_dirty(numbers)
-        self.counters.purged += len(still)
-        return len(still)
+        producers, before = self.producers, self.counters.purged
+
+        def due() -> Int64s:
+            return np.intersect1d(numbers, producers.due(DUE_PERIODS, int(numbers[0]), int(numbers[-1]) + 1))
+
+        def forget(forgotten: Int64s) -> None:
+            still = due()
+            producers.purge(still)
+            self.counters.purged += len(still)
+            producers.mark_dirty(forgotten)
+            if len(still) < len(forgotten):
+                # Of those that came back meanwhile the store has to be told again.
+                self._spawn(self.snapshot_in_background())
+
+        await self.snapshotter.forget(due, forget)
+        return self.counters.purged - before
 
     def _renumber(self, new_numbers: Int64s) -> None:
         if self._attachment is not None:

@@ -185,7 +185,11 @@ class Topics(Generic[T]):
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        await asyncio.gather(*(topic.drain() for topic in self._live.values()))
+        topics = list(self._live.values())
+        ends = await asyncio.gather(*(topic.drain() for topic in topics), return_exceptions=True)
+        for topic, end in zip(topics, ends, strict=True):
+            if end is not None:
+                logger.error("topic %s did not end as it should", topic.name, exc_info=end)
 
     def _inherited(self, topic: str) -> Applied:
         return self.namespaces.applied(namespace_of(topic))
@@ -255,13 +259,7 @@ class Topics(Generic[T]):
                 if exists_ok:
                     return topic
             raise error("TOPIC_EXISTS", f"the topic {full} is there already", topic=full)
-        count = len(self._live) + len(self._closed) + len(self._creating)
-        if count >= self._max_topics:
-            raise error(
-                "TOO_MANY_TOPICS",
-                f"there are {count} topics: max_topics allows no more",
-                max_topics=self._max_topics,
-            )
+        self._check_room()
         return await shielded(self._creating, full, self._create(full, policy or Policy()))
 
     async def _create(self, full: str, policy: Policy) -> T:
@@ -325,12 +323,16 @@ class Topics(Generic[T]):
         """
         full = topic_name(name)
         self._check_takes_changes(full)
+        if full in self._renewing:
+            raise error("RECOVERING", f"topic {full} is being opened again")
         record = self._records.get(full)
-        if record is None and self._kind.log is LogKind.BROKER and incarnation is not None and loaded is not None:
+        if full in self._creating or full in self._deleting:
+            record = None
+        elif record is None and self._kind.log is LogKind.BROKER and incarnation is not None and loaded is not None:
             # The store was lost, and with it all that was known of the topic.
-            self._check_is_free(incarnation)
-            record = TopicRecord(full, incarnation, TopicState.ACTIVE, log=LogKind.BROKER)
-        if record is None or full in self._creating or full in self._deleting:
+            work = self._make_anew(self._claimed(full, incarnation), loaded)
+            return await self._renewed(full, work)
+        if record is None:
             raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
         if incarnation not in (None, record.incarnation):
             raise error(
@@ -339,22 +341,48 @@ class Topics(Generic[T]):
                 f"{record.incarnation}",
                 hint="The topic was deleted and made anew since the snapshot was taken, or it is another topic's.",
             )
-        if full in self._renewing:
-            raise error("RECOVERING", f"topic {full} is being opened again")
-        if begun := await shielded(self._renewing, full, self._renew(record, loaded)):
-            await asyncio.wait({begun})
-        return self.look_at(full)
+        return await self._renewed(full, self._renew(record, loaded))
 
-    def _check_is_free(self, incarnation: int) -> None:
-        if not 0 < incarnation <= time.time_ns() // 1000:
-            raise error("INVALID_REQUEST", f"no topic can have been made at {incarnation}, the snapshot's incarnation")
-        if other := next((r for r in self._store.topics() if r.incarnation == incarnation), None):
-            raise error("TOPIC_EXISTS", f"the topic {other.name} has the incarnation {incarnation} of the snapshot")
+    async def _renewed(self, name: str, work: Coroutine[Any, Any, "asyncio.Task[None] | None"]) -> T | Closed:
+        if begun := await shielded(self._renewing, name, work):
+            await asyncio.wait({begun})
+        return self.look_at(name)
+
+    def _claimed(self, name: str, incarnation: int) -> TopicRecord:
+        """The record of a topic that is made anew. Name and incarnation are taken from now on."""
+        self._stored.check_is_free(incarnation, self._records.values())
+        self._check_room()
+        record = TopicRecord(name, incarnation, TopicState.ACTIVE, log=LogKind.BROKER)
+        self._records[name] = record
+        self._closed[name] = Closed(record, error("RECOVERING", "its snapshot is being imported"))
+        self._on_state(name, State.RECOVERING)
+        return record
+
+    def _check_room(self) -> None:
+        count = len(self._live) + len(self._closed) + len(self._creating)
+        if count >= self._max_topics:
+            raise error(
+                "TOO_MANY_TOPICS",
+                f"there are {count} topics: max_topics allows no more",
+                max_topics=self._max_topics,
+            )
+
+    async def _make_anew(self, record: TopicRecord, loaded: Loaded) -> "asyncio.Task[None] | None":
+        """`renew` of a topic that the store knows nothing of."""
+        try:
+            await Snapshots(self._store, record.incarnation).replace(loaded)
+            await self._store.put_topic(record)
+        except Exception:
+            await self._stored.undo(record)
+            del self._closed[record.name], self._records[record.name]
+            self._on_state(record.name, None)
+            raise
+        async with self._opening[record.name]:
+            return await self._open_anew(record)
 
     async def _renew(self, record: TopicRecord, loaded: Loaded | None) -> "asyncio.Task[None] | None":
         """`renew`, up to where the topic begins to recover, which goes on beside this."""
         name = record.name
-        begun: asyncio.Task[None] | None = None
         async with self._opening[name]:
             topic = self._live.get(name)
             await self._kind.check_snapshot(record, topic, loaded)
@@ -367,19 +395,19 @@ class Topics(Generic[T]):
                 topic.has_successor = True
                 await topic.close("it is being opened again")
             try:
+                if topic is not None and loaded is not None:
+                    # Retention went on until it was closed.
+                    await self._kind.check_snapshot(record, None, loaded)
                 await Snapshots(self._store, record.incarnation).replace(loaded)
-                if name not in self._records:
-                    await self._store.put_topic(record)
-                    self._records[name] = record
             finally:
-                if name not in self._records:
-                    del self._closed[name]
-                    self._on_state(name, None)
-                elif await self._open(record, without_snapshot=loaded is None):
-                    begun = self._in_background(self._begin_again(self._live[name]))
-                else:
-                    self._in_background(self._go_on_opening(record))
-        return begun
+                begun = await self._open_anew(record, without_snapshot=loaded is None)
+            return begun
+
+    async def _open_anew(self, record: TopicRecord, *, without_snapshot: bool = False) -> "asyncio.Task[None] | None":
+        if await self._open(record, without_snapshot=without_snapshot):
+            return self._in_background(self._begin_again(self._live[record.name]))
+        self._in_background(self._go_on_opening(record))
+        return None
 
     async def _begin_again(self, topic: T) -> None:
         await topic.recover()

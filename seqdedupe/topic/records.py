@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from seqdedupe.errors import SeqdedupeError, error
@@ -34,6 +36,16 @@ class Records:
         """Raises STORE_UNAVAILABLE while what was begun with a name is being undone."""
         if why := self._unwritten.get(name):
             raise error("STORE_UNAVAILABLE", f"what was begun with topic {name} is still being undone: {why.message}")
+
+    def check_is_free(self, incarnation: int, known: Iterable[TopicRecord]) -> None:
+        """Raises INVALID_REQUEST, TOPIC_EXISTS if no topic can be made anew as this incarnation.
+
+        `known` are records that the store may not have yet.
+        """
+        if not 0 < incarnation <= time.time_ns() // 1000:
+            raise error("INVALID_REQUEST", f"no topic can have been made at {incarnation}, the snapshot's incarnation")
+        if other := next((r for r in chain(self._store.topics(), known) if r.incarnation == incarnation), None):
+            raise error("TOPIC_EXISTS", f"the topic {other.name} has the incarnation {incarnation} of the snapshot")
 
     async def write(self, topic: TopicBase, record: TopicRecord, in_force: TopicRecord) -> None:
         """Makes a live topic's new record durable. Raises STORE_UNAVAILABLE.

@@ -121,56 +121,63 @@ class Snapshotter:
         async with self._running:
             pass
 
-    async def take_without(self, forgotten: Int64s) -> None:
-        """A snapshot in which nothing is known of these producers; returns when it is durable. Raises as `take`.
+    async def forget(self, due: Callable[[], Int64s], forget: Callable[[Int64s], None]) -> None:
+        """A snapshot that knows nothing of the producers that are due when it is taken; returns when it is durable.
 
-        `Producers` still knows them: it is for the caller to forget them then, and to mark them dirty in any case.
+        Raises as `take`. Before the next one is taken, `forget` is given them: some may have come back meanwhile.
         """
-        snapshot = asyncio.ensure_future(self._write(forgotten))
+        snapshot = asyncio.ensure_future(self._forget(due, forget))
         snapshot.add_done_callback(_retrieve)
         await asyncio.shield(snapshot)
 
     async def _take(self) -> None:
-        await self._write(None)
+        async with self._running:
+            self._next = None
+            await self._write(None)
+
+    async def _forget(self, due: Callable[[], Int64s], forget: Callable[[Int64s], None]) -> None:
+        async with self._running:
+            if self._closed:
+                raise error("DRAINING", "the topic is closed")
+            forgotten = due()
+            await self._write(forgotten)
+            forget(forgotten)
 
     async def _write(self, forgotten: Int64s | None) -> None:
-        async with self._running:
-            if forgotten is None:
-                self._next = None
-            elif self._closed:
-                raise error("DRAINING", "the topic is closed")
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            term, position, policy, opaque = self._describe()
-            changed, persisted, epochs, stated = self._producers.collect_dirty(forgotten)
-            known = len(self._producers)
-            try:
-                opening = self._snapshots.write_delta(
-                    Delta(
-                        term=term,
-                        next_index=position.index + 1,
-                        message_id=position.message_id,
-                        ownership=position.ownership,
-                        first_name=self._names_stored,
-                        names=self._producers.names_from(self._names_stored),
-                        slots=changed,
-                        persisted=persisted,
-                        epochs=epochs,
-                        stated=stated,
-                        policy=policy,
-                        opaque=opaque,
-                        replaces_all=self._is_renumbered,
-                    )
-                )
-                await self._store.flush(opening)
-            except SeqdedupeError:
-                self._producers.mark_dirty(changed)
-                self._start_timer()
-                raise
-            self._names_stored = known
-            self._is_renumbered = False
-            self.next_index = position.index + 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        term, position, policy, opaque = self._describe()
+        changed, persisted, epochs, stated = self._producers.collect_dirty(forgotten)
+        known = len(self._producers)
+        try:
+            delta = Delta(
+                term=term,
+                next_index=position.index + 1,
+                message_id=position.message_id,
+                ownership=position.ownership,
+                first_name=self._names_stored,
+                names=self._producers.names_from(self._names_stored),
+                slots=changed,
+                persisted=persisted,
+                epochs=epochs,
+                stated=stated,
+                policy=policy,
+                opaque=opaque,
+            )
+            if self._is_renumbered:
+                opening = await self._snapshots.write_anew(delta)
+            else:
+                opening = self._snapshots.write_delta(delta)
+            await self._store.flush(opening)
+        except BaseException:
+            # Whatever it is: a later snapshot must not leave these out.
+            self._producers.mark_dirty(changed)
+            self._start_timer()
+            raise
+        self._names_stored = known
+        self._is_renumbered = False
+        self.next_index = position.index + 1
         self._on_durable(self.next_index)
         if self._compaction is None or self._compaction.done():
             self._compaction = asyncio.ensure_future(self._compact())

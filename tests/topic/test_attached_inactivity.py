@@ -1,5 +1,6 @@
 """A broker's producers that nobody uses: a durable snapshot forgets them before the topic does."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Columns
 from seqdedupe.topic.inactivity import DUE_PERIODS
 from seqdedupe.topic.policy import Applied
+from tests.topic.test_directory import turns
 
 FORGETS = Applied(deduplication_producer_inactivity_timeout_minutes=60)
 
@@ -191,6 +193,83 @@ async def test_who_comes_back_while_the_snapshot_is_written_stays(
     await broker.topic.snapshot()
     broker.start()
     assert broker.known() == {"a": 7}
+    await broker.topic.delete()
+
+
+class HeldStore:
+    """The next flush of this store, and those after it, wait until it may end."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_held, self.may_end = asyncio.Event(), asyncio.Event()
+        flush = store.flush
+
+        async def flush_held(opening: int) -> None:
+            self.is_held.set()
+            await self.may_end.wait()
+            await flush(opening)
+
+        monkeypatch.setattr(store, "flush", flush_held)
+
+
+async def nearly_due(store: Store) -> Broker:
+    """With the next look a and b are due; there are too many others for rows to be freed."""
+    broker = Broker(store)
+    for name in "abcdefghij":
+        broker.publish(name, 7)
+    broker.release("a", "b")
+    await broker.pass_timeout(DUE_PERIODS - 1)
+    return broker
+
+
+async def test_who_comes_back_while_the_snapshot_waits_for_another_is_known_after_a_crash(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await nearly_due(store)
+    held = HeldStore(store, monkeypatch)
+    before = asyncio.ensure_future(broker.topic.snapshot())
+    await held.is_held.wait()
+    looking = asyncio.ensure_future(broker.pass_timeout(1))
+    await turns(50)
+    # The log has it, and all crash before its producer hears of it.
+    assert broker.publish("a", 8) == NOT_DUP
+    held.may_end.set()
+    await asyncio.gather(before, looking)
+    await asyncio.gather(*broker.topic._tasks)
+    broker.start()
+    assert [broker.publish("a", sequence_id) for sequence_id in (7, 8)] == [DUP, DUP]
+    assert broker.publish("b", 7) == NOT_DUP
+    await broker.topic.delete()
+
+
+async def test_who_got_an_answer_while_the_snapshot_was_written_is_known_after_a_crash(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await nearly_due(store)
+    held = HeldStore(store, monkeypatch)
+    looking = asyncio.ensure_future(broker.pass_timeout(1))
+    await held.is_held.wait()
+    assert broker.publish("a", 7) == DUP
+    held.may_end.set()
+    await looking
+    await asyncio.gather(*broker.topic._tasks)
+    broker.start()
+    assert [broker.publish(name, 7) for name in "ab"] == [DUP, NOT_DUP]
+    await broker.topic.delete()
+
+
+async def test_a_drain_in_the_middle_keeps_who_came_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = await nearly_due(store)
+    held = HeldStore(store, monkeypatch)
+    looking = broker.topic._spawn(broker.topic.inactivity.look())
+    await held.is_held.wait()
+    assert broker.publish("a", 7) == DUP
+    draining = asyncio.ensure_future(broker.topic.drain())
+    await asyncio.sleep(0)
+    held.may_end.set()
+    await draining
+    await asyncio.wait([looking])
+    broker.start()
+    assert [broker.publish(name, 7) for name in "ab"] == [DUP, NOT_DUP]
     await broker.topic.delete()
 
 
