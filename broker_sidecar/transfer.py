@@ -1,10 +1,12 @@
 """The calls of AdminService that take a topic's numbers out of a sidecar, and into one: streams of columns."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import grpc
+import grpc.aio
 from google.protobuf.message import Message
 
 from broker_sidecar.policies import policy_of
@@ -23,6 +25,9 @@ from seqdedupe.topic.saved import SavedParts, parts, saved
 from seqdedupe.topic.state import TopicBase
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
 from seqdedupe.v1 import admin_pb2
+
+SILENT_SECONDS = 2.0
+"""A client that says nothing for so long after what was refused is told why, whether it has ended or not."""
 
 
 class Transfer:
@@ -135,12 +140,18 @@ def _writing(stream: Stream) -> Iterator[None]:
 
 @asynccontextmanager
 async def _read_to_its_end(stream: Stream) -> AsyncIterator[None]:
-    """A client that still writes when its call ends is told of a broken call, and not why: what it says is read."""
+    """A client that still writes when its call ends is told of a broken call, and not why: what it says is read.
+
+    One that is silent waits for the answer: it gets it.
+    """
     try:
         yield
     except SeqdedupeError:
-        async for _ in messages(stream):
-            pass
+        with suppress(TimeoutError):
+            said: object = None
+            while said is not grpc.aio.EOF:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    said = await stream.read()
         raise
 
 

@@ -1,6 +1,7 @@
 """A topic's numbers out of a sidecar and into one, over the wire and by way of files."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_bad_input_imports_nothing(client: Client, topic: str, case: str) -> Non
     assert client.topic(topic).producers == 0
     assert send(client, request(topic, {"a": 3, "b": 4}), request(topic, {"c": 5}), request("", {}, 3)) == 3
     assert [client.producer(topic, name)[1] for name in "abc"] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_who_waits_for_the_answer_before_it_ends_is_told_why(client: Client, topic: str, goes_on: bool) -> None:
+    """The control arm ends by itself, as most clients do."""
+    create(client, topic)
+    answered = threading.Event()
+
+    def requests() -> Iterator[admin_pb2.ImportWatermarksRequest]:
+        yield request(topic, {"a": -1})
+        if goes_on:
+            answered.wait(TIMEOUT_SECONDS)
+
+    try:
+        why = refused(lambda: client.admin.ImportWatermarks(requests(), timeout=TIMEOUT_SECONDS))
+    finally:
+        answered.set()
+    assert why.reason == "INVALID_SEQUENCE_ID"
 
 
 def test_an_unusual_encoding_is_read(client: Client, topic: str) -> None:
