@@ -1,6 +1,5 @@
 """Reading stored records: a buffer of them into a table of place rows, with everything checked but the payloads."""
 
-import google_crc32c
 import numpy as np
 
 from seqdedupe.format.columns import (
@@ -85,12 +84,6 @@ def marker_token(raw: bytes, places: np.ndarray) -> bytes:
     """The token of a scanned marker."""
     end = int(places[RECORD_END])
     return bytes(raw[end - TOKEN_BYTES : end])
-
-
-def payload_is_intact(raw: bytes | memoryview, places: np.ndarray) -> bool:
-    """Whether the payload part of a scanned record has its checksum. `scan` looks at header and columns only."""
-    stored = int.from_bytes(raw[places[RECORD_START] + PAYLOAD_CRC_AT :][:4], "little")
-    return bool(google_crc32c.value(bytes(raw[places[COLUMNS_END] : places[RECORD_END]])) == stored)
 
 
 def new_table(records: int) -> np.ndarray:

@@ -231,11 +231,11 @@ class Log(Protocol):
         Raises `PositionError` (POSITION_TRIMMED) below `first_index`, (POSITION_AFTER_END) if there is none yet.
         """
 
-    async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        """The message IDs at many indexes, as columns: ledgers, entries, batch indexes. Raises as `locate`."""
-
     def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        """As `message_ids_at`, at once: those that are known without a read, and -1 in all columns for the others."""
+        """The message IDs at many indexes, as columns: ledgers, entries, batch indexes.
+
+        At once: those that are known without a read, and -1 in all columns for the others.
+        """
 
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
         """The index of the first message below `stop_index` published at or after that time, or `stop_index`.

@@ -145,8 +145,8 @@ class Storage:
         """The place row of a stored record. Raises LOG_DAMAGED if it is not intact."""
         table, result = records.new_table(1), records.new_result()
         raw = np.frombuffer(record, np.uint8)
-        if records.scan(raw, self.incarnation, -1, -1, KEY, table, result) != records.END or not (
-            records.payload_is_intact(record, table[0])
+        if records.scan(raw, self.incarnation, -1, -1, KEY, table, result) != records.END or (
+            records.first_bad_payload(raw, table, 1) >= 0
         ):
             raise error("LOG_DAMAGED", "a stored record is damaged")
         place: np.ndarray = table[0]
@@ -413,21 +413,10 @@ class FaultyLog:
         places = next(p for p in map(self.storage.places, self.storage.records) if p[BASE_INDEX] + p[ROWS] > index)
         return Location(self.storage.message_id(index), records.ownership(places))
 
-    async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        await asyncio.sleep(0)
-        for index in indexes.tolist():
-            self._check_is_there(index)
-            self._check_is_there(index + 1)
-        return self._columns([self.storage.message_id(index) for index in indexes.tolist()])
-
     def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         known = max(0, self.storage.next_index - KNOWN_MESSAGE_IDS)
         nowhere = MessageId(-1, -1, -1)
-        return self._columns(
-            [self.storage.message_id(index) if index >= known else nowhere for index in indexes.tolist()]
-        )
-
-    def _columns(self, found: list[MessageId]) -> tuple[Int64s, Int64s, Int32s]:
+        found = [self.storage.message_id(index) if index >= known else nowhere for index in indexes.tolist()]
         return (
             np.array([one.ledger_id for one in found], np.int64),
             np.array([one.entry_id for one in found], np.int64),

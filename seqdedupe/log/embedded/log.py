@@ -181,12 +181,6 @@ class EmbeddedLog:
     async def locate(self, index: int) -> Location:
         return await self._reader.locate(index)
 
-    async def message_ids_at(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        for index in (indexes.min(), indexes.max()) if len(indexes) else ():
-            self._reader.check_is_there(int(index))
-            self._reader.check_is_there(int(index) + 1)
-        return self.known_message_ids(indexes)
-
     def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         return np.full(len(indexes), self.incarnation), indexes, np.full(len(indexes), -1, np.int32)
 
