@@ -34,7 +34,11 @@ class Operate:
 
     def _topic(self, name: str) -> Topic:
         if self._topics is None:
-            raise error("INVALID_REQUEST", "this is only for topics on the sidecar's own log, and these are a broker's")
+            raise error(
+                "INVALID_REQUEST",
+                "this is only for topics on the sidecar's own log, and these are a broker's",
+                hint="Ask the broker: messages are there alone.",
+            )
         return self._topics.get(name)
 
     async def _message_state(self, request: admin_pb2.GetMessageStateRequest) -> admin_pb2.GetMessageStateResponse:

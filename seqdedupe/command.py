@@ -59,16 +59,18 @@ def run_command(
         if as_json:
             _say_json(reason="WRONG_USAGE", message=e.format_message(), hint=hint)
         else:
-            say(name, f"{e.format_message()} {hint}")
+            message = e.format_message()
+            say(name, f"{message}{'' if message.endswith(('.', '?', '!')) else '.'} {hint}")
         return e.exit_code
     except SeqdedupeError as e:
         say_failure(name, e, as_json=as_json)
         return INTERRUPTED if e.reason == "INTERRUPTED" else failed
     except OSError as e:
+        message = f"{e.filename}: {e.strerror}" if e.filename and e.strerror else str(e)
         if as_json:
-            _say_json(reason="OS_ERROR", message=str(e), hint="")
+            _say_json(reason="OS_ERROR", message=message, hint="")
         else:
-            say(name, str(e))
+            say(name, message)
         return failed
 
 

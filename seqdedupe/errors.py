@@ -136,7 +136,9 @@ REASONS: dict[str, Reason] = {
         "FAILED_PRECONDITION",
         "Let the store keep its records, or import a snapshot that was saved.",
     ),
-    "PRODUCER_NOT_FOUND": Reason(NotFoundError, "NOT_FOUND", "List the topic's producers to see their names."),
+    "PRODUCER_NOT_FOUND": Reason(
+        NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe producers TOPIC` lists the producers."
+    ),
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."
     ),
@@ -219,8 +221,8 @@ REASONS: dict[str, Reason] = {
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "The topic was deleted and made anew since the position was taken. Start again from the earliest if that is "
-        "what you want.",
+        "The topic was deleted and made anew, or salvaged, since the position was taken. Start again from the earliest "
+        "if that is what you want.",
     ),
     "POSITION_AFTER_END": Reason(
         PositionError,
@@ -239,7 +241,7 @@ REASONS: dict[str, Reason] = {
     ),
     "LOG_DAMAGED": _damaged(
         "Nothing was changed, and other topics serve. Stop the sidecar and put logs and store back from one backup; "
-        "without one keep a copy, and see docs/backup.md."
+        "without one keep a copy, and let `seqdedupe doctor` say what is damaged and salvage the rest."
     ),
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
@@ -274,8 +276,9 @@ REASONS: dict[str, Reason] = {
         "If the file is complete, say --final. If it still grows, say --follow, or start the command again when it has."
     ),
     "SOURCE_DIFFERS": _configuration(
-        "What is missing at the end is published by the same command without --verify. For all else: were the file or "
-        "the options changed, or has something else published under this producer name?"
+        "What is missing after the producer's last ID (`seqdedupe producers TOPIC`) is published by the same command "
+        "without --verify; what is missing before it is a Dup under this name. For all else: were the file or the "
+        "options changed, or has something else published under this producer name?"
     ),
     "STANDARD_OUTPUT_FAILED": _configuration(
         "Is the disk full? What the command has done stands; only what it prints is missing."

@@ -80,4 +80,6 @@ def check(path: Path, file: BinaryIO, head: bytes, least_bytes: int, kind: str) 
 
 def damaged(path: Path, what: str) -> SeqdedupeError:
     """The error of a file that is not what was written."""
-    return error("INVALID_SOURCE", f"{path}: {what}")
+    return error(
+        "INVALID_SOURCE", f"{path}: {what}", hint="Give a file that `seqdedupe export` has written, or write it again."
+    )

@@ -13,7 +13,11 @@ from seqdedupe.v1 import admin_pb2
 _PREFIX = "MESSAGE_STATE_"
 
 
-@click.command("message-state", short_help="Show what is known of one message.")
+_NEGATIVE_NUMBERS = {"ignore_unknown_options": True}
+"""So that -1 is an argument, and no option."""
+
+
+@click.command("message-state", context_settings=_NEGATIVE_NUMBERS, short_help="Show what is known of one message.")
 @click.argument("topic")
 @click.argument("producer")
 @click.argument("sequence_id", type=click.IntRange(0, 2**63 - 1))
@@ -68,7 +72,11 @@ def in_flight(topic: str, longer_than_ms: int, address: str, as_json: bool) -> N
         echo(f"and {found.producers - len(rows):,} producers more")
 
 
-@click.command("reset-producer", short_help="Set a producer's highest sequence ID to a lower one.")
+@click.command(
+    "reset-producer",
+    context_settings=_NEGATIVE_NUMBERS,
+    short_help="Set a producer's highest sequence ID to a lower one.",
+)
 @click.argument("topic")
 @click.argument("producer")
 @click.argument("persisted", type=click.IntRange(-1, 2**63 - 1))

@@ -74,13 +74,7 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         ("topic", topic.name),
         ("state", state_name(topic) + (f": {topic.why}" if topic.why else "")),
         ("deduplication", _on_off(topic)),
-        (
-            "messages",
-            _known(
-                topic,
-                f"{topic.last.index + 1 - topic.first_index:,}, indexes {topic.first_index} to {topic.last.index}",
-            ),
-        ),
+        ("messages", _known(topic, _extent(topic))),
         ("last", _known(topic, Position.from_proto(topic.last))),
         ("snapshot", _known(topic, f"up to index {topic.snapshot_index}, not included")),
         ("producers", _known(topic, f"{topic.producers:,}")),
@@ -91,6 +85,14 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         *_damage(topic),
     ):
         echo(f"{name:<14}{printable(str(_shown(value)))}")
+
+
+def _extent(topic: admin_pb2.Topic) -> str:
+    """How many messages there are, and where."""
+    count = topic.last.index + 1 - topic.first_index
+    if not count:
+        return f"0, the next one gets index {topic.first_index}"
+    return f"{count:,}, indexes {topic.first_index} to {topic.last.index}"
 
 
 def _forgotten(topic: admin_pb2.Topic) -> list[tuple[str, str]]:

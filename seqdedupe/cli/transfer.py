@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from seqdedupe import sealed, snapshot_file
+from seqdedupe import sealed, snapshot_file, watermarks
 from seqdedupe.cli.options import common, connect_to, print_json
 from seqdedupe.cli.topics import position_json, state_name
 from seqdedupe.command import echo, printable
@@ -47,9 +47,11 @@ def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
     A snapshot goes into the topic that it was taken of. Watermarks go into one that was created, and that no producer
     has opened yet.
     """
-    is_snapshot = sealed.magic_of(file) == snapshot_file.MAGIC
+    magic = sealed.magic_of(file)
+    if magic not in (snapshot_file.MAGIC, watermarks.MAGIC):
+        raise sealed.damaged(file, "it begins neither as a snapshot nor as a file of watermarks does")
     with connect_to(address, topic) as client:
-        if is_snapshot:
+        if magic == snapshot_file.MAGIC:
             _say_opened(client.admin.import_snapshot(topic, file), "snapshot", "from the snapshot", as_json)
             return
         producers = client.admin.import_watermarks(topic, file)

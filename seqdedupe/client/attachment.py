@@ -152,7 +152,7 @@ class Attachment:
 
     def persisted(self, position: bytes, count: int = 1) -> None:
         """The oldest `count` admissions of which nothing was said are in the log, the last of them at this position."""
-        self._report(count, position=position, persisted=count)
+        self._report(persisted=count, position=position)
 
     def failed(self, count: int = 1) -> None:
         """The oldest `count` admissions of which nothing was said will never be in the log.
@@ -160,14 +160,22 @@ class Attachment:
         Every verdict is UNKNOWN from now on: say the same of all that is in flight, drop the producers' connections,
         then `reset`.
         """
-        self._report(count, failed=count)
+        self._report(failed=count)
 
-    def _report(self, count: int, **what: Any) -> None:
+    def _report(self, *, persisted: int = 0, position: bytes = b"", failed: int = 0) -> None:
         self._check_not_ended()
-        if not 1 <= count <= self._admitted - self._reported:
-            in_flight = self._admitted - self._reported
+        count, in_flight = persisted + failed, self._admitted - self._reported
+        if not 1 <= count <= in_flight:
             raise error("INVALID_REQUEST", f"{count} admissions are reported, and {in_flight} are in flight")
-        self._ask(report=wire.Report(first_admission=self._reported, **what))
+        unsent = self._to_send[-1].report if self._to_send and self._to_send[-1].HasField("report") else None
+        if unsent is None or (persisted and unsent.failed):
+            what = wire.Report(first_admission=self._reported, persisted=persisted, position=position, failed=failed)
+            self._ask(report=what)
+        else:
+            # It goes on where the one that waits ends.
+            unsent.persisted += persisted
+            unsent.failed += failed
+            unsent.position = position or unsent.position
         self._reported += count
 
     def reset(self) -> None:

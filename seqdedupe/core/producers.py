@@ -296,11 +296,13 @@ class Producers:
         if forgotten is not None:
             self.dirty[forgotten] |= CHANGED
         changed = np.flatnonzero(self.dirty[: len(self)])
-        self.dirty[changed] = 0
         rows = self.numbers[changed]
         if forgotten is not None:
             rows[np.isin(changed, forgotten)] = _NEW
-        return changed.astype(np.int32), rows[:, PERSISTED], rows[:, DURABLE_EPOCH], rows[:, STATED]
+        collected = changed.astype(np.int32), rows[:, PERSISTED], rows[:, DURABLE_EPOCH], rows[:, STATED]
+        # Last: without memory for a copy, all of them still have to be stored.
+        self.dirty[changed] = 0
+        return collected
 
 
 def _is_nothing(rows: Int64s) -> npt.NDArray[np.bool_]:

@@ -16,6 +16,7 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.attachment import Attachment, Checked, Columns
 from seqdedupe.topic.inactivity import DUE_PERIODS
 from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.state import State, TopicBase
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -211,10 +212,21 @@ class AttachedTopic(TopicBase):
         return int(numbers[PUSHED]), int(numbers[PERSISTED])
 
     async def set_policy(self, policy: Policy) -> None:
-        """Sets the policy, as a whole: in force at once, durable on return. Raises STORE_UNAVAILABLE: it will be tried
+        """Sets the policy, as a whole: in force at once, durable on return. Raises STORE_UNAVAILABLE: it is tried
         again, and until then it is in force but not durable."""
         self._put_in_force(policy)
-        await self.snapshot()
+        try:
+            await self.snapshot()
+        except SeqdedupeError:
+            self._spawn(again_until(self._is_durable))
+            raise
+
+    async def _is_durable(self) -> bool:
+        try:
+            await self.snapshot()
+        except SeqdedupeError:
+            return False
+        return True
 
     # -- producers that nobody uses ----------------------------------------------------------------------------
 

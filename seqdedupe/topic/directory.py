@@ -188,7 +188,11 @@ class Topics(Generic[T]):
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        await asyncio.gather(*(topic.drain() for topic in self.live.values()))
+        topics = list(self.live.values())
+        ends = await asyncio.gather(*(topic.drain() for topic in topics), return_exceptions=True)
+        for topic, end in zip(topics, ends, strict=True):
+            if end is not None:
+                logger.error("topic %s did not end as it should", topic.name, exc_info=end)
 
     def _inherited(self, topic: str) -> Applied:
         return self.namespaces.applied(namespace_of(topic))

@@ -1,7 +1,7 @@
 """What a topic has handed to its log, and whose outcome is not known yet."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -71,6 +71,7 @@ class Flight:
 
     def __init__(self) -> None:
         self._admitted: deque[Admitted | Changing] = deque()
+        self._changes: Counter[type[Change]] = Counter()
         self._bytes = 0
         self._ever = 0
         self._settled = Broadcast()
@@ -82,6 +83,8 @@ class Flight:
         """The newest."""
         self._admitted.append(admitted)
         self._bytes += len(admitted.body)
+        if isinstance(admitted, Changing):
+            self._changes[type(admitted.change)] += 1
         self._ever += 1
 
     @property
@@ -120,7 +123,7 @@ class Flight:
 
     def has(self, kind: type[Reset] | type[Purge]) -> bool:
         """Whether producers are being reset, or forgotten."""
-        return any(isinstance(item, Changing) and isinstance(item.change, kind) for item in self._admitted)
+        return self._changes[kind] > 0
 
     def renumber(self, new_numbers: Int64s) -> None:
         """Producers have other numbers from now on, by their old ones."""
@@ -131,6 +134,8 @@ class Flight:
         """The oldest, which has settled. `tell` has to follow."""
         admitted = self._admitted.popleft()
         self._bytes -= len(admitted.body)
+        if isinstance(admitted, Changing):
+            self._changes[type(admitted.change)] -= 1
         return admitted
 
     def tell(self) -> None:

@@ -18,7 +18,7 @@ MAX_LOOKED_UP = 64
 
 
 async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None) -> Opened:
-    """Starts sessions (`epochs` None), or resumes these, each name by ittopic. Older ones are fenced at once.
+    """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once.
 
     Returns when what the names have in flight has settled and their epochs are durable. Raises what
     `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced.

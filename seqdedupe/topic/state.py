@@ -15,7 +15,7 @@ import numpy as np
 
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP
-from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.log.contract import DamageFound
 from seqdedupe.message_id import MessageId, Position
@@ -321,7 +321,7 @@ class TopicBase(ABC):
         """`snapshot`, with a warning in the log instead of an error."""
         try:
             await self.snapshot()
-        except UnavailableError as e:
+        except SeqdedupeError as e:
             logger.warning("no snapshot of topic %s: %s", self.name, e)
 
     @property

@@ -324,3 +324,27 @@ def test_errors_are_json_where_json_is_asked_for(run: Run) -> None:
         assert error["reason"] == reason
         assert error["message"]
         assert error["hint"]
+
+
+def test_a_producer_is_reset_to_none(run: Run, tmp_path: Path) -> None:
+    """The -1 that stands for it is no option."""
+    file = tmp_path / "lines.txt"
+    file.write_text("one\n")
+    publish = ("publish", str(file), "--topic", "reset-to-none", "--producer", "p")
+    run(*publish)
+    run("reset-producer", "reset-to-none", "p", "-1")
+    assert b"1 NotDup" in run(*publish).stdout
+    assert b"-1 is not in the range" in run("message-state", "reset-to-none", "p", "-1", status=2).stderr
+
+
+def test_what_is_no_file_to_import_is_refused(run: Run, tmp_path: Path) -> None:
+    run("topics", "create", "imports")
+    file = tmp_path / "any.csv"
+    file.write_text("a,b\n")
+    refused = run("import", "imports", str(file), status=1).stderr
+    assert b"neither as a snapshot nor as a file of watermarks does [INVALID_SOURCE]" in refused
+    assert b"`seqdedupe export`" in refused
+    missing = tmp_path / "missing"
+    assert run("import", "imports", str(missing), status=1).stderr == (
+        f"seqdedupe: {missing}: No such file or directory\n".encode()
+    )

@@ -150,6 +150,28 @@ async def test_a_reset_waits_for_what_is_in_flight(brokers_sidecar: Sidecar, top
         await publish(attachment, log, "a", 0, 2)
 
 
+async def test_reports_that_wait_are_one(brokers_sidecar: Sidecar, topic: str) -> None:
+    """A broker reports one entry at a time: what waits to be sent is one report, with failures at its end."""
+    log = Log()
+    async with BrokerClient(brokers_sidecar.address) as client:
+        attachment = await log.attach(client, topic)
+        verdicts = await attachment.check([Range("a", i) for i in range(100)])
+        assert verdicts == [Verdict.NOT_DUP] * 100
+        for i in range(90):
+            attachment.persisted(log.append("a", i))
+        for _ in range(10):
+            attachment.failed()
+        [waiting] = attachment._to_send
+        report = waiting.report
+        assert (report.first_admission, report.persisted, report.failed) == (0, 90, 10)
+        assert report.position == log.last_position
+        attachment.reset()
+        assert await attachment.check([Range("a", 89), Range("a", 90)]) == [Verdict.DUP, Verdict.NOT_DUP]
+        attachment.persisted(log.append("a", 90))
+        assert (await client.producer(topic, "a")) is not None
+        assert await attachment.check([Range("a", 90)]) == [Verdict.DUP]
+
+
 async def test_an_ended_attachment_says_why_however_often(brokers_sidecar: Sidecar, topic: str) -> None:
     log = Log()
     async with BrokerClient(brokers_sidecar.address) as client:

@@ -220,6 +220,22 @@ async def test_a_log_that_grows_fast_is_not_snapshotted_without_a_break(
     assert broker.topic.trim_position == b"%d" % broker.length
 
 
+async def test_a_policy_that_could_not_be_stored_is_stored_when_the_store_is_back(store: BrokenStore) -> None:
+    """By itself: here no timer takes snapshots, and nothing comes that would."""
+    incarnation = store.next_incarnation(1)
+    store.watch(incarnation)
+    topic = start(store, incarnation)
+    Broker().attach(topic)
+    store.syncs, store.fail_at = 0, 1
+    with pytest.raises(UnavailableError):
+        await topic.set_policy(REJECT)
+    store.fail_at = 0
+    async with asyncio.timeout(30):
+        while (loaded := Snapshots(store, incarnation).load()) is None or not loaded.policy:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert start(store, incarnation).policy == REJECT
+
+
 async def test_draining_with_a_failing_store_ends(store: BrokenStore) -> None:
     incarnation = store.next_incarnation(1)
     store.watch(incarnation)

@@ -13,6 +13,7 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.store.db import Store
+from seqdedupe.store.snapshots import Delta, Snapshots
 from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
@@ -20,7 +21,7 @@ from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.state import State
 from tests.batches import batch
-from tests.log.faulty import Storage
+from tests.log.faulty import FaultyLog, Storage
 from tests.topic.logs import MemoryLogs
 
 NAME = "persistent://public/default/t"
@@ -308,3 +309,47 @@ async def test_health_is_that_of_the_newest_topic_of_a_name(process: Process) ->
     await process.topics.create(NAME)
     await deletion
     assert process.states[-1] == (NAME, State.SERVING)
+
+
+async def test_a_snapshot_that_nothing_was_left_for_leaves_nobody_out(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever has failed: the next snapshot holds what that one would have."""
+    await process.start()
+    await process.topics.create(NAME)
+    assert await process.publish(7)
+
+    def write_nothing(self: Snapshots, delta: Delta) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshots, "write_delta", write_nothing)
+        with pytest.raises(MemoryError):
+            await process.topics.get(NAME).snapshot()
+    topic = process.topics.get(NAME)
+    await topic.snapshot()
+    loaded = Snapshots(process.store, topic.incarnation).load()
+    assert loaded is not None
+    assert (loaded.names, loaded.persisted.tolist(), loaded.next_index) == ([b"p"], [7], 1)
+
+
+async def test_a_store_that_is_found_damaged_at_the_end_keeps_no_topic_open(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await process.start()
+    topics = [await process.topics.create(name) for name in ("one", "two", "three")]
+    closed: list[object] = []
+    close = FaultyLog.close
+
+    async def closing(log: FaultyLog) -> None:
+        closed.append(log)
+        await close(log)
+
+    async def damaged(self: Store, opening: object) -> None:
+        raise error("STORE_DAMAGED", "a planned failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "flush", damaged)
+        patch.setattr(FaultyLog, "close", closing)
+        await process.topics.drain()
+    assert closed == [topic.log for topic in topics]

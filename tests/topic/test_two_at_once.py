@@ -13,7 +13,7 @@ from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic import renewing
 from seqdedupe.topic.saved import saved
 from seqdedupe.topic.state import State
-from tests.topic.test_directory import NAME, Process, turns
+from tests.topic.test_directory import NAME, FailingStore, Process, turns
 from tests.topic.test_saved import append, attach, brokers, history, known, live
 
 
@@ -106,3 +106,22 @@ async def test_retention_goes_on_while_a_snapshot_is_imported(
     assert known(process) == before
     await process.restart()
     assert known(process) == before
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+async def test_a_lost_topic_whose_import_fails_leaves_nothing(tmp_path: Path, fail_at: int) -> None:
+    incarnation, snapshot = await lost(tmp_path)
+    store = FailingStore.open_failing(tmp_path / "anew")
+    topics = await brokers(store)
+    store.syncs, store.fail_at = 0, fail_at
+    with pytest.raises(SeqdedupeError, match="STORE_UNAVAILABLE"):
+        await renewing.renew(topics, "t", incarnation, snapshot)
+    store.fail_at, store.is_broken = 0, False
+    async with asyncio.timeout(30):
+        while store.topics():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert topics.all() == []
+    made = await topics.create("t")
+    assert (made.position, [record.incarnation for record in store.topics()]) == (b"", [made.incarnation])
+    await topics.drain()
+    store.close()
