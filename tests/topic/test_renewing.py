@@ -239,7 +239,7 @@ async def test_a_topic_is_rebuilt_though_something_fails_for_a_moment(process: P
             process.store.fail_at = process.store.syncs + 1
         return log
 
-    process.logs.open = open_failing  # type: ignore[method-assign]
+    process.logs.open = open_failing  # type: ignore[method-assign, assignment]
     await renewing.renew(process.topics, NAME, None, None)
     assert failures
     process.store.fail_at, process.store.is_broken = 0, False
