@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     from broker_sidecar import kernels
 
     if kernels.prepare(config.data_directory):
-        print("seqdedupe: compiling for this machine, which takes some seconds", file=sys.stderr, flush=True)
+        print("seqdedupe: compiling for this machine, which can take a minute", file=sys.stderr, flush=True)
     from broker_sidecar.server import run
 
     return run(config, rebuild_store=rebuild_store)

@@ -155,8 +155,8 @@ REASONS: dict[str, Reason] = {
     "GAP": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Send what is missing, in order; or, if nothing is, let the topic's policy allow gaps, and open the producer "
-        "again.",
+        "Send what is missing, in order; or, if nothing is, let the topic's policy allow gaps "
+        "(`seqdedupe policy set TOPIC --gap allow`), and open the producer again.",
     ),
     "OVERLAP": Reason(
         InvalidRequestError,

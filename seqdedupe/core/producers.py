@@ -1,6 +1,6 @@
 """The producers of one topic: names, numbers, and the ring of recent messages."""
 
-from itertools import compress, islice
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from seqdedupe.core.rule import (
     refusal,
 )
 from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, start
-from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.format.jit import Int64s, Int64s2, Uint8s, kernel
 from seqdedupe.limits import NO_SEQUENCE_ID
 
 _FIRST_CAPACITY = 64
@@ -33,13 +33,14 @@ NO_EPOCH = 0
 _GROWTH = 1.125
 
 Int32s = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 
 
 class Producers:
     """What is known of a topic's producers. A producer's *number* is its place in the order in which names came.
 
     `numbers[number]` is its producer row (see `rule`); `dirty[number]` tells what changed since the last
-    `collect_dirty`. `let_go` gives new numbers: whoever keeps one compares the `generation` that it is of.
+    `collect_dirty`. `renumber` gives new numbers: whoever keeps one compares the `generation` that it is of.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class Producers:
         self.generation = 0
         """How often the numbers have changed."""
         self._has_purged = False
-        """Whether some names are only kept until `let_go`."""
+        """Whether some names are only kept until they are let go."""
 
     def __len__(self) -> int:
         return len(self._number_of)
@@ -66,7 +67,7 @@ class Producers:
 
     def known_count(self) -> int:
         """How many producers have not been forgotten."""
-        return len(self) - (len(self.empty()) if self._has_purged else 0)
+        return len(self) - (int(np.count_nonzero(self.empty())) if self._has_purged else 0)
 
     def names_from(self, first: int, count: int | None = None) -> list[bytes]:
         """The names from this number on, at most `count`."""
@@ -246,27 +247,35 @@ class Producers:
         due: Int64s = idle[~in_flight & ~_is_nothing(rows)]
         return due
 
-    def empty(self) -> Int64s:
-        """The producers of which nothing is known, rising."""
-        return np.flatnonzero(_is_nothing(self.numbers[: len(self)]))
+    def empty(self) -> Bools:
+        """By producer number, whether nothing is known of it."""
+        empty = np.empty(len(self), np.uint8)
+        find_empty(self.numbers, empty)
+        return empty.view(bool)
 
-    def let_go(self, gone: Int64s) -> Int64s:
-        """Frees the names and rows of these producers, which are `empty`. The others get new numbers, in their order.
+    @property
+    def numbers_by_name(self) -> dict[bytes, int]:
+        """The table of names, in the order of their numbers: to be read."""
+        return self._number_of
 
-        Returns the new number of each old one, -1 where it is gone. All count as changed.
+    def renumber(self, names: dict[bytes, int], stays: Bools, back: Int64s) -> Int64s:
+        """These are the names from now on: of those that stay, in their order, and then of those in `back`.
+
+        Returns the new number of each old one, -1 where it is gone. All count as changed. See `LettingGo`.
         """
-        is_kept = np.ones(len(self), bool)
-        is_kept[gone] = False
-        kept = np.flatnonzero(is_kept)
-        new_numbers = np.full(len(self), -1, np.int64)
-        new_numbers[kept] = np.arange(len(kept))
-        self._number_of = dict(zip(compress(self._number_of, is_kept.tolist()), range(len(kept)), strict=True))
-        rows = self.numbers[kept]
-        self.numbers = _rows(max(len(kept), _FIRST_CAPACITY))
-        self.numbers[: len(kept)] = rows
-        self.dirty = np.zeros(len(self.numbers), np.uint8)
-        self.dirty[: len(kept)] = CHANGED
-        self.activity.keep(kept, new_numbers, len(self.numbers))
+        rows_back = self.numbers[back]
+        new_numbers = np.empty(len(self), np.int64)
+        staying = move_rows(self.numbers, stays.view(np.uint8), new_numbers)
+        new_numbers[back] = np.arange(staying, len(names))
+        capacity = max(len(names), _FIRST_CAPACITY)
+        # See `_grow`.
+        self.numbers.resize((capacity, NUMBERS), refcheck=False)
+        self.numbers[staying : len(names)] = rows_back
+        self.numbers[len(names) :] = _NEW
+        self.dirty = np.zeros(capacity, np.uint8)
+        self.dirty[: len(names)] = CHANGED
+        self.activity.keep(np.concatenate([np.flatnonzero(stays), back]), new_numbers, capacity)
+        self._number_of = names
         self.generation += 1
         self._has_purged = False
         return new_numbers
@@ -305,10 +314,36 @@ class Producers:
         return collected
 
 
-def _is_nothing(rows: Int64s) -> npt.NDArray[np.bool_]:
+def _is_nothing(rows: Int64s) -> Bools:
     """Which of these producer rows say no more than that of a name that never came."""
     has_ids = (rows[:, PUSHED] >= 0) | (rows[:, PERSISTED] >= 0)
     return ~(has_ids | (rows[:, EPOCH] > NO_EPOCH) | (rows[:, DURABLE_EPOCH] > NO_EPOCH))
+
+
+@kernel()
+def find_empty(numbers: Int64s2, empty: Uint8s) -> int:
+    """Says of the first producer rows, in `empty`, which ones say nothing, as `_is_nothing` does. Returns 0."""
+    for row in range(empty.shape[0]):
+        ids = numbers[row, PUSHED] >= 0 or numbers[row, PERSISTED] >= 0
+        empty[row] = not (ids or numbers[row, EPOCH] > NO_EPOCH or numbers[row, DURABLE_EPOCH] > NO_EPOCH)
+    return 0
+
+
+@kernel()
+def move_rows(numbers: Int64s2, stays: Uint8s, new_numbers: Int64s) -> int:
+    """Moves the producer rows that stay to the front, in place: `new_numbers` says where, -1 for the others.
+
+    Returns how many stay.
+    """
+    staying = 0
+    for row in range(stays.shape[0]):
+        new_numbers[row] = -1
+        if stays[row]:
+            for column in range(NUMBERS):
+                numbers[staying, column] = numbers[row, column]
+            new_numbers[row] = staying
+            staying += 1
+    return staying
 
 
 _NO_REASONS = np.zeros(0, np.uint8)

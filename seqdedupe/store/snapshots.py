@@ -6,6 +6,7 @@ it counts, else its page: numbers may fall, by a reset. A page may be ahead of t
 still there, and whose last one says the same.
 """
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,7 @@ from seqdedupe.store.parts import (
     decode_names,
     decode_page,
     encode_names,
+    encode_page,
 )
 from seqdedupe.store.records import (
     DELTA,
@@ -64,7 +66,6 @@ class Delta:
     `ownership` (64 bits, unsigned) is that of the same message's record, 0 if there is none. `policy` is what is
     in force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set.
     `opaque` (at most 65,535 bytes) is the position in a broker's own log.
-    With `replaces_all` the numbers are new ones: it holds all names and producers, and nothing earlier counts.
     """
 
     term: int
@@ -79,7 +80,6 @@ class Delta:
     ownership: int = 0
     policy: bytes = b""
     opaque: bytes = b""
-    replaces_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,23 +170,12 @@ class Snapshots:
         `first_name` as it was then. Raises STORE_UNAVAILABLE.
         """
         self._catch_up()
-        before = replace(self._position, producers=0) if delta.replaces_all else self._position
-        known = before.producers
-        producers = delta.first_name + len(delta.names)
-        position = StoredPosition(
-            delta.term, delta.next_index, producers, delta.message_id, delta.ownership, delta.policy, delta.opaque
-        )
-        stored = StoredDelta(position, delta.slots, delta.persisted, delta.epochs, delta.stated)
-        if delta.first_name > known or position.falls_short_of(before) or not stored.is_sound():
-            raise error("INTERNAL", f"the snapshot {position} cannot follow on {self._position}")
-        if delta.replaces_all and self._compacting:
-            raise error("INTERNAL", "a snapshot cannot be replaced while it is compacted")
+        known = self._position.producers
+        stored = _stored(delta)
+        producers = stored.position.producers
+        if delta.first_name > known or stored.position.falls_short_of(self._position) or not stored.is_sound():
+            raise error("INTERNAL", f"the snapshot {stored.position} cannot follow on {self._position}")
         batch = WriteBatch(raw_mode=True)
-        header = self._header
-        if delta.replaces_all:
-            header = Header(self._last_delta, 0, before)
-            batch.delete_range(*snapshot_range(self._incarnation))
-            self._put(batch, HEADER, 0, header.encode())
         # Names below `known` are stored, though perhaps not durable yet: this write becomes durable after
         # them.
         for first in range(known, producers, PAGE_PRODUCERS):
@@ -195,37 +184,68 @@ class Snapshots:
         size_bytes = self._put(batch, DELTA, self._last_delta + 1, stored.encode())
         opening = self._store.write(batch)
         self._last_delta += 1
-        self._position = position
-        self._delta_bytes = size_bytes if delta.replaces_all else self._delta_bytes + size_bytes
-        self._header = header
+        self._position = stored.position
+        self._delta_bytes += size_bytes
+        return opening
+
+    async def write_anew(self, delta: Delta) -> int:
+        """`write_delta`, of a snapshot in which producers have other numbers: it holds all, and nothing earlier counts.
+
+        Nothing else may be written meanwhile. What is to be written is made in a thread; the write itself is one, and
+        holds the event loop, some 50 ms for a million producers. Raises STORE_UNAVAILABLE.
+        """
+        self._catch_up()
+        opening = self._opening
+        stored = _stored(delta)
+        before = replace(self._position, producers=0)
+        if delta.first_name or stored.position.falls_short_of(before) or not stored.is_sound() or self._compacting:
+            raise error("INTERNAL", f"the snapshot {stored.position} cannot take the place of {self._position}")
+        header = _whole(self._last_delta + 1, stored.position)
+        batch = await asyncio.to_thread(self._replacement, header, delta.names, stored)
+        if self._store.opening != opening:
+            raise error("STORE_UNAVAILABLE", "the store was opened again while a snapshot was made")
+        opening = self._store.write(batch)
+        self._header, self._last_delta = header, header.through
+        self._position, self._delta_bytes = stored.position, 0
         return opening
 
     async def replace(self, loaded: Loaded | None) -> None:
         """This is the topic's snapshot from now on, or none is; durable on return. It has to be loaded again then.
 
-        It is one write, so that for a while nothing else runs if there are a million producers. Raises
-        STORE_UNAVAILABLE: then the one or the other is there.
+        It is one write, made as in `write_anew`. Raises STORE_UNAVAILABLE: then the one or the other is there.
         """
-        batch = WriteBatch(raw_mode=True)
-        batch.delete_range(*snapshot_range(self._incarnation))
-        if loaded is not None:
-            producers = len(loaded.names)
-            for first in range(0, producers, PAGE_PRODUCERS):
-                self._put(batch, NAMES, first, encode_names(loaded.names[first : first + PAGE_PRODUCERS]))
+        if loaded is None:
+            batch = WriteBatch(raw_mode=True)
+            batch.delete_range(*snapshot_range(self._incarnation))
+        else:
             position = StoredPosition(
                 loaded.term,
                 loaded.next_index,
-                producers,
+                len(loaded.names),
                 loaded.message_id,
                 loaded.ownership,
                 loaded.policy,
                 loaded.opaque,
             )
-            every = np.arange(producers, dtype=np.int32)
-            delta = StoredDelta(position, every, loaded.persisted, loaded.epochs, loaded.stated)
-            self._put(batch, DELTA, 1, delta.encode())
+            every = np.arange(len(loaded.names), dtype=np.int32)
+            stored = StoredDelta(position, every, loaded.persisted, loaded.epochs, loaded.stated)
+            batch = await asyncio.to_thread(self._replacement, _whole(1, position), loaded.names, stored)
         self._opening = 0
         await self._store.flush(self._store.write(batch))
+
+    def _replacement(self, header: Header, names: list[bytes], stored: StoredDelta) -> WriteBatch:
+        """All names and pages, as a compaction leaves them: none is due afterwards. Takes long, in any thread."""
+        columns = [np.full(len(names), none, np.int64) for none in (NO_SEQUENCE_ID, NO_EPOCH, NOT_STATED)]
+        for column, values in zip(columns, (stored.persisted, stored.epochs, stored.stated), strict=True):
+            overwrite(column, stored.slots, values)
+        batch = WriteBatch(raw_mode=True)
+        batch.delete_range(*snapshot_range(self._incarnation))
+        self._put(batch, HEADER, 0, header.encode())
+        for first in range(0, len(names), PAGE_PRODUCERS):
+            page = slice(first, first + PAGE_PRODUCERS)
+            self._put(batch, NAMES, first, encode_names(names[page]))
+            self._put(batch, PAGE, first, encode_page([column[page] for column in columns]))
+        return batch
 
     async def compact_if_due(self) -> bool:
         """Merges the deltas into pages if there are many, a page at a time; whether it did.
@@ -297,6 +317,24 @@ class Snapshots:
         value = seal(key, body)
         batch.put(key, value)
         return len(value)
+
+
+def _stored(delta: Delta) -> StoredDelta:
+    position = StoredPosition(
+        delta.term,
+        delta.next_index,
+        delta.first_name + len(delta.names),
+        delta.message_id,
+        delta.ownership,
+        delta.policy,
+        delta.opaque,
+    )
+    return StoredDelta(position, delta.slots, delta.persisted, delta.epochs, delta.stated)
+
+
+def _whole(through: int, position: StoredPosition) -> Header:
+    """The header of a snapshot that is all names and pages."""
+    return Header(through, max(position.producers - 1, 0) // PAGE_PRODUCERS * PAGE_PRODUCERS, position)
 
 
 def overwrite(numbers: Numbers, where: Slots | slice, others: Numbers) -> None:

@@ -151,23 +151,24 @@ class Snapshotter:
         changed, persisted, epochs, stated = self._producers.collect_dirty(forgotten)
         known = len(self._producers)
         try:
-            opening = self._snapshots.write_delta(
-                Delta(
-                    term=term,
-                    next_index=position.index + 1,
-                    message_id=position.message_id,
-                    ownership=position.ownership,
-                    first_name=self._names_stored,
-                    names=self._producers.names_from(self._names_stored),
-                    slots=changed,
-                    persisted=persisted,
-                    epochs=epochs,
-                    stated=stated,
-                    policy=policy,
-                    opaque=opaque,
-                    replaces_all=self._is_renumbered,
-                )
+            delta = Delta(
+                term=term,
+                next_index=position.index + 1,
+                message_id=position.message_id,
+                ownership=position.ownership,
+                first_name=self._names_stored,
+                names=self._producers.names_from(self._names_stored),
+                slots=changed,
+                persisted=persisted,
+                epochs=epochs,
+                stated=stated,
+                policy=policy,
+                opaque=opaque,
             )
+            if self._is_renumbered:
+                opening = await self._snapshots.write_anew(delta)
+            else:
+                opening = self._snapshots.write_delta(delta)
             await self._store.flush(opening)
         except BaseException:
             # Whatever it is: a later snapshot must not leave these out.

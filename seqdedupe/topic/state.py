@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.letting_go import LettingGo
+from seqdedupe.core.producers import Bools, Producers
 from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
@@ -363,17 +364,25 @@ class TopicBase(ABC):
 
     async def _let_go_of_empty(self) -> None:
         """Names and rows of producers of which nothing is known are freed, if many are, here and in the store."""
-        least = max(len(self.producers), 1) / LET_GO_SHARE
-        if len(self.producers.empty()) < least or len(self._empty()) < least:
+        is_free = self._free()
+        if np.count_nonzero(is_free) < max(len(is_free), 1) / LET_GO_SHARE:
             return
+        letting_go = LettingGo(self.producers, is_free)
         async with self.snapshotter.stands_still():
-            self._renumber(self.producers.let_go(self._empty()))
+            for _ in letting_go.prepare():
+                await asyncio.sleep(0)
+            self._renumber(letting_go.finish(self._free()))
             self.snapshotter.renumbered()
+        for _ in letting_go.clear():
+            await asyncio.sleep(0)
         await self.snapshot()
 
-    def _empty(self) -> Int64s:
-        """The producers of which nothing is known, and whom nobody holds."""
-        return np.setdiff1d(self.producers.empty(), np.concatenate([np.zeros(0, np.int64), *self._in_use()]))
+    def _free(self) -> Bools:
+        """By producer number, whether nothing is known of it, and nobody holds it."""
+        is_free = self.producers.empty()
+        for numbers in self._in_use():
+            is_free[numbers] = False
+        return is_free
 
     async def _end_tasks(self) -> None:
         self.inactivity.close()

@@ -1,5 +1,6 @@
 """Deltas of a topic, written and loaded."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,3 +202,93 @@ async def test_a_record_of_another_topic_is_refused(store: Store, part: bytes) -
     store.write(batch)
     with pytest.raises(DamagedError):
         Snapshots(store, 1).load()
+
+
+ANEW = delta(9, {0: (5, 1), 2: (7, 3), 10: (8, 4)}, names=[b"new%d" % number for number in range(11)])
+"""Of the others nothing is known."""
+
+
+async def test_other_numbers_take_the_place_of_all_that_is_stored(
+    folder: Path, small_pages: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(folder)
+    snapshots = Snapshots(store, INCARNATION)
+    old = delta(5, {number: (number, 1) for number in range(14)}, names=[b"old%d" % number for number in range(14)])
+    await save(store, snapshots, old)
+    await store.flush(await snapshots.write_anew(ANEW))
+    # It is what a compaction leaves.
+    monkeypatch.setattr("seqdedupe.store.snapshots.MAX_DELTAS", 0)
+    assert not await snapshots.compact_if_due()
+    assert state_of(Snapshots(store, INCARNATION).load()) == State().after(ANEW)
+    model = State().after(ANEW)
+    for next_index in (9, 12):
+        change = delta(next_index, {1: (3, 2), 11: (4, 1)}, first_name=11, names=[b"newer"])
+        await save(store, snapshots, change)
+        model = model.after(change)
+        assert state_of(Snapshots(store, INCARNATION).load()) == model
+    assert await snapshots.compact_if_due()
+    store.close()
+    assert load(folder) == model
+
+
+async def test_a_topic_without_producers_takes_the_place_of_all_that_is_stored(store: Store) -> None:
+    snapshots = Snapshots(store, INCARNATION)
+    await save(store, snapshots, delta(5, {0: (1, 1)}, names=[b"old"]))
+    await store.flush(await snapshots.write_anew(delta(9, {})))
+    assert state_of(Snapshots(store, INCARNATION).load()) == State().after(delta(9, {}))
+
+
+async def test_what_takes_the_place_of_all_is_made_off_the_event_loop(
+    store: Store, small_pages: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def noted(*arguments: object) -> bytes:
+        threads.append(threading.get_ident())
+        return seal(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("seqdedupe.store.snapshots.seal", noted)
+    snapshots = Snapshots(store, INCARNATION)
+    await store.flush(await snapshots.write_anew(ANEW))
+    await snapshots.replace(snapshots.load())
+    assert state_of(snapshots.load()) == State().after(ANEW)
+    assert len(threads) > 8
+    assert threading.get_ident() not in threads
+
+
+async def test_a_store_that_is_opened_again_meanwhile_keeps_what_it_has(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = Snapshots(store, INCARNATION)
+    old = delta(5, {0: (1, 1)}, names=[b"old"])
+    await save(store, snapshots, old)
+    replacement = Snapshots._replacement
+
+    def opened_again(*arguments: object) -> WriteBatch:
+        store._opening = replace(store._opening, number=2)  # type: ignore[type-var]
+        return replacement(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Snapshots, "_replacement", opened_again)
+    with pytest.raises(SeqdedupeError, match="opened again"):
+        await snapshots.write_anew(ANEW)
+    assert state_of(Snapshots(store, INCARNATION).load()) == State().after(old)
+    monkeypatch.setattr(Snapshots, "_replacement", replacement)
+    await store.flush(await snapshots.write_anew(ANEW))
+    assert state_of(Snapshots(store, INCARNATION).load()) == State().after(ANEW)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(replace(ANEW, first_name=1), id="names left out"),
+        pytest.param(replace(ANEW, next_index=4), id="index falls"),
+        pytest.param(replace(ANEW, names=[b"new"]), id="unknown producer"),
+    ],
+)
+async def test_what_cannot_take_the_place_of_all_is_refused(store: Store, wrong: Delta) -> None:
+    snapshots = Snapshots(store, INCARNATION)
+    old = delta(5, {0: (1, 1)}, names=[b"old"])
+    await save(store, snapshots, old)
+    with pytest.raises(SeqdedupeError, match="INTERNAL"):
+        await snapshots.write_anew(wrong)
+    assert state_of(snapshots.load()) == State().after(old)

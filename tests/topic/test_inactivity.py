@@ -5,12 +5,16 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from seqdedupe.core import letting_go
 from seqdedupe.core.activity import MAX_PERIODS
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.letting_go import LettingGo
+from seqdedupe.core.producers import Bools, Producers
 from seqdedupe.core.rule import DUP, DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import UnavailableError, error
+from seqdedupe.format.jit import Int64s
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
@@ -495,6 +499,66 @@ async def test_what_is_in_flight_while_numbers_change_is_confirmed(scene: Scene)
     assert scene.known() == {"stays": 9, "opens": 7}
     assert isinstance(await scene.send(("stays", 10), link=9, cache=cache), Receipt)
     assert scene.known() == {"stays": 10, "opens": 7}
+
+
+async def test_everything_goes_on_while_names_are_freed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two steps: a stream that has its numbers, a name that comes back, new names, what is in flight."""
+    monkeypatch.setattr(letting_go, "NAMES_A_STEP", 2)
+    names = [f"gone{i}" for i in range(20)]
+    await scene.publish(*names, "stays", "flies")
+    cache = scene.topic.connect()
+    await scene.send(("stays", 8), ("flies", 8), link=7, cache=cache)
+    expected = {"stays": 8, "flies": 8}
+    finish, prepare, clear, steps = LettingGo.finish, LettingGo.prepare, LettingGo.clear, 0
+    answers: list[Receipt | Refusal] = []
+
+    def admit(name: str, sequence_id: int, link: int, cache: NumbersCache) -> None:
+        encoded = batch([(name, sequence_id)], epochs={name: scene.epochs[name]}, links={name: link}).encode()
+        scene.topic.admit(encoded, 1, answers.append, cache)
+
+    def meanwhile(self: LettingGo) -> Iterator[None]:
+        nonlocal steps
+        scene.topic.producers.activity.renew_all()
+        for _ in prepare(self):
+            steps += 1
+            if steps % 5 == 0:
+                come = f"gone{steps}" if steps % 2 else f"new{steps}"
+                number = np.array([scene.topic.producers.add(come.encode())])
+                epoch = scene.epochs[come] = 2**32 * scene.topic.term + 1000 + steps
+                scene.topic.producers.open(number, np.array([epoch]))
+                scene.topic.producers.confirm_sessions(number, np.array([epoch]), None, scene.topic.confirmed_index)
+                admit(come, 1, -1, NumbersCache())
+                expected[come] = 1
+            admit("stays", 8 + steps, 7 + steps, cache)
+            expected["stays"] = 8 + steps
+            yield
+
+    def in_flight(self: LettingGo, is_free: Bools) -> Int64s:
+        scene.log.automatic = False
+        admit("flies", 9, 8, NumbersCache())
+        expected["flies"] = 9
+        return finish(self, is_free)
+
+    def settle(self: LettingGo) -> Iterator[None]:
+        scene.log.settle()
+        scene.log.automatic = True
+        return clear(self)
+
+    monkeypatch.setattr(LettingGo, "prepare", meanwhile)
+    monkeypatch.setattr(LettingGo, "finish", in_flight)
+    monkeypatch.setattr(LettingGo, "clear", settle)
+    await scene.pass_timeout()
+    await scene.topic.in_flight_now()
+    assert steps > 10
+    assert scene.topic.producers.generation == 1
+    assert [answer for answer in answers if not isinstance(answer, Receipt)] == []
+    assert len(answers) == steps + len(expected) - 1
+    assert scene.known() == expected
+    assert len(scene.topic.producers) == len(expected)
+    assert isinstance(await scene.send(("stays", 100), link=expected["stays"], cache=cache), Receipt)
+    await scene.topic.snapshot()
+    await scene.restart()
+    assert scene.known() == {**expected, "stays": 100}
 
 
 async def test_the_store_fails_when_numbers_have_changed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
