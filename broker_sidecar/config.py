@@ -14,6 +14,7 @@ from typing import Any
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
+from seqdedupe.topic import policy
 
 ENVIRONMENT_PREFIX = "SEQDEDUPE_"
 NO_KEYS = frozenset({"SEQDEDUPE_ADDRESS"})
@@ -28,6 +29,14 @@ _WORDS = {
     "log_format": ("json", "text"),
 }
 """What the keys may say that take one of a few words."""
+
+_OF_POLICIES = {
+    f"default_{name}" if name.startswith("retention_") else name: least for name, least in policy.LEAST.items()
+}
+"""Keys that a policy has too, with its bounds, and their least values."""
+
+_LEAST = {**_OF_POLICIES, "admission_timeout_seconds": 1, "max_topics": 1, "max_streams": 1}
+"""Of all other numbers it is 0."""
 
 _NEEDED = {bool: "true or false", int: "a whole number", str: "text in quotes"}
 
@@ -85,18 +94,12 @@ class Config:
         """Raises INVALID_CONFIGURATION or INSECURE_LISTEN."""
         if not self.data_directory:
             raise _invalid("data_directory", "is required")
-        least = {
-            "deduplication_entries_interval": 1,
-            "default_retention_size_in_mb": -1,
-            "default_retention_time_in_minutes": -1,
-            "admission_timeout_seconds": 1,
-            "max_topics": 1,
-            "max_streams": 1,
-        }
         for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, int) and value < least.get(item.name, 0):
-                raise _invalid(item.name, f"is {value}: at least {least.get(item.name, 0)} is needed")
+            value, least = getattr(self, item.name), _LEAST.get(item.name, 0)
+            if isinstance(value, int) and value < least:
+                raise _invalid(item.name, f"is {value}: at least {least} is needed")
+            if item.name in _OF_POLICIES and value > policy.LARGEST:
+                raise _invalid(item.name, f"is {value}: at most {policy.LARGEST} is possible")
         for key, words in _WORDS.items():
             if getattr(self, key) not in words:
                 *others, last = words

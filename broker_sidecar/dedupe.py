@@ -13,7 +13,7 @@ from broker_sidecar.streams import Stream, Streams
 from seqdedupe import wire
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.attachment import Attachment
+from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES, Attachment
 from seqdedupe.topic.directory import Topics
 from seqdedupe.v1 import dedupe_pb2
 
@@ -29,9 +29,6 @@ TRIM_NEWS_SECONDS = 0.1
 
 END_SECONDS = 1.0
 """A client that reads nothing for so long is not told why its attachment ends."""
-
-ADMISSION_BYTES = 24
-"""What one in flight takes, about: handle, IDs, and its part of what they came in."""
 
 
 class DedupeService:
@@ -126,7 +123,7 @@ class _Hold:
             self._change(request, answer)
             for check in request.checks:
                 self._check(check, answer)
-            self._hold(attachment.in_flight * ADMISSION_BYTES)
+            self._hold(attachment.held_bytes)
             if request.checks or request.HasField("end_replay"):
                 self._say(answer)
 
@@ -161,7 +158,7 @@ class _Hold:
     def _check(self, check: Any, answer: Any) -> None:
         try:
             columns = columns_of(check)
-            if not self._stream.share.fits(len(columns) * ADMISSION_BYTES):
+            if not self._stream.share.fits(CHECK_BYTES + len(columns) * ADMISSION_BYTES):
                 raise error("QUEUE_FULL", "this broker, or all clients together, have too much in flight")
             checked = self._topic.check(self._attachment, columns)
         except SeqdedupeError as e:

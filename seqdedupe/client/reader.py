@@ -264,7 +264,8 @@ class Reader:
                 )
 
     def _read_start(self) -> read_pb2.ReadStart:
-        if self._after is not None:
+        # Where messages were passed over, the position before them does not say that: it would bring them again.
+        if self._after is not None and self._next_index == self._after.index + 1:
             return read_pb2.ReadStart(after=self._after.to_proto())
         if self._next_index is not None:
             return read_pb2.ReadStart(index=self._next_index)

@@ -1,6 +1,7 @@
 """One topic's log, from its first byte to its last, and whether it belongs to the snapshot that the store has."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +63,9 @@ def _take(part: Intact | Damage | TornEnd, meeting: "_Meeting", tally: Tally, fo
             tally.add(some)
         found.next_index = int(part.table[-1, BASE_INDEX] + part.table[-1, ROWS])
     elif isinstance(part, Damage):
-        found.damage.append(part)
         tally.add_damage(part)
+        # Its record would keep all that was read with it in memory.
+        found.damage.append(replace(part, record=None))
         found.next_index = part.next_index or found.next_index
     else:
         found.torn_end = part

@@ -142,7 +142,7 @@ class Location(NamedTuple):
 
 
 class DamageFound(NamedTuple):
-    """What was found damaged since the log was opened, of what is still there."""
+    """What was found damaged since the log was opened, of what is still there. The log may bound how much it counts."""
 
     places: int = 0
     messages: int = 0

@@ -26,6 +26,10 @@ NO_ROW = -1
 """Of a handle that was released, when its producer is gone."""
 FIRST_HANDLES = 64
 """There is room for; it grows by an eighth."""
+ADMISSION_BYTES = 24
+"""What one in flight takes, about: handle, IDs, and whether it passes."""
+CHECK_BYTES = 704
+"""What the admissions of one check take beside that: the columns, as objects."""
 _NO_PASSES: Uint8s = np.zeros(0, np.uint8)
 
 
@@ -101,6 +105,11 @@ class Attachment:
     def in_flight(self) -> int:
         """Admissions of which nothing was reported."""
         return self._admitted - self._settled
+
+    @property
+    def held_bytes(self) -> int:
+        """What the admissions in flight take."""
+        return self.in_flight * ADMISSION_BYTES + len(self._in_flight) * CHECK_BYTES
 
     @property
     def waits_since(self) -> float | None:

@@ -79,8 +79,6 @@ class Topic(TopicBase):
         """From this index on the log states the policy; -1: not known."""
         self._trimming: asyncio.Task[None] | None = None
         self._import_parts = control.ImportParts()
-        self.newest_import: object = None
-        """The one that was begun last: it alone may go on."""
 
     @property
     def first_index(self) -> int:

@@ -125,6 +125,8 @@ class TopicBase(ABC):
         """That of the last confirmed message; None if there is none."""
         self.last_ownership = 0
         """That of the last confirmed message; 0 if there is none or it is not known."""
+        self.newest_import: object = None
+        """The one that was begun last: it alone may go on."""
         if loaded is not None:
             self.producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
             self.term = loaded.term

@@ -73,7 +73,7 @@ class _ImportIntoLog:
         self._topic = topic
         self._order = _Order()
         self._parts = 0
-        self._check()
+        self._check_unused()
         topic.newest_import = self
 
     async def add(self, names: list[bytes], persisted: Int64s) -> None:
@@ -84,14 +84,13 @@ class _ImportIntoLog:
         await self._append([], np.zeros(0, np.int64), is_last=True)
 
     async def _append(self, names: list[bytes], persisted: Int64s, *, is_last: bool) -> None:
-        self._check()
-        if self._topic.newest_import is not self:
-            raise error("TOPIC_IN_USE", f"another import into topic {self._topic.name} was begun meanwhile")
+        self._check_unused()
+        _check_newest(self._topic, self)
         part = Import(names, persisted, self._parts, is_last)
         self._parts += 1
         await self._topic.append_change(part)
 
-    def _check(self) -> None:
+    def _check_unused(self) -> None:
         topic = self._topic
         topic.check_serving()
         if topic.next_index > 0:
@@ -107,7 +106,8 @@ class _ImportIntoStore:
         self._topic = topic
         self._order = _Order()
         self._parts: list[Watermarks] = []
-        self._check()
+        self._check_unused()
+        topic.newest_import = self
 
     async def add(self, names: list[bytes], persisted: Int64s) -> None:
         self._check()
@@ -123,6 +123,10 @@ class _ImportIntoStore:
         await self._topic.snapshot()
 
     def _check(self) -> None:
+        self._check_unused()
+        _check_newest(self._topic, self)
+
+    def _check_unused(self) -> None:
         topic = self._topic
         topic.check_serving()
         if topic.confirmed_index > 0:
@@ -154,6 +158,11 @@ class _Order:
         if len(below):
             which = int(below[0])
             raise error("INVALID_SEQUENCE_ID", f"{persisted[which]} of producer {names[which]!r} is no sequence ID")
+
+
+def _check_newest(topic: TopicBase, importing: WatermarksImport) -> None:
+    if topic.newest_import is not importing:
+        raise error("TOPIC_IN_USE", f"another import into topic {topic.name} was begun meanwhile")
 
 
 def in_use(topic: TopicBase, why: str) -> SeqdedupeError:

@@ -14,6 +14,7 @@ import pytest
 from broker_sidecar.config import Config, load
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import Sidecar
+from seqdedupe.topic.policy import LARGEST, LEAST
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client, batch, refused, verdicts
 
@@ -66,6 +67,26 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "permissions that are none": ("socket_mode", {"socket_mode": "rw-------"}),
     "permissions that are not octal": ("socket_mode", {"socket_mode": "680"}),
 }
+
+
+OF_POLICIES = (
+    "deduplication_entries_interval",
+    "deduplication_snapshot_interval_seconds",
+    "default_retention_size_in_mb",
+    "default_retention_time_in_minutes",
+    "deduplication_producer_inactivity_timeout_minutes",
+)
+
+
+@pytest.mark.parametrize("key", OF_POLICIES)
+def test_what_is_too_much_for_a_policy_is_too_much_here(key: str) -> None:
+    """The answers about a topic could not say it. The control is the largest that they can."""
+    name = key.removeprefix("default_")
+    for value in (LEAST[name], LARGEST):
+        assert getattr(load(None, {}, {"data_directory": "a", key: value}), key) == value
+    for value in (LEAST[name] - 1, LARGEST + 1):
+        with pytest.raises(ConfigurationError, match=rf"{key} is {value}: at (least|most) "):
+            load(None, {}, {"data_directory": "a", key: value})
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -15,11 +15,11 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from broker_sidecar.budget import MAX_SHARE_BYTES
-from broker_sidecar.dedupe import ADMISSION_BYTES
 from seqdedupe.client import BrokerClient, Entry, InvalidRequestError, SeqdedupeError
 from seqdedupe.client import Client as ProducerClient
 from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.testing import Sidecar
+from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.attaching import Attaching, attached, check, numbers
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, refused
@@ -81,7 +81,7 @@ def test_a_broker_that_does_not_report_is_told_to_wait_and_disturbs_nobody(for_b
             assert len(answer.checked[0].verdicts) == MAX_BATCH_ROWS
         [refusal] = answer.refusals
         assert (refusal.reason, refusal.retry_delay_ms) == ("QUEUE_FULL", 50)
-        most = MAX_SHARE_BYTES + MAX_BATCH_ROWS * ADMISSION_BYTES
+        most = MAX_SHARE_BYTES + MAX_BATCH_ROWS * ADMISSION_BYTES + CHECK_BYTES
         assert most // 4 < first * ADMISSION_BYTES <= most
         with attached(for_brokers.address, "other", "a") as other:
             assert other.judge((0, 1)) == [N]

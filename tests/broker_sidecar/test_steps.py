@@ -1,13 +1,17 @@
 """The messages of Attach as bytes: whatever comes, it means what the published schema says, or is refused."""
 
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError, Message
 
 from broker_sidecar.steps import INT32, MAX_CHECKS, binary, columns_of, parse_steps, values
+from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.topic.attachment import Attachment
+from seqdedupe.topic.policy import Applied
 from seqdedupe.v1 import dedupe_pb2
 from tests.broker_sidecar.attaching import AttachRequest, check, register, replay, report
 
@@ -95,3 +99,38 @@ def test_mutated_messages_mean_what_the_published_schema_says(pytestconfig: pyte
 def test_too_many_checks_are_refused(data: bytes) -> None:
     with pytest.raises(SeqdedupeError, match="checks"):
         parse_steps(data)
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_checks_in_flight_are_charged_what_they_hold(rows: int, is_wide: bool) -> None:
+    """Those of one row too, of which there may be many."""
+    attachment = Attachment(Producers(), b"")
+    attachment.register(0, [b"a"])
+    attachment.end_replay(b"")
+    messages = []
+    for i in range(1_001):
+        ids = range(i * rows, (i + 1) * rows)
+        one = dedupe_pb2.Check(handles=[0] * rows, sequence_ids=ids)
+        if is_wide:
+            one.highest_sequence_ids.extend(ids)
+            one.passes = bytes(rows)
+        messages.append(AttachRequest(checks=[one]).SerializeToString())
+
+    def take(data: bytes, now_seconds: float) -> None:
+        attachment.check(columns_of(parse_steps(data).checks[0]), Applied(), now_seconds)
+
+    take(messages[0], 0.0)
+    charged = attachment.held_bytes
+    tracemalloc.start()
+    try:
+        for i, data in enumerate(messages[1:]):
+            take(data, i + 0.5)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    charged = attachment.held_bytes - charged
+    assert held <= 1.1 * charged
+    assert charged <= 3 * held
+    attachment.report(0, persisted=attachment.in_flight, position=b"p", failed=0)
+    assert attachment.held_bytes == 0

@@ -76,6 +76,19 @@ async def test_a_torn_end_is_named_and_is_no_damage_and_is_left_alone(directory:
     assert damage.next_index == int(segments(directory)[1].stem)
 
 
+async def test_a_damaged_payload_is_named_and_not_held(directory: Path) -> None:
+    """Its columns say whose messages are gone; the record, and all that was read with it, is let go."""
+    first = segments(directory)[0]
+    raw = bytearray(first.read_bytes())
+    raw[-1] ^= 1
+    first.write_bytes(raw)
+    topic = only(looked_at(directory))
+    (damage,) = topic.damage
+    assert damage.record is None
+    (missing,) = topic.missing
+    assert missing.messages == (damage.next_index or 0) - damage.first_index == ROWS
+
+
 async def test_it_knows_what_retention_has_dropped(tmp_path: Path) -> None:
     async with opened(tmp_path, retention_size_in_mb=0) as data:
         await publish(data, 3, "old")

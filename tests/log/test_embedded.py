@@ -17,7 +17,8 @@ from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import Failure, LogName, Retention
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.segment import SCAN_BYTES
+from seqdedupe.log.embedded.past_damage import look_past
+from seqdedupe.log.embedded.segment import SCAN_BYTES, Segment
 from seqdedupe.log.embedded.writer import GROUP_APPENDS
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import LIMIT_SECONDS, Owner, parsed, replayed, what
@@ -461,6 +462,41 @@ async def test_retention_by_age(make_logs: MakeLogs) -> None:
     log = await logs.open(INCARNATION, 100)
     assert await ids_in(log) == list(range(log.first_index, 100))
     assert 88 <= log.first_index <= 99
+    await log.close()
+
+
+@pytest.mark.parametrize("zeroed", [0, 1, 2])
+async def test_retention_by_age_passes_segments_that_cannot_be_read(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, zeroed: int
+) -> None:
+    """They are as old as what stands after them, and are looked at once. The control arm has none."""
+    now_ms = 1_000_000
+    logs = make_logs(segment_bytes=10_000, clock_ms=lambda: now_ms)
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    for i in range(50):
+        now_ms += 1_000
+        owner.append(i, 1, 1_000)
+        await owner.until_stored(i + 1)
+    bases = log.base_indexes
+    await log.close()
+    for base in bases[2 : 2 + zeroed]:
+        path = Path(log.place) / f"{base:020d}.log"
+        path.write_bytes(bytes(path.stat().st_size))
+    looked_past = list[Path]()
+
+    def look(segment: Segment, *rest: Any) -> Any:
+        looked_past.append(segment.path)
+        return look_past(segment, *rest)
+
+    monkeypatch.setattr("seqdedupe.log.embedded.reader.look_past", look)
+    log = await logs.open(INCARNATION, 50)
+    young = 1_000_000 + 1_000 * (bases[4] + 1)
+    # The fifth segment begins too young, then it does not.
+    assert await log.may_trim_to(50, Retention(age_ms=now_ms - young)) == bases[3 if zeroed < 2 else 1]
+    assert await log.may_trim_to(50, Retention(age_ms=now_ms - young - 1)) == bases[4]
+    assert len(looked_past) == len(set(looked_past)) == zeroed
+    assert await log.locate_time(young, 50) == bases[4 if zeroed < 2 else 2]
     await log.close()
 
 

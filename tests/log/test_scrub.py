@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.log.contract import DamageFound, Retention
+from seqdedupe.log.embedded.inspection import Damage, inspect_part
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs, topic_of
 from seqdedupe.log.embedded.scrub import FILE_BYTES, PASS_SECONDS, Scrub
@@ -142,6 +143,32 @@ async def test_several_places_a_cut_and_a_missing_segment(
     path = tmp_path / "logs" / str(INCARNATION) / f"{13:020d}.log"
     path.rename(path.with_suffix(".away"))
     assert await scrubbed(log, 2) == DamageFound(1, 13)
+    await log.close()
+
+
+async def test_what_is_remembered_holds_no_records_and_is_bounded(
+    logs: EmbeddedLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the inspection itself has the records, which hold all that was read with them."""
+    file = small_file(13)
+    hit = [file.stored[2], file.stored[4]]
+    put_three(tmp_path, flipped(file.raw, *(record.end - 1 for record in hit)))
+    log = await logs.open(INCARNATION, 39)
+    part = log.durable_part(13)
+    assert part is not None
+    found = [item for item in inspect_part(part, os.pread) if isinstance(item, Damage)]
+    assert [item.record is None for item in found] == [False, False]
+    assert await scrubbed(log) == DamageFound(2, sum(record.rows for record in hit))
+    assert [item.record for item in log._damage.values()] == [None, None]
+    await log.close()
+    monkeypatch.setattr("seqdedupe.log.embedded.log.MAX_PLACES", 1)
+    log = await logs.open(INCARNATION, 39)
+    assert (await scrubbed(log, 2)).places == 1
+    # What retention drops makes room.
+    await log.trim(26)
+    assert log.damage_found == DamageFound(0, 0)
+    assert log.add_damage(26, found[0])
+    assert not log.add_damage(13, found[1])
     await log.close()
 
 

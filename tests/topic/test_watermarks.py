@@ -456,6 +456,19 @@ async def test_a_brokers_topic_takes_and_gives_them_too(stores: Callable[[], Sto
     await topic.drain()
 
 
+async def test_a_second_import_into_a_brokers_topic_ends_the_first(stores: Callable[[], Store]) -> None:
+    topic = brokers_topic(stores())
+    first = begin_import(topic)
+    await first.add([b"x"], np.array([1]))
+    await import_marks(topic, MARKS)
+    with pytest.raises(InvalidRequestError, match="another import"):
+        await first.add([b"y"], np.array([1]))
+    with pytest.raises(InvalidRequestError, match="another import"):
+        await first.finish()
+    assert topic.producers.names_from(0) == sorted(MARKS)
+    await topic.drain()
+
+
 async def test_a_brokers_import_that_is_not_finished_has_done_nothing(stores: Callable[[], Store]) -> None:
     topic = brokers_topic(stores())
     importing = begin_import(topic)

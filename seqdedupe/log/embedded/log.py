@@ -28,6 +28,9 @@ from seqdedupe.log.embedded.writer import Append, Opening, Writer, Written
 
 logger = logging.getLogger("seqdedupe.log")
 
+MAX_PLACES = 10_000
+"""So many places of damage are remembered of a log: a disk that fails everywhere does not fill the memory too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -102,15 +105,16 @@ class EmbeddedLog:
         return None
 
     def add_damage(self, base_index: int, damage: Damage) -> bool:
-        """Remembers what was found in a segment; whether it is new."""
+        """Remembers what was found in a segment, MAX_PLACES in all; whether it was not known, and is now."""
         place = base_index, damage.offset
-        is_new = place not in self._damage
+        if place in self._damage or base_index < self.first_index or len(self._damage) >= MAX_PLACES:
+            return False
         self._damage[place] = damage
-        return is_new
+        return True
 
     @property
     def damage_found(self) -> DamageFound:
-        there = [damage for (base_index, _), damage in self._damage.items() if base_index >= self.first_index]
+        there = self._damage.values()
         return DamageFound(len(there), sum((damage.next_index or 0) - damage.first_index for damage in there))
 
     # Writing.
@@ -229,6 +233,7 @@ class EmbeddedLog:
                 self._reader.leaving = segments[0]
                 await run(threads, segments[0].path.unlink, True)
                 del segments[0]
+                self._damage = {place: it for place, it in self._damage.items() if place[0] >= self.first_index}
                 await run(threads, sync_folder, self._folder)
         except OSError as e:
             logger.warning("%s: retention has stopped: %s", self._folder, e)

@@ -216,10 +216,16 @@ class Reader:
         return min(max(int(piece.table[i, BASE] + piece.table[i, COUNT]), from_index + 1), stop_index)
 
     async def begins_before(self, segment: Segment, publish_time_ms: int) -> bool:
-        """Whether the first record of a segment was published before that time; not if there is none yet."""
-        if not segment.points and segment.end:
-            await self._piece(segment, 0, segment.base_index, POINT_INTERVAL_BYTES, past=ANYWHERE)
-        return bool(segment.points) and segment.points[0].publish_time_ms < publish_time_ms
+        """Whether the first record that can be read from a segment on was published before that time.
+
+        Not if there is none. A segment in which nothing can be read is read once.
+        """
+        for one in self.segments[self._place_of(segment.base_index) :]:
+            if not one.points and one.indexed_end < one.end:
+                await self._piece(one, 0, one.base_index, POINT_INTERVAL_BYTES, past=ANYWHERE)
+            if one.points:
+                return one.points[0].publish_time_ms < publish_time_ms
+        return False
 
     async def _find(
         self,

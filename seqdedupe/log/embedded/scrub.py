@@ -6,11 +6,12 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from seqdedupe.errors import DamagedError, SeqdedupeError
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
-from seqdedupe.log.embedded.log import EmbeddedLog
+from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog
 from seqdedupe.log.embedded.past_damage import read_what_can_be
 
 logger = logging.getLogger("seqdedupe.log")
@@ -101,8 +102,9 @@ class Scrub:
         self._bytes_read += FILE_BYTES
         try:
             while (item := await run(self._thread, next, parts, None)) is not None:
-                if isinstance(item, Damage):
-                    found.append(item)
+                if isinstance(item, Damage) and len(found) < MAX_PLACES:
+                    # Its record would keep all that was read with it in memory.
+                    found.append(replace(item, record=None))
                 await self._pay()
             await self._pay()
         except (FileNotFoundError, DamagedError) as e:
