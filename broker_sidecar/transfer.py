@@ -21,6 +21,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.renewing import renew
 from seqdedupe.topic.saved import SavedParts, parts, saved
 from seqdedupe.topic.state import TopicBase
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
@@ -91,11 +92,11 @@ class Transfer:
                 raise error("INVALID_REQUEST", "nothing has come")
             loaded = taken.finish()
             with _writing(stream):
-                topic = await self._topics.renew(name, head.position.incarnation, loaded)
+                topic = await renew(self._topics, name, head.position.incarnation, loaded)
         await stream.write(admin_pb2.ImportSnapshotResponse(topic=topic_to_proto(topic)).SerializeToString())
 
     async def _rebuild(self, request: admin_pb2.RebuildTopicRequest) -> admin_pb2.RebuildTopicResponse:
-        topic = await self._topics.renew(request.topic, None, None)
+        topic = await renew(self._topics, request.topic, None, None)
         return admin_pb2.RebuildTopicResponse(topic=topic_to_proto(topic))
 
     async def _import_watermarks(self, _requests: object, _context: Context, stream: Stream) -> None:

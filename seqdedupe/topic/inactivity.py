@@ -104,6 +104,10 @@ class Inactivity:
             return
         producers = self._producers
         minutes, purged, examples = self._minutes, 0, list[bytes]()
+        for first in range(0, len(producers), ROWS_A_STEP):
+            producers.activity.pass_period(first, min(first + ROWS_A_STEP, len(producers)))
+            await asyncio.sleep(0)
+        # After that: whoever lets go of one in a moment has used it until then.
         for _ in producers.activity.use_shared():
             await asyncio.sleep(0)
         for numbers in self._in_use():
@@ -111,7 +115,6 @@ class Inactivity:
             await asyncio.sleep(0)
         for first in range(0, len(producers), ROWS_A_STEP):
             end = min(first + ROWS_A_STEP, len(producers))
-            producers.activity.pass_period(first, end)
             for start in range(first, end, STATED_A_RECORD):
                 # Looked for anew each time: meanwhile somebody may have come back.
                 due = producers.due(DUE_PERIODS, start, min(start + STATED_A_RECORD, end))

@@ -32,7 +32,10 @@ class TopicKind(Protocol[T_co]):
         """
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
-        """Whether a topic, which may be `live`, can go on from this snapshot, or from its log alone. Changes nothing.
+        """Whether a topic can go on from this snapshot, or from its log alone. Changes nothing.
+
+        `live` is the topic if it is open, or was until it was closed just now.
+
 
         Raises POSITION_AFTER_END, POSITION_TRIMMED, POSITION_DIVERGED, INVALID_REQUEST, LOG_INCOMPLETE, and why the log
         cannot be looked at.

@@ -11,7 +11,7 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import TopicBase
+from seqdedupe.topic.state import State, TopicBase
 
 
 class PublishedTopics:
@@ -72,12 +72,13 @@ class PublishedTopics:
         )
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
-        if isinstance(live, Topic):
-            await _check(live.log, live, loaded)
+        topic = live if isinstance(live, Topic) else None
+        if topic is not None and topic.state is not State.DRAINING:
+            await _check(topic.log, topic, loaded)
             return
         log = await self._logs.open(record.incarnation, 0, record.secret or None)
         try:
-            await _check(log, None, loaded)
+            await _check(log, topic, loaded)
         finally:
             await log.close()
 

@@ -187,6 +187,9 @@ class Snapshotter:
             await self._snapshots.compact_if_due()
         except SeqdedupeError as e:
             logger.warning("snapshots were not compacted: %s", e)
+        except Exception as e:
+            # Whatever it is: nothing is lost, and the topic that waits for this can be closed.
+            logger.error("snapshots were not compacted", exc_info=e)
 
     async def close(self) -> None:
         """Waits for what is under way, and takes no more."""

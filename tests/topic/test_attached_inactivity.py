@@ -121,6 +121,20 @@ async def test_who_was_released_is_forgotten_and_a_replay_does_not_bring_it_back
     await broker.topic.delete()
 
 
+async def test_who_is_released_has_a_full_timeout_from_then_on(store: Store) -> None:
+    broker = Broker(store)
+    broker.publish("a", 7)
+    await broker.pass_timeout(1)
+    # As if just before the next look, which counts for nothing of the timeout.
+    assert broker.publish("a", 7) == DUP
+    broker.release("a")
+    await broker.pass_timeout(DUE_PERIODS - 1)
+    assert broker.known() == {"a": 7}
+    await broker.pass_timeout(1)
+    assert broker.known() == {}
+    await broker.topic.delete()
+
+
 async def test_handles_go_on_under_new_numbers(store: Store) -> None:
     broker = Broker(store)
     for name in ("gone", "stays", "new"):

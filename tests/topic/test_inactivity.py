@@ -267,6 +267,21 @@ async def test_two_streams_of_a_name_keep_it_until_both_have_ended(scene: Scene)
     assert scene.known() == {}
 
 
+async def test_a_name_of_two_streams_has_a_full_timeout_from_the_end_of_the_last_one(scene: Scene) -> None:
+    await scene.publish("a")
+    first, second = scene.topic.connect(), scene.topic.connect()
+    await scene.send(("a", 8), link=7, cache=first)
+    await scene.send(("a", 9), link=8, cache=second)
+    scene.topic.disconnect(second)
+    await scene.pass_timeout(1)
+    # As if just before the next look, which counts for nothing of the timeout.
+    scene.topic.disconnect(first)
+    await scene.pass_timeout(DUE_PERIODS - 1)
+    assert scene.known() == {"a": 9}
+    await scene.pass_timeout(1)
+    assert scene.known() == {}
+
+
 async def test_what_is_in_flight_is_not_forgotten(scene: Scene) -> None:
     await scene.publish("a", "b")
     scene.log.automatic = False

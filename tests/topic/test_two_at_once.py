@@ -10,6 +10,7 @@ import pytest
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded
+from seqdedupe.topic import renewing
 from seqdedupe.topic.saved import saved
 from seqdedupe.topic.state import State
 from tests.topic.test_directory import NAME, FailingStore, Process, turns
@@ -58,7 +59,7 @@ async def test_a_broker_attaches_while_its_topic_is_imported(tmp_path: Path, imp
         await turns(late)
         return await work
 
-    importing, attaching = topics.renew("t", incarnation, snapshot), topics.get_or_create("t")
+    importing, attaching = renewing.renew(topics, "t", incarnation, snapshot), topics.get_or_create("t")
     works = (importing, later(attaching)) if import_first else (later(importing), attaching)
     reasons = await outcomes(*works)
     # There is one topic, and it is also the next start's.
@@ -76,7 +77,7 @@ async def test_a_snapshot_is_imported_under_two_names(tmp_path: Path) -> None:
     incarnation, snapshot = await lost(tmp_path)
     store = Store.open(tmp_path / "anew")
     topics = await brokers(store)
-    reasons = await outcomes(*(topics.renew(name, incarnation, snapshot) for name in ("t", "u")))
+    reasons = await outcomes(*(renewing.renew(topics, name, incarnation, snapshot) for name in ("t", "u")))
     assert sorted(reasons) == ["", "TOPIC_EXISTS"]
     assert len(topics.all()) == 1
     await topics.drain()
@@ -98,7 +99,7 @@ async def test_retention_goes_on_while_a_snapshot_is_imported(
     monkeypatch.setattr(topic.log, "close", close_when_trimmed)
     await topic.snapshot()
     with pytest.raises(SeqdedupeError, match="POSITION_TRIMMED"):
-        await process.topics.renew(NAME, topic.incarnation, snapshot)
+        await renewing.renew(process.topics, NAME, topic.incarnation, snapshot)
     async with asyncio.timeout(30):
         while process.topics.look_at(NAME).state is not State.SERVING:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -114,7 +115,7 @@ async def test_a_lost_topic_whose_import_fails_leaves_nothing(tmp_path: Path, fa
     topics = await brokers(store)
     store.syncs, store.fail_at = 0, fail_at
     with pytest.raises(SeqdedupeError, match="STORE_UNAVAILABLE"):
-        await topics.renew("t", incarnation, snapshot)
+        await renewing.renew(topics, "t", incarnation, snapshot)
     store.fail_at, store.is_broken = 0, False
     async with asyncio.timeout(30):
         while store.topics():  # noqa: ASYNC110

@@ -1,0 +1,151 @@
+"""Opening a topic again: from a saved snapshot, which takes the place of the one in the store, or from its log alone.
+
+It runs as a task of its own: whoever asked for it may give up waiting, it is finished all the same.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import topic_name
+from seqdedupe.store.snapshots import Loaded, Snapshots
+from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic.closed import Closed
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.state import State, TopicBase
+
+T = TypeVar("T", bound=TopicBase)
+
+Begun = asyncio.Task[None] | None
+"""The topic's first attempt to recover; None if its log could not be opened yet."""
+
+
+async def renew(topics: Topics[T], name: str, incarnation: int | None, loaded: Loaded | None) -> T | Closed:
+    """Opens a topic again, from this snapshot of this incarnation, or (None) from its log alone.
+
+    The snapshot takes the place of the one in the store, durably, and the topic has tried to recover, on return. Who
+    uses the topic comes again. A broker's topic that the store does not know is made as what it was. Raises
+    TOPIC_NOT_FOUND, POSITION_OF_ANOTHER_INCARNATION, TOO_MANY_TOPICS, DRAINING, and what `TopicKind.check_snapshot`
+    raises: then nothing has changed, or, where the log's beginning was dropped meanwhile, the topic goes on from what
+    it had; STORE_UNAVAILABLE: then it goes on from what the store has, the one snapshot or the other, or there is none.
+    """
+    full = topic_name(name)
+    topics.check_takes_changes(full)
+    if full in topics.renewing:
+        raise error("RECOVERING", f"topic {full} is being opened again")
+    record = topics.records.get(full)
+    if full in topics.creating or full in topics.deleting:
+        record = None
+    elif record is None and topics.kind.log is LogKind.BROKER and incarnation is not None and loaded is not None:
+        # The store was lost, and with it all that was known of the topic.
+        return await _renewed(topics, full, _make_anew(topics, _claimed(topics, full, incarnation), loaded))
+    if record is None:
+        raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
+    if incarnation not in (None, record.incarnation):
+        raise error(
+            "POSITION_OF_ANOTHER_INCARNATION",
+            f"the snapshot is of the incarnation {incarnation}, and topic {full} is the incarnation "
+            f"{record.incarnation}",
+            hint="The topic was deleted and made anew since the snapshot was taken, or it is another topic's.",
+        )
+    return await _renewed(topics, full, _renew(topics, record, loaded))
+
+
+async def _renewed(topics: Topics[T], name: str, work: Coroutine[Any, Any, Begun]) -> T | Closed:
+    if begun := await shielded(topics.renewing, name, work):
+        await asyncio.wait({begun})
+    return topics.look_at(name)
+
+
+def _claimed(topics: Topics[T], name: str, incarnation: int) -> TopicRecord:
+    """The record of a topic that is made anew. Name and incarnation are taken from now on."""
+    topics.stored.check_is_free(incarnation, topics.records.values())
+    topics.check_room()
+    record = TopicRecord(name, incarnation, TopicState.ACTIVE, log=LogKind.BROKER)
+    topics.records[name] = record
+    topics.closed[name] = Closed(record, error("RECOVERING", "its snapshot is being imported"))
+    topics.on_state(name, State.RECOVERING)
+    return record
+
+
+async def _make_anew(topics: Topics[T], record: TopicRecord, loaded: Loaded) -> Begun:
+    """`renew` of a topic that the store knows nothing of."""
+    try:
+        await Snapshots(topics.store, record.incarnation).replace(loaded)
+        await topics.store.put_topic(record)
+    except Exception:
+        await topics.stored.undo(record)
+        del topics.closed[record.name], topics.records[record.name]
+        topics.on_state(record.name, None)
+        raise
+    async with topics.opening[record.name]:
+        return await _open_again(topics, record)
+
+
+async def _renew(topics: Topics[T], record: TopicRecord, loaded: Loaded | None) -> Begun:
+    """`renew`, up to where the topic begins to recover, which goes on beside this."""
+    name = record.name
+    async with topics.opening[name]:
+        topic = topics.live.get(name)
+        # Before the topic is closed: what is refused disturbs nobody.
+        await topics.kind.check_snapshot(record, topic, loaded)
+        _check_is_still(topics, record, topic)
+        topics.live.pop(name, None)
+        topics.closed[name] = Closed(record, error("RECOVERING", "it is being opened again"))
+        topics.on_state(name, State.RECOVERING)
+        try:
+            if topic is not None:
+                topic.has_successor = True
+                await topic.close("it is being opened again")
+                # Retention and snapshots went on until it was closed.
+                await topics.kind.check_snapshot(record, topic, loaded)
+            if loaded is None:
+                topics.rebuilt.add(record.incarnation)
+            await Snapshots(topics.store, record.incarnation).replace(loaded)
+        finally:
+            begun = await _open_again(topics, record)
+        return begun
+
+
+def _check_is_still(topics: Topics[T], record: TopicRecord, topic: T | None) -> None:
+    """Raises TOPIC_NOT_FOUND, DRAINING, STORE_UNAVAILABLE if the topic was deleted since it was looked at, also if
+    another of its name is there, or may yet be."""
+    name = record.name
+    if name in topics.deleting or topics.records.get(name) is not record or topics.live.get(name) is not topic:
+        raise error("TOPIC_NOT_FOUND", f"topic {name} was deleted meanwhile", topic=name)
+    topics.check_takes_changes(name)
+
+
+async def _open_again(topics: Topics[T], record: TopicRecord) -> Begun:
+    if await topics.open(record):
+        return topics.in_background(_begin_again(topics, topics.live[record.name]))
+    topics.in_background(_go_on_opening(topics, record))
+    return None
+
+
+async def _go_on_opening(topics: Topics[T], record: TopicRecord) -> None:
+    await again_until(lambda: topics.opened(record))
+    if topic := topics.live.get(record.name):
+        await _begin_again(topics, topic)
+
+
+async def _begin_again(topics: Topics[T], topic: T) -> None:
+    await topic.recover()
+    # So that the next start finds a snapshot in any case.
+    if not await _is_saved(topics, topic):
+        topics.in_background(again_until(lambda: _is_saved(topics, topic)))
+
+
+async def _is_saved(topics: Topics[T], topic: T) -> bool:
+    """Tries to take a snapshot. Whether there is nothing left to try: it is durable, or never will be."""
+    if topic.state in (State.DRAINING, State.DAMAGED):
+        return True
+    try:
+        await topic.snapshot()
+    except SeqdedupeError:
+        return False
+    topics.rebuilt.discard(topic.incarnation)
+    return True
