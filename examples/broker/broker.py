@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from seqdedupe.client import Attachment, BrokerClient, Entry, Range, Verdict
-from seqdedupe.errors import DataLossError, InvalidRequestError, SeqdedupeError, error
+from seqdedupe.errors import ConfigurationError, DataLossError, InvalidRequestError, SeqdedupeError, error
 from seqdedupe.names import new_producer_name
 
 MAX_GROUP = 1000
@@ -256,7 +256,7 @@ class Broker:
                 last = await self._log.take()
                 attachment = await self._sidecar.attach(self._topic, self._log.after, last_position=last)
             except (SeqdedupeError, OutcomeUnknown) as e:
-                if isinstance(e, DataLossError | InvalidRequestError):
+                if isinstance(e, DataLossError | InvalidRequestError | ConfigurationError):
                     raise
                 if delay_seconds == FIRST_DELAY_SECONDS:
                     print(f"not attached: {e}", file=sys.stderr)

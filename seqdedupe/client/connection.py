@@ -158,7 +158,7 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
             "Is this the address of a sidecar, and is it of this version? Producers and readers need one with "
             "log = embedded, brokers one with log = broker."
         )
-        return error("INTERNAL", f"{address} does not know this call: {details}", hint=hint)
+        return error("INVALID_ADDRESS", f"{address} does not know this call: {details}", hint=hint)
     return error("INTERNAL", f"{address} answered {failure.code().name}: {details}")
 
 

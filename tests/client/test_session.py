@@ -339,7 +339,7 @@ async def test_a_defect_leaves_nobody_waiting(fake: FakeSidecar) -> None:
         (Refused(grpc.StatusCode.UNAVAILABLE), UnavailableError, "UNREACHABLE", 100),
         (Refused(grpc.StatusCode.INTERNAL), OutcomeUnknownError, "OUTCOME_UNKNOWN", 0),
         (Refused(grpc.StatusCode.CANCELLED), OutcomeUnknownError, "OUTCOME_UNKNOWN", 0),
-        (Refused(grpc.StatusCode.UNIMPLEMENTED), SeqdedupeError, "INTERNAL", NEVER),
+        (Refused(grpc.StatusCode.UNIMPLEMENTED), ConfigurationError, "INVALID_ADDRESS", NEVER),
     ],
 )
 async def test_errors_are_typed_by_their_reason(
