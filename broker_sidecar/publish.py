@@ -16,9 +16,9 @@ from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import NotFoundError, error
 from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import encoded_names

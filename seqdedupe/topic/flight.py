@@ -9,10 +9,10 @@ import numpy as np
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, size, start
-from seqdedupe.topic.admission import Frame
 from seqdedupe.topic.answers import Int64s, Receipt, Reply
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.control import Change, Purge, Reset
+from seqdedupe.topic.frame import Frame
 from seqdedupe.topic.policy import Policy
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024

@@ -20,10 +20,10 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import admission, control, recovery, trimming
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.control import Change, Purge
 from seqdedupe.topic.flight import Admitted, Changing, Flight
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.state import State, TopicBase

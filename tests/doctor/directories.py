@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import NO_LIMIT, Applied
 from seqdedupe.topic.published import PublishedTopics

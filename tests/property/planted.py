@@ -19,10 +19,10 @@ from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
 from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store import snapshots
-from seqdedupe.topic import admission, control, operating, recovery, trimming
-from seqdedupe.topic.admission import NumbersCache
+from seqdedupe.topic import control, operating, recovery, refusing, trimming
 from seqdedupe.topic.answers import Refusal
 from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import Sessions
@@ -200,7 +200,7 @@ def failed_open_has_fenced(patch: pytest.MonkeyPatch) -> None:
 
 
 def open_fences_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(admission, "_may_be_in_force_again", lambda producer, producers: False)
+    patch.setattr(refusing, "_may_be_in_force_again", lambda producer, producers: False)
 
 
 def retention_forgets_what_is_in_force(patch: pytest.MonkeyPatch) -> None:

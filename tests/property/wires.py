@@ -3,8 +3,8 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.frame import NumbersCache
 from tests.property.client import Frame, Session
 
 Answer = Receipt | Refusal

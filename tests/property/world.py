@@ -8,8 +8,8 @@ from typing import Any
 from seqdedupe.core.rule import PUSHED
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import Applied, Policy

@@ -14,9 +14,9 @@ import pytest
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Delta, Snapshots
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.state import State

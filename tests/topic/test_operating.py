@@ -13,9 +13,9 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import control, originals
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import MessageState, in_flight, message_state, reset_producer
 from seqdedupe.topic.policy import Applied

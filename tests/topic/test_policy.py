@@ -13,8 +13,8 @@ from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableErr
 from seqdedupe.log.contract import Retention
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.namespaces import Namespaces
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import LEAST, NAMES, Applied, GapPolicy, OverlapPolicy, Policy

@@ -12,9 +12,9 @@ from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.control import Purge, Sessions, decode, encode, runs
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.publishing import Topic

@@ -15,10 +15,9 @@ from seqdedupe.log.contract import Entries
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import admission
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.frame import NumbersCache, check
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
@@ -174,7 +173,7 @@ async def test_a_frame_found_in_the_log_is_answered_with_where_it_stands(store: 
     # Another owner has put something before it meanwhile.
     others = Producers()
     others.add(b"q")
-    frame = admission.check(batch([("q", 1), ("q", 2)]).encode(), others, NumbersCache())
+    frame = check(batch([("q", 1), ("q", 2)]).encode(), others, NumbersCache())
     storage.add_batch(frame.encoded, frame.rows, frame.column_bytes)
     log.unknown(lands=1)
     await until(lambda: bool(answers))

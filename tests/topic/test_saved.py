@@ -16,11 +16,11 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.records import DELTA, part_key
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic import renewing
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Columns
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.of_brokers import BrokersTopics
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import reset_producer

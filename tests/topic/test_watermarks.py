@@ -17,11 +17,11 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import control
-from seqdedupe.topic.admission import NumbersCache
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Columns
 from seqdedupe.topic.control import Import, ImportParts
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import reset_producer
 from seqdedupe.topic.policy import Applied

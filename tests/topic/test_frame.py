@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from seqdedupe.batch import decode
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP, NOT_DUP
-from seqdedupe.topic import admission
-from seqdedupe.topic.admission import NumbersCache
+from seqdedupe.topic.frame import NumbersCache, check, cut
 from tests.batches import batch
 
 
@@ -28,7 +27,7 @@ def test_cut_keeps_the_new_rows_and_nothing_else(data: st.DataObject) -> None:
     producers = Producers()
     for name in "ab":
         producers.open(np.array([producers.add(name.encode())]), np.array([1]))
-    frame = admission.check(encoded, producers, NumbersCache())
+    frame = check(encoded, producers, NumbersCache())
     if data.draw(st.booleans()):
         first = data.draw(st.integers(0, n - 1))
         new = list(range(first, data.draw(st.integers(first + 1, n))))
@@ -36,8 +35,8 @@ def test_cut_keeps_the_new_rows_and_nothing_else(data: st.DataObject) -> None:
         new = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1)))
     verdicts = np.full(n, DUP, np.uint8)
     verdicts[new] = NOT_DUP
-    cut = admission.cut(frame, verdicts)
-    assert cut.encoded == decode(encoded).take(np.array(new)).encode()
-    assert cut.rows == len(new)
-    kept = [name.encode() for name in decode(cut.encoded).names()]
-    assert [producers.number(name) for name in kept] == cut.producer_rows.tolist()
+    part = cut(frame, verdicts)
+    assert part.encoded == decode(encoded).take(np.array(new)).encode()
+    assert part.rows == len(new)
+    kept = [name.encode() for name in decode(part.encoded).names()]
+    assert [producers.number(name) for name in kept] == part.producer_rows.tolist()

@@ -1,0 +1,221 @@
+"""A frame: its bytes checked, where things stand in it, and the part of it that is new."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from seqdedupe import batch as batches
+from seqdedupe import wire
+from seqdedupe.core.activity import NO_STREAM
+from seqdedupe.core.producers import Producers, names_of
+from seqdedupe.core.rule import NOT_DUP
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format import layout
+from seqdedupe.format.columns import (
+    BAD,
+    COLUMNS_END,
+    COMPLETE_UP_TO,
+    DEDUPLICATION_ID_OFFSETS,
+    EPOCHS,
+    EVENT_TIMES,
+    FIELD_NUMBERS,
+    KEY_OFFSETS,
+    LINKS,
+    NAME_OFFSETS,
+    NAMES,
+    PAYLOAD_OFFSETS,
+    PAYLOAD_VALIDITY,
+    PAYLOADS,
+    PLACES,
+    PRODUCERS,
+    PROPERTY_NAME_OFFSETS,
+    PROPERTY_NAMES,
+    PROPERTY_OFFSETS,
+    PROPERTY_VALUE_OFFSETS,
+    PROPERTY_VALUES,
+    ROWS,
+    SEQUENCE_IDS,
+    size,
+    start,
+)
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.topic.answers import Int64s, Uint8s
+
+_WRONG = {
+    layout.NO_ROWS: "it has no rows, or its sequence_ids are not 8 bytes each",
+    layout.TOO_MANY_ROWS: f"it has more than {MAX_BATCH_ROWS} rows",
+    layout.BAD_NAMES: "its columns of producers do not fit together",
+    layout.BAD_NAME_LENGTH: f"the name of producer {{bad}} is not 1 to {MAX_NAME_BYTES} bytes long",
+    layout.BAD_PRODUCER_COLUMN: "producer_indexes has not one value a row",
+    layout.BAD_PRODUCER_INDEX: "row {bad} points outside the list of producers",
+    layout.UNUSED_PRODUCER: "producer {bad} has no row",
+    layout.BAD_SEQUENCE_ID: "the sequence ID of row {bad} is below 0",
+    layout.NOT_ASCENDING: "the sequence ID of row {bad} is not above the one before it of the same producer",
+    layout.BAD_EVENT_TIMES: "event_times_ms has not one value a row",
+    layout.BAD_KEYS: "the columns of keys do not fit together",
+    layout.BAD_PROPERTIES: "the columns of properties do not fit together",
+    layout.BAD_COMPLETE_UP_TO: "complete_up_to has not one value a producer",
+    layout.BAD_DEDUPLICATION_IDS: "the columns of deduplication IDs do not fit together",
+    layout.BAD_PAYLOADS: "the columns of payloads do not fit together",
+    layout.PAYLOAD_TOO_LARGE: f"the payload of row {{bad}} is larger than {MAX_PAYLOAD_BYTES} bytes",
+}
+_UNUSUAL_COLUMNS = (EVENT_TIMES, KEY_OFFSETS, PROPERTY_OFFSETS, COMPLETE_UP_TO, PAYLOAD_VALIDITY)
+_REASONS = {
+    layout.TOO_MANY_ROWS: "BATCH_TOO_LARGE",
+    layout.BAD_NAME_LENGTH: "INVALID_NAME",
+    layout.BAD_SEQUENCE_ID: "INVALID_SEQUENCE_ID",
+    layout.NOT_ASCENDING: "NOT_ASCENDING",
+    layout.PAYLOAD_TOO_LARGE: "MESSAGE_TOO_LARGE",
+}
+
+
+@dataclass(slots=True)
+class NumbersCache:
+    """The producers' numbers of the last frame of a stream: the next one usually has the same list of names."""
+
+    names: bytes = b""
+    numbers: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    generation: int = 0
+    """Of the numbers, see `Producers`."""
+    stream: int = NO_STREAM
+    """The stream's number in its topic; a unary call has none."""
+
+
+@dataclass(slots=True)
+class Frame:
+    """A batch that has been checked: its canonical encoding, where things stand in it, and whose it is."""
+
+    encoded: bytes
+    view: Uint8s
+    places: Int64s
+    producer_rows: Int64s
+    """Of each producer of the batch, its row in the table of numbers."""
+    rows: int
+    column_bytes: int
+
+
+def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
+    """The checked frame of an encoded batch. Raises `InvalidRequestError`; names that never came, INVALID_EPOCH."""
+    if len(encoded) > MAX_BATCH_BYTES:
+        raise error("BATCH_TOO_LARGE", f"the batch has {len(encoded)} bytes: at most {MAX_BATCH_BYTES} are accepted")
+    places = np.empty(PLACES, np.int64)
+    view = np.frombuffer(encoded, np.uint8)
+    wrong = layout.layout(view, 0, len(encoded), places)
+    if wrong != layout.CANONICAL:
+        encoded = batches.canonical(encoded)
+        view = np.frombuffer(encoded, np.uint8)
+        wrong = layout.layout(view, 0, len(encoded), places)
+    if wrong != layout.CANONICAL:
+        why = _WRONG.get(wrong, "its fields do not fit together").format(bad=places[BAD])
+        raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
+    # Plain numbers: each look into an array of numpy costs as much as ten into a list.
+    at: list[int] = places.tolist()
+    if size(at, DEDUPLICATION_ID_OFFSETS):
+        raise error("INVALID_BATCH", "the batch is not valid: this topic takes no deduplication IDs")
+    if size(at, PROPERTY_OFFSETS):
+        _check_properties(view, places)
+    names = encoded[start(at, NAME_OFFSETS) : start(at, NAMES) + size(at, NAMES)]
+    if names != cache.names or cache.generation != producers.generation:
+        known = producers.known(encoded, places)
+        if known is None:
+            raise _wrong_names(view, places, producers)
+        cache.names, cache.numbers, cache.generation = names, known, producers.generation
+        producers.activity.use(known, cache.stream)
+    return Frame(encoded, view, places, cache.numbers, at[ROWS], at[COLUMNS_END])
+
+
+def _check_properties(view: Uint8s, places: Int64s) -> None:
+    for offsets, values in ((PROPERTY_NAME_OFFSETS, PROPERTY_NAMES), (PROPERTY_VALUE_OFFSETS, PROPERTY_VALUES)):
+        if size(places, values) and not _is_text(view, places, offsets, values):
+            raise error("INVALID_BATCH", "the batch is not valid: the names and values of properties are not all UTF-8")
+    row = _row_with_a_name_twice(view, places)
+    if row >= 0:
+        raise error("INVALID_BATCH", f"the batch is not valid: row {row} has two properties of one name")
+
+
+def _row_with_a_name_twice(view: Uint8s, places: Int64s) -> int:
+    """The first row that lists a property's name twice; -1 if there is none."""
+    of_rows = _column(view, places, PROPERTY_OFFSETS).view(np.int32)
+    several = np.flatnonzero(of_rows[1:] - of_rows[:-1] > 1).tolist()
+    if not several:
+        return -1
+    blob = _column(view, places, PROPERTY_NAMES).tobytes()
+    first_of, bounds = of_rows.tolist(), _column(view, places, PROPERTY_NAME_OFFSETS).view(np.int32).tolist()
+    for row in several:
+        first, end = first_of[row], first_of[row + 1]
+        if len({blob[bounds[i] : bounds[i + 1]] for i in range(first, end)}) < end - first:
+            return int(row)
+    return -1
+
+
+def _is_text(view: Uint8s, places: Int64s, offsets: int, values: int) -> bool:
+    """Whether every value of a column is UTF-8: its blob is, and no value begins within a character."""
+    blob = _column(view, places, values)
+    try:
+        blob.tobytes().decode()
+    except UnicodeDecodeError:
+        return False
+    begins = _column(view, places, offsets).view(np.int32)
+    return not (blob[begins[begins < len(blob)]] & 0xC0 == 0x80).any()
+
+
+def _column(view: Uint8s, places: Int64s, column: int) -> Uint8s:
+    at = start(places, column)
+    return view[at : at + size(places, column)]
+
+
+def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> SeqdedupeError:
+    """The error for a list of producers that are not all known."""
+    if not _is_text(view, places, NAME_OFFSETS, NAMES):
+        return error("INVALID_NAME", "the batch is not valid: its producer names are not all UTF-8")
+    names = names_of(view.tobytes(), places)
+    if len(set(names)) < len(names):
+        return error("INVALID_NAME", "the batch is not valid: a producer is listed twice")
+    unknown = next(name for name in names if name not in producers).decode()
+    return error("INVALID_EPOCH", f"producer {unknown!r} has no session on this topic: open it", producer_name=unknown)
+
+
+def cut(frame: Frame, verdicts: Uint8s) -> Frame:
+    """The part of a frame that is new, as a frame of its own."""
+    marks = verdicts.tobytes()
+    first, last = marks.find(NOT_DUP), marks.rfind(NOT_DUP)
+    encoded = _cut_run(frame, first, last + 1) if marks.count(NOT_DUP) == last - first + 1 else None
+    producer_rows = frame.producer_rows
+    if encoded is None:
+        rows = np.flatnonzero(verdicts == NOT_DUP)
+        whole = batches.decode(frame.encoded)
+        encoded = whole.take(rows).encode()
+        if len(producer_rows) > 1:
+            producer_rows = np.ascontiguousarray(producer_rows[np.unique(whole.producer_indexes[rows])])
+    view = np.frombuffer(encoded, np.uint8)
+    places = np.empty(PLACES, np.int64)
+    if layout.layout(view, 0, len(encoded), places) != layout.CANONICAL:
+        raise error("INTERNAL", "a batch that was cut is not canonical")
+    return Frame(encoded, view, places, producer_rows, int(places[ROWS]), int(places[COLUMNS_END]))
+
+
+def _cut_run(frame: Frame, first: int, end: int) -> bytes | None:
+    """The encoding of rows that follow one another, for the usual frame of which a part is sent again.
+
+    That has one producer, and no columns but IDs and payloads, so the bytes can be cut as they stand. None for others.
+    """
+    at: list[int] = frame.places.tolist()
+    if at[PRODUCERS] != 1 or any(size(at, column) for column in _UNUSUAL_COLUMNS):
+        return None
+    encoded = frame.encoded
+    ids, link = start(at, SEQUENCE_IDS), start(at, LINKS)
+    if first:
+        link = ids + 8 * (first - 1)
+    offsets = np.frombuffer(encoded, np.int32, end - first + 1, start(at, PAYLOAD_OFFSETS) + 4 * first)
+    first_byte, end_byte = int(offsets[0]), int(offsets[-1])
+    payloads = start(at, PAYLOADS)
+    before_link = start(at, EPOCHS) + size(at, EPOCHS)
+    return b"".join(
+        [
+            encoded[:before_link],
+            *wire.length_delimited(FIELD_NUMBERS[LINKS], encoded[link : link + 8]),
+            *wire.length_delimited(FIELD_NUMBERS[SEQUENCE_IDS], encoded[ids + 8 * first : ids + 8 * end]),
+            *wire.length_delimited(FIELD_NUMBERS[PAYLOAD_OFFSETS], (offsets - np.int32(first_byte)).tobytes()),
+            *wire.length_delimited(FIELD_NUMBERS[PAYLOADS], encoded[payloads + first_byte : payloads + end_byte]),
+        ]
+    )
