@@ -246,7 +246,7 @@ async def test_a_topic_is_rebuilt_though_something_fails_for_a_moment(process: P
     await until(lambda: is_serving(process))
     assert known(process) == before
     # Without anything that would make it take one.
-    await until(lambda: snapshots.load() is not None)
+    await until(lambda: live(process).snapshot_index == live(process).confirmed_index)
     await process.restart()
     assert known(process) == before
 
