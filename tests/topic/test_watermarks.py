@@ -227,7 +227,7 @@ async def test_who_opens_first_wins(
     """A producer opens the topic when so many of the three records are durable: it has learned all of it, or the import
     fails and it learns nothing. Who does not look again changes the numbers under a session that was told others."""
     if not is_careful:
-        monkeypatch.setattr(_ImportIntoLog, "_check", lambda self: None)
+        monkeypatch.setattr(_ImportIntoLog, "_check_unused", lambda self: None)
     log = FaultyLog(Storage(INCARNATION))
     topic = new_topic(stores(), log)
     await topic.recover()
