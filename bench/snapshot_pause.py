@@ -51,7 +51,7 @@ async def _pauses(folder: Path) -> tuple[float, float]:
         describe,
         next_index=0,
         applied=Applied(deduplication_entries_interval=2**62),
-        on_durable=lambda _: None,
+        on_durable=lambda: None,
     )
     snapshotter._names_stored = 0
     await snapshotter.take()

@@ -66,12 +66,28 @@ def parse(kind: type[M], data: bytes) -> M:
         raise error("MALFORMED_MESSAGE", f"the request is not a {kind.DESCRIPTOR.name}") from e
 
 
+def parse_columns(alias: Any, published: type[Message], data: bytes) -> Any:
+    """The message in these bytes, of the alias schema of a published one. Raises MALFORMED_MESSAGE."""
+    request = parse(alias, data)
+    # Columns that come in pieces or not packed are legal, but of those the alias schema shows the last piece or none.
+    # So a message that is not as long as what is shown of it is read with the published schema.
+    request.DiscardUnknownFields()
+    if request.ByteSize() == len(data):
+        return request
+    return alias.FromString(parse(published, data).SerializeToString())
+
+
 def parse_small(kind: type[M], data: bytes) -> M:
     """`parse`, of a request that does not publish. Raises INVALID_REQUEST if it is longer than such a one may be."""
+    check_small(kind, data)
+    return parse(kind, data)
+
+
+def check_small(kind: type[Message], data: bytes) -> None:
+    """Raises INVALID_REQUEST if a request that does not publish is longer than it may be."""
     if len(data) > MAX_CALL_BYTES:
         message = f"a {kind.DESCRIPTOR.name} of {len(data)} bytes: at most {MAX_CALL_BYTES} are accepted"
         raise error("INVALID_REQUEST", message, size_bytes=len(data), limit_bytes=MAX_CALL_BYTES)
-    return parse(kind, data)
 
 
 def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHandler[bytes, bytes]":

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from broker_sidecar.rpc import parse
+from broker_sidecar.rpc import parse_columns
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import error
@@ -28,12 +28,7 @@ def parse_steps(data: bytes) -> Any:
     """The steps in a message, of the alias schema. Raises MALFORMED_MESSAGE, INVALID_REQUEST."""
     if len(data) > SMALL_BYTES:
         _check_number_of_fields(data)
-    request = parse(wire.AttachRequest, data)
-    # Columns that come in pieces or not packed are legal, but of those the alias schema shows the last piece or none.
-    # So a message that is not as long as what is shown of it is read with the published schema.
-    request.DiscardUnknownFields()
-    if request.ByteSize() != len(data):
-        request = wire.AttachRequest.FromString(parse(dedupe_pb2.AttachRequest, data).SerializeToString())
+    request = parse_columns(wire.AttachRequest, dedupe_pb2.AttachRequest, data)
     if len(request.checks) > MAX_CHECKS:
         raise error("INVALID_REQUEST", f"a message has more than {MAX_CHECKS} checks")
     return request

@@ -10,7 +10,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from broker_sidecar.policies import policy_of
-from broker_sidecar.rpc import Context, parse, parse_small, unary
+from broker_sidecar.rpc import Context, check_small, parse, parse_columns, parse_small, unary
 from broker_sidecar.steps import INT64, names_of, values
 from broker_sidecar.streams import Stream, Streams, messages
 from broker_sidecar.topics import topic_to_proto
@@ -158,12 +158,8 @@ async def _read_to_its_end(stream: Stream) -> AsyncIterator[None]:
 
 def _columns(alias: Any, published: type[Message], data: bytes) -> Any:
     """A request of the alias schema. Raises as `parse_small`."""
-    request = parse_small(alias, data)
-    # See `steps.parse_steps`.
-    request.DiscardUnknownFields()
-    if request.ByteSize() != len(data):
-        return alias.FromString(parse(published, data).SerializeToString())
-    return request
+    check_small(published, data)
+    return parse_columns(alias, published, data)
 
 
 def _head(topic: TopicBase, snapshot: Loaded) -> Any:

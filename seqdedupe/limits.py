@@ -7,6 +7,9 @@ MAX_SEQUENCE_ID = 2**63 - 1
 NO_SEQUENCE_ID = -1
 """Stands for *none*: no message yet, no predecessor."""
 
+NO_EPOCH = 0
+"""That of a producer which nobody has opened, or nobody since it was forgotten."""
+
 LINK_LEFT_OUT = -2
 """In `Batch.previous_sequence_ids`: the producer does not say what it sent before."""
 

@@ -48,6 +48,14 @@ def namespace_of(topic: str) -> str:
     return topic.removeprefix("persistent://").rpartition("/")[0]
 
 
+def decoded_producer_name(name: bytes) -> str:
+    """A producer name that came as bytes, not checked further. Raises INVALID_NAME."""
+    try:
+        return name.decode()
+    except UnicodeDecodeError as e:
+        raise error("INVALID_NAME", f"the producer name {name[:80]!r} is not UTF-8") from e
+
+
 def producer_name(name: str) -> bytes:
     """The UTF-8 form of a producer name, 1 to 255 bytes. Raises INVALID_NAME."""
     try:

@@ -2,7 +2,7 @@
 
 Time is counted in periods, each of which somebody says has passed. Whoever uses a producer sets its count to 0: a
 stream when it begins to, and from then on for as long as it is connected. So it costs a stream nothing to go on with
-the producers that it has, and a producer five bytes, however many streams there are.
+the producers that it has, and a producer five bytes; only those that several streams use are kept in sets, too.
 """
 
 from collections.abc import Iterator

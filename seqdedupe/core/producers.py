@@ -5,7 +5,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.core.activity import Activity
+from seqdedupe.core.activity import Activity, Int32s
 from seqdedupe.core.recent import NO_MESSAGE, RECENT_MESSAGES, find, find_duplicates
 from seqdedupe.core.replay import list_names, persist, persist_all
 from seqdedupe.core.rule import (
@@ -25,14 +25,11 @@ from seqdedupe.core.rule import (
 )
 from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, start
 from seqdedupe.format.jit import Int64s, Int64s2, Uint8s, kernel
-from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
 _FIRST_CAPACITY = 64
-NO_EPOCH = 0
-"""That of a producer which nobody has opened."""
 _GROWTH = 1.125
 
-Int32s = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 
@@ -249,9 +246,7 @@ class Producers:
 
     def empty(self) -> Bools:
         """By producer number, whether nothing is known of it."""
-        empty = np.empty(len(self), np.uint8)
-        find_empty(self.numbers, empty)
-        return empty.view(bool)
+        return _is_nothing(self.numbers[: len(self)])
 
     @property
     def numbers_by_name(self) -> dict[bytes, int]:
@@ -316,13 +311,14 @@ class Producers:
 
 def _is_nothing(rows: Int64s) -> Bools:
     """Which of these producer rows say no more than that of a name that never came."""
-    has_ids = (rows[:, PUSHED] >= 0) | (rows[:, PERSISTED] >= 0)
-    return ~(has_ids | (rows[:, EPOCH] > NO_EPOCH) | (rows[:, DURABLE_EPOCH] > NO_EPOCH))
+    empty = np.empty(len(rows), np.uint8)
+    find_empty(rows, empty)
+    return empty.view(bool)
 
 
 @kernel()
 def find_empty(numbers: Int64s2, empty: Uint8s) -> int:
-    """Says of the first producer rows, in `empty`, which ones say nothing, as `_is_nothing` does. Returns 0."""
+    """Says of producer rows, in `empty`, which ones say nothing. Returns 0."""
     for row in range(empty.shape[0]):
         ids = numbers[row, PUSHED] >= 0 or numbers[row, PERSISTED] >= 0
         empty[row] = not (ids or numbers[row, EPOCH] > NO_EPOCH or numbers[row, DURABLE_EPOCH] > NO_EPOCH)

@@ -11,7 +11,7 @@ from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import DamagedError, error
 from seqdedupe.format.tag import SECRET_BYTES, key_of
 from seqdedupe.log.embedded.logs import SECRET_FILE, incarnations, topic_of
-from seqdedupe.log.embedded.segment import Identity
+from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 from seqdedupe.names import topic_name
 from seqdedupe.store.copy import check_all, opened_copy
@@ -144,7 +144,7 @@ def _topic(
 
 
 def _segments(folder: Path) -> Iterator[Path]:
-    return (folder / f"{base:020d}.log" for base in base_indexes(folder))
+    return (segment_path(folder, base) for base in base_indexes(folder))
 
 
 def _name_of(folder: Path) -> tuple[str | None, str]:

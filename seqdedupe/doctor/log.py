@@ -14,7 +14,7 @@ from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.embedded.inspection import Damage, Intact, TornEnd, inspect
-from seqdedupe.log.embedded.segment import SUFFIX, Identity
+from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 from seqdedupe.store.snapshots import Loaded
 
@@ -33,7 +33,7 @@ def examine_log(
     found.first_index = found.next_index = bases[0] if bases else 0
     tally = Tally(str(folder))
     tally.begin(found.first_index)
-    last_file = folder / f"{bases[-1] if bases else 0:020d}{SUFFIX}"
+    last_file = segment_path(folder, bases[-1] if bases else 0)
     meeting = _Meeting(tally, loaded, found, last_file)
     try:
         for part in inspect(folder, identity):

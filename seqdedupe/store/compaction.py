@@ -12,10 +12,9 @@ import numpy as np
 from rocksdict import WriteBatch
 
 from seqdedupe.errors import error
-from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import (
-    NO_EPOCH,
     NOT_STATED,
     PAGE_PRODUCERS,
     Header,

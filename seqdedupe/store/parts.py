@@ -21,11 +21,8 @@ PAGE_PRODUCERS = 4096
 COLUMNS = 3
 """Of numbers of a producer: persisted, epoch, stated."""
 
-NO_EPOCH = 0
-"""The epoch of a producer that no snapshot gave one."""
-
 NOT_STATED = -1
-"""`stated` of such a producer."""
+"""`stated` of a producer of which no snapshot said anything."""
 
 Numbers = NDArray[np.int64]
 Slots = NDArray[np.int32]

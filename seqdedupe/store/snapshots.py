@@ -14,12 +14,11 @@ import numpy as np
 from rocksdict import WriteBatch
 
 from seqdedupe.errors import error
-from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
 from seqdedupe.store.compaction import compact
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import (
-    NO_EPOCH,
     NOT_STATED,
     PAGE_PRODUCERS,
     START,

@@ -4,13 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.log.contract import Runs
-
-Int64s = npt.NDArray[np.int64]
-Uint8s = npt.NDArray[np.uint8]
 
 _NO_INDEXES = np.zeros(0, np.int64)
 

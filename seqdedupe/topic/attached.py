@@ -90,7 +90,7 @@ class AttachedTopic(TopicBase):
         self._described = self.position
         return self.position
 
-    def _snapshot_is_durable(self, next_index: int) -> None:
+    def _snapshot_is_durable(self) -> None:
         if self.trim_position != self._described:
             self.trim_position = self._described
             if self._trim_moved is not None:

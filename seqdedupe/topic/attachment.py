@@ -18,7 +18,7 @@ from seqdedupe.core.rule import NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_POSITION_BYTES
-from seqdedupe.names import new_producer_name, producer_name
+from seqdedupe.names import decoded_producer_name, new_producer_name, producer_name
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
 
 NO_ADMISSION = -1
@@ -126,10 +126,7 @@ class Attachment:
                 next_handle=self._handles,
             )  # fmt: skip
         for name in names:
-            try:
-                shown = name.decode()
-            except UnicodeDecodeError as e:
-                raise error("INVALID_NAME", "a producer name is not UTF-8") from e
+            shown = decoded_producer_name(name)
             if producer_name(shown) not in self._producers:
                 new_producer_name(shown)
         end = self._handles + len(names)

@@ -9,7 +9,8 @@ import numpy as np
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import PRODUCER_INDEXES, SEQUENCE_IDS, size, start
-from seqdedupe.topic.answers import Int64s, Receipt, Reply
+from seqdedupe.format.jit import Int64s
+from seqdedupe.topic.answers import Receipt, Reply
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.control import Change, Purge, Reset
 from seqdedupe.topic.frame import Frame

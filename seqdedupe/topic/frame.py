@@ -38,8 +38,8 @@ from seqdedupe.format.columns import (
     size,
     start,
 )
+from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
-from seqdedupe.topic.answers import Int64s, Uint8s
 
 _WRONG = {
     layout.NO_ROWS: "it has no rows, or its sequence_ids are not 8 bytes each",

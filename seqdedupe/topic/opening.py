@@ -4,9 +4,8 @@ import asyncio
 
 import numpy as np
 
-from seqdedupe.core.producers import NO_EPOCH
 from seqdedupe.core.rule import DURABLE_EPOCH
-from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.topic import control
 from seqdedupe.topic.control import Purge, Sessions
 from seqdedupe.topic.originals import index_in_log

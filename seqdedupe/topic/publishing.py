@@ -357,9 +357,9 @@ class Topic(TopicBase):
         before = self.applied.retention
         super()._put_in_force(policy)
         if self.knows_its_end and self.applied.retention != before:
-            self._snapshot_is_durable(self.snapshot_index)
+            self._snapshot_is_durable()
 
-    def _snapshot_is_durable(self, next_index: int) -> None:
+    def _snapshot_is_durable(self) -> None:
         if self.state is not State.DRAINING and (self._trimming is None or self._trimming.done()):
             self._trimming = self._spawn(trimming.trim(self))
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from seqdedupe.core import rule
-from seqdedupe.core.producers import NO_EPOCH, Producers, names_of
+from seqdedupe.core.producers import Producers, names_of
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.columns import (
     EPOCHS,
@@ -15,6 +15,7 @@ from seqdedupe.format.columns import (
     size,
     start,
 )
+from seqdedupe.limits import NO_EPOCH
 from seqdedupe.topic.answers import ProducerNumbers
 from seqdedupe.topic.frame import Frame
 from seqdedupe.topic.sessions import can_have_been_given

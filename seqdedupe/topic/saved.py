@@ -7,10 +7,10 @@ import numpy as np
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, STATED
 from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s
-from seqdedupe.limits import MAX_POSITION_BYTES, NO_SEQUENCE_ID
+from seqdedupe.limits import MAX_POSITION_BYTES, NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
-from seqdedupe.names import producer_name
-from seqdedupe.store.parts import NO_EPOCH, NOT_STATED
+from seqdedupe.names import decoded_producer_name, producer_name
+from seqdedupe.store.parts import NOT_STATED
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.control import encode
@@ -79,10 +79,7 @@ class SavedParts:
         if any(len(column) != len(names) for column in columns):
             raise error("INVALID_REQUEST", f"a column does not have a value for each of {len(names)} producers")
         for name in names:
-            try:
-                producer_name(name.decode())
-            except UnicodeDecodeError as e:
-                raise error("INVALID_NAME", f"the producer name {name[:80]!r} is not UTF-8") from e
+            producer_name(decoded_producer_name(name))
         before = len(self._names)
         self._names |= dict.fromkeys(names)
         if len(self._names) != before + len(names):

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from seqdedupe.core.producers import NO_EPOCH, Producers
+from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, EPOCH, PERSISTED
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
-from seqdedupe.limits import MAX_OPEN_NAMES
+from seqdedupe.limits import MAX_OPEN_NAMES, NO_EPOCH
 from seqdedupe.names import new_producer_name, producer_name
 
 _TERM_SHIFT = 32

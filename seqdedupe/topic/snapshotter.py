@@ -22,7 +22,7 @@ class Snapshotter:
     `describe` gives, at that moment, the term, the position of the last confirmed message, the policy's bytes and those
     of the position in a broker's own log. That and the numbers are copied in one step of the event loop, so that
     position and state belong together; syncing happens beside serving.
-    `on_durable` is told what each snapshot covers once it is durable.
+    `on_durable` is called when one is durable, up to `next_index`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Snapshotter:
         *,
         next_index: int,
         applied: Applied,
-        on_durable: Callable[[int], None],
+        on_durable: Callable[[], None],
     ) -> None:
         self.next_index = next_index
         """What the last durable snapshot covers: all messages below this index."""
@@ -178,7 +178,7 @@ class Snapshotter:
         self._names_stored = known
         self._is_renumbered = False
         self.next_index = position.index + 1
-        self._on_durable(self.next_index)
+        self._on_durable()
         if self._compaction is None or self._compaction.done():
             self._compaction = asyncio.ensure_future(self._compact())
 

@@ -17,12 +17,12 @@ from seqdedupe.core.letting_go import LettingGo
 from seqdedupe.core.producers import Bools, Producers
 from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.format.jit import Int64s
+from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.log.contract import DamageFound
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic.answers import Receipt, Uint8s
+from seqdedupe.topic.answers import Receipt
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.control import Change, Purge, Reset, decode_policy, encode
 from seqdedupe.topic.inactivity import Inactivity, shown
@@ -180,8 +180,8 @@ class TopicBase(ABC):
         return b""
 
     @abstractmethod
-    def _snapshot_is_durable(self, next_index: int) -> None:
-        """All below this index is covered by a durable snapshot: retention may go on."""
+    def _snapshot_is_durable(self) -> None:
+        """All below `snapshot_index` is covered by a durable snapshot: retention may go on."""
 
     @property
     def damage_found(self) -> DamageFound:

@@ -9,7 +9,7 @@ import numpy as np
 from seqdedupe.core.rule import EPOCH, PERSISTED
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
-from seqdedupe.names import new_producer_name
+from seqdedupe.names import decoded_producer_name, new_producer_name
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.control import Import
 from seqdedupe.topic.publishing import Topic
@@ -145,10 +145,7 @@ class _Order:
         if len(names) != len(persisted):
             raise error("INVALID_REQUEST", f"persisted has {len(persisted)} values for {len(names)} producer names")
         for name in names:
-            try:
-                new_producer_name(name.decode())
-            except UnicodeDecodeError as e:
-                raise error("INVALID_NAME", f"the producer name {name[:80]!r} is not UTF-8") from e
+            new_producer_name(decoded_producer_name(name))
         for before, name in pairwise([self._last, *names]):
             if name <= before:
                 raise error("INVALID_REQUEST", f"the producer name {name!r} comes after {before!r}: names have to rise")

@@ -258,9 +258,8 @@ async def written(logs: EmbeddedLogs, count: int, payload_bytes: int = 300) -> t
     return log, owner
 
 
-async def test_appends_go_on_meanwhile(logs: EmbeddedLogs) -> None:
-    log, owner = await written(logs, 20)
-    appended = 20
+async def scrub_and_append(log: EmbeddedLog, owner: Owner, appended: int, passes: int) -> int:
+    """Appends whenever a scrub waits; returns how many messages there are then, all stored."""
 
     def append() -> None:
         nonlocal appended
@@ -268,11 +267,16 @@ async def test_appends_go_on_meanwhile(logs: EmbeddedLogs) -> None:
         appended += 1
 
     scrub = make_scrub(log, sleeps=Sleeps(append))
-    for _ in range(5):
+    for _ in range(passes):
         await scrub.run_once()
     await scrub.close()
-    assert appended > 50
     await owner.until_stored(appended)
+    return appended
+
+
+async def test_appends_go_on_meanwhile(logs: EmbeddedLogs) -> None:
+    log, owner = await written(logs, 20)
+    assert await scrub_and_append(log, owner, 20, passes=5) > 50
     assert log.damage_found == DamageFound(0, 0)
     await log.close()
 
@@ -286,18 +290,7 @@ async def test_damage_in_a_log_that_is_written_to(logs: EmbeddedLogs, caplog: py
         with path.open("r+b") as file:
             file.seek(path.read_bytes().index(bytes([index]) * 300))
             file.write(b"\xff")
-    appended = 20
-
-    def append() -> None:
-        nonlocal appended
-        owner.append(appended, 1, 300)
-        appended += 1
-
-    scrub = make_scrub(log, sleeps=Sleeps(append))
-    for _ in range(3):
-        await scrub.run_once()
-    await scrub.close()
-    await owner.until_stored(appended)
+    await scrub_and_append(log, owner, 20, passes=3)
     assert log.damage_found == DamageFound(2, 2)
     lines = said(caplog)
     assert len(lines) == 2

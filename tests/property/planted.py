@@ -240,7 +240,7 @@ def log_trimmed_before_the_snapshot_is_durable(patch: pytest.MonkeyPatch) -> Non
 
     async def take(self: Snapshotter) -> None:
         self.next_index = self._describe()[1].index + 1
-        self._on_durable(self.next_index)
+        self._on_durable()
         await original(self)
 
     patch.setattr(Snapshotter, "_take", take)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from seqdedupe.batch import Binary
-from seqdedupe.core.rule import DUP, NOT_DUP, PERSISTED
+from seqdedupe.core.rule import DUP, NOT_DUP
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
@@ -17,6 +17,7 @@ from seqdedupe.topic.attachment import Columns
 from seqdedupe.topic.inactivity import DUE_PERIODS
 from seqdedupe.topic.policy import Applied
 from tests.topic.test_directory import turns
+from tests.topic.test_inactivity import known
 
 FORGETS = Applied(deduplication_producer_inactivity_timeout_minutes=60)
 
@@ -84,12 +85,7 @@ class Broker:
             await self.topic.inactivity.look()
 
     def known(self) -> dict[str, int]:
-        producers = self.topic.producers
-        return {
-            name.decode(): int(producers.numbers[number, PERSISTED])
-            for number, name in enumerate(producers.names_from(0))
-            if producers.is_known(number)
-        }
+        return known(self.topic.producers)
 
 
 @pytest.fixture

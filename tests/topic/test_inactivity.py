@@ -97,11 +97,11 @@ class Scene:
         self.topic.inactivity._let_go = nothing
 
     def known(self) -> dict[str, int]:
-        """The persisted ID of each producer that is known."""
         return known(self.topic.producers)
 
 
 def known(producers: Producers) -> dict[str, int]:
+    """The persisted ID of each producer that is known."""
     return {
         name.decode(): int(producers.numbers[number, PERSISTED])
         for number, name in enumerate(producers.names_from(0))

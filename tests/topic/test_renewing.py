@@ -15,7 +15,7 @@ from seqdedupe.topic.saved import saved
 from seqdedupe.topic.state import State
 from seqdedupe.topic.trimming import state_again
 from tests.topic.test_directory import NAME, FailingStore, Process
-from tests.topic.test_saved import append, attach, brokers, history, known, live
+from tests.topic.test_saved import append, attach, begun, brokers, history, known, live
 from tests.topic.test_two_at_once import lost, outcomes
 
 
@@ -148,11 +148,7 @@ async def test_a_broker_is_told_meanwhile_that_it_may_drop_what_the_snapshot_doe
 ) -> None:
     store = FailingStore.open(tmp_path / "store")
     topics = await brokers(store)
-    topic = await topics.create("t")
-    attachment, _ = attach(topic)
-    attachment.end_replay(b"")
-    topic.ready()
-    append(topic, attachment, 4, b"one")
+    topic, attachment, _ = await begun(topics)
     early = saved(topic)
     append(topic, attachment, 5, b"two")
     close = topic.close

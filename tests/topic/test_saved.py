@@ -382,14 +382,20 @@ def append(topic: AttachedTopic, attachment: Any, sequence_id: int, position: by
     topic.report(attachment, checked.first_admission, 1, position, 0)
 
 
-async def test_a_brokers_topic_goes_on_from_where_the_snapshot_is(tmp_path: Path) -> None:
-    store = FailingStore.open(tmp_path / "store")
-    topics = await brokers(store)
+async def begun(topics: Topics[AttachedTopic]) -> tuple[AttachedTopic, Any, list[SeqdedupeError]]:
+    """A topic with an entry, who holds it, and why that has ended."""
     topic = await topics.create("t")
     attachment, ended = attach(topic)
     attachment.end_replay(b"")
     topic.ready()
     append(topic, attachment, 4, b"one")
+    return topic, attachment, ended
+
+
+async def test_a_brokers_topic_goes_on_from_where_the_snapshot_is(tmp_path: Path) -> None:
+    store = FailingStore.open(tmp_path / "store")
+    topics = await brokers(store)
+    topic, attachment, ended = await begun(topics)
     early = saved(topic)
     append(topic, attachment, 5, b"two")
     snapshot = saved(topic)

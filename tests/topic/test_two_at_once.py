@@ -14,7 +14,7 @@ from seqdedupe.topic import renewing
 from seqdedupe.topic.saved import saved
 from seqdedupe.topic.state import State
 from tests.topic.test_directory import NAME, FailingStore, Process, turns
-from tests.topic.test_saved import append, attach, brokers, history, known, live
+from tests.topic.test_saved import begun, brokers, history, known, live
 
 
 @pytest.fixture
@@ -30,11 +30,7 @@ async def lost(tmp_path: Path) -> tuple[int, Loaded]:
     """Incarnation and snapshot of a broker's topic, of which nothing but these is left."""
     store = Store.open(tmp_path / "lost")
     topics = await brokers(store)
-    topic = await topics.create("t")
-    attachment, _ = attach(topic)
-    attachment.end_replay(b"")
-    topic.ready()
-    append(topic, attachment, 4, b"one")
+    topic, _, _ = await begun(topics)
     snapshot = saved(topic)
     await topics.drain()
     store.close()

@@ -255,7 +255,7 @@ async def test_who_opens_first_wins(
     await topic.close("")
 
 
-async def test_a_second_import_ends_the_first(topic: Topic) -> None:
+async def a_second_import_ends_the_first(topic: TopicBase) -> None:
     first = begin_import(topic)
     await first.add([b"x"], np.array([1]))
     await import_marks(topic, MARKS)
@@ -263,6 +263,10 @@ async def test_a_second_import_ends_the_first(topic: Topic) -> None:
         await first.add([b"y"], np.array([1]))
     with pytest.raises(InvalidRequestError, match="another import"):
         await first.finish()
+
+
+async def test_a_second_import_ends_the_first(topic: Topic) -> None:
+    await a_second_import_ends_the_first(topic)
     assert exported(topic) == MARKS
 
 
@@ -458,13 +462,7 @@ async def test_a_brokers_topic_takes_and_gives_them_too(stores: Callable[[], Sto
 
 async def test_a_second_import_into_a_brokers_topic_ends_the_first(stores: Callable[[], Store]) -> None:
     topic = brokers_topic(stores())
-    first = begin_import(topic)
-    await first.add([b"x"], np.array([1]))
-    await import_marks(topic, MARKS)
-    with pytest.raises(InvalidRequestError, match="another import"):
-        await first.add([b"y"], np.array([1]))
-    with pytest.raises(InvalidRequestError, match="another import"):
-        await first.finish()
+    await a_second_import_ends_the_first(topic)
     assert topic.producers.names_from(0) == sorted(MARKS)
     await topic.drain()
 

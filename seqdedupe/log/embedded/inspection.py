@@ -16,7 +16,7 @@ from seqdedupe.batch import Int64s
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
 from seqdedupe.log.embedded.past_damage import headers_from, past_damage, read_what_can_be
-from seqdedupe.log.embedded.segment import SUFFIX, WHAT_STANDS_THERE, Identity, Step, damaged, read_step
+from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, Identity, Step, damaged, read_step, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 
 STEP_BYTES = 1024 * 1024
@@ -90,7 +90,7 @@ def inspect(folder: Path, identity: Identity) -> Iterator[Found]:
         return
     inspection = _Inspection(identity, bases[0], read_what_can_be, is_open=False)
     for base in bases:
-        path = folder / f"{base:020d}{SUFFIX}"
+        path = segment_path(folder, base)
         yield from inspection.begin(path, base)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -15,7 +15,14 @@ from seqdedupe.log.contract import LogName
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.log import EmbeddedLog, Shared
 from seqdedupe.log.embedded.scrub import Scrub
-from seqdedupe.log.embedded.segment import SUFFIX, Identity, Segment, begins_with_an_older_record, older, unreadable
+from seqdedupe.log.embedded.segment import (
+    Identity,
+    Segment,
+    begins_with_an_older_record,
+    older,
+    segment_path,
+    unreadable,
+)
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments
 from seqdedupe.log.embedded.window import ReadAhead
 from seqdedupe.names import topic_name
@@ -147,7 +154,7 @@ def create_log(folder: Path, topic: str, secret: bytes) -> None:
         write_synced(folder / SECRET_FILE, secret)
         write_synced(folder / TOPIC_FILE, topic.encode())
         # Last: a log with a segment has all that it needs.
-        os.close(os.open(folder / f"{0:020d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        os.close(os.open(segment_path(folder, 0), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
     for made in (folder, folder.parent, folder.parent.parent):
         sync_folder(made)
 
@@ -165,7 +172,7 @@ def _secret(folder: Path, known: bytes | None) -> bytes:
     found = path.read_bytes() if path.exists() else b""
     if len(found) == SECRET_BYTES and (known is None or known == found):
         return found
-    if begins_with_an_older_record(segment := folder / f"{bases[0]:020d}{SUFFIX}"):
+    if begins_with_an_older_record(segment := segment_path(folder, bases[0])):
         raise older(segment, 0)
     if len(found) == SECRET_BYTES:
         raise error("LOG_DAMAGED", f"{path} is the secret of another log", file=path)

@@ -270,6 +270,11 @@ WHAT_STANDS_THERE = {
 }
 
 
+def segment_path(folder: Path, base_index: int) -> Path:
+    """The file of the segment that begins with the message of this index."""
+    return folder / f"{base_index:020d}{SUFFIX}"
+
+
 class Segment:
     """A segment file as readers see it: up to `end`, which is what is durable.
 
@@ -277,7 +282,7 @@ class Segment:
     """
 
     def __init__(self, folder: Path, identity: Identity, base_index: int, end: int) -> None:
-        self.path = folder / f"{base_index:020d}{SUFFIX}"
+        self.path = segment_path(folder, base_index)
         self.identity = identity
         self.base_index = base_index
         self.end = end

@@ -11,7 +11,7 @@ from seqdedupe.files import sync_folder
 from seqdedupe.format import headers
 from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
-from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SUFFIX, Point
+from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, Point, segment_path
 from seqdedupe.log.embedded.tail import Tail, mend
 
 GROUP_APPENDS = 256
@@ -199,14 +199,14 @@ class Writer:
         return Written(opening, [], self._base_index, self._end, self._next_index, [], Failure.REFUSED, why)
 
     def _path(self) -> Path:
-        return self._folder / f"{self._base_index:020d}{SUFFIX}"
+        return segment_path(self._folder, self._base_index)
 
     def _roll(self, file: int) -> int:
         """Goes on in a new segment if this one is long enough. Raises OSError if there can be none now."""
         if self._end < self._segment_bytes or self._next_index == self._base_index:
             return file
         self.sync()
-        path = self._folder / f"{self._next_index:020d}{SUFFIX}"
+        path = segment_path(self._folder, self._next_index)
         new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.close(file)
         self._file = new
