@@ -18,8 +18,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from seqdedupe.doctor.examine import Examined, examine
 from seqdedupe.doctor.findings import Findings
 from seqdedupe.doctor.tally import Tally
