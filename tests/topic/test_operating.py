@@ -222,7 +222,7 @@ async def test_after_a_restart_a_message_is_looked_for_in_the_log(
     epochs = dict(zip("ab", (await open_sessions(topic, ["a", "b"], None)).epochs, strict=True))
     for rows, link in (([("b", 0), ("a", 7), ("b", 2)], -1), ([("b", 3)], 2), ([("b", 5), ("b", 6)], 3)):
         topic.admit(batch(rows, epochs=epochs, links={"a": -1, "b": link}).encode(), 1, lambda _: None, NumbersCache())
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     await topic.drain()
     topic = await start()
     number = topic.producers.number(b"b")

@@ -81,7 +81,7 @@ async def publish(topic: Topic, *ids: int, name: str = "p") -> Receipt | Refusal
     link = min(opened.persisted[0], ids[0] - 1)
     rows = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: link})
     topic.admit(rows.encode(), 1, answers.append, NumbersCache())
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     return answers[0]
 
 
