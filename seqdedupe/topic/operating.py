@@ -109,16 +109,20 @@ async def in_flight(topic: Topic, longer_than_ms: int) -> list[ProducerInFlight]
     """
     if longer_than_ms < 0:
         raise error("INVALID_REQUEST", f"longer_than_ms is {longer_than_ms}: it should be 0 or higher")
-    found: dict[bytes, InFlight] = {}
-    for part in topic.flight.by_producer(topic.now_seconds() - longer_than_ms / MILLISECONDS_A_SECOND):
-        numbers = sorted(part)
-        for name, number in zip(topic.producers.names_of(np.array(numbers, np.int64)), numbers, strict=True):
-            one = part[number]
-            found.setdefault(name, one).add(one.first_id, one.last_id)
-        await asyncio.sleep(0)
+    until_seconds = topic.now_seconds() - longer_than_ms / MILLISECONDS_A_SECOND
+    generation = -1
+    while generation != topic.producers.generation:
+        # Where producers have other numbers by now it is begun anew.
+        generation = topic.producers.generation
+        found: dict[int, InFlight] = {}
+        for part in topic.flight.by_producer(until_seconds):
+            for number, one in part.items():
+                found.setdefault(number, one).add(one.first_id, one.last_id)
+            await asyncio.sleep(0)
+    names = topic.producers.names_of(np.array(sorted(found))) if found else []
     listed = [
         ProducerInFlight(name, one.first_id, one.last_id, _ms_since(topic, one.since_seconds))
-        for name, one in found.items()
+        for name, one in zip(names, (found[number] for number in sorted(found)), strict=True)
     ]
     return sorted(listed, key=lambda each: -each.in_flight_ms)
 
