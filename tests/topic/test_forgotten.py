@@ -54,7 +54,8 @@ async def test_a_topic_that_forgot_says_so_after_a_restart_without_the_policy(
         scene.topic.snapshotter.renumbered()
         await scene.topic.snapshot()
     elif known_from == "a saved snapshot":
-        await Snapshots(other_store, INCARNATION).replace(saved(scene.topic))
+        opening = await Snapshots(other_store, INCARNATION).write_anew(saved(scene.topic).whole())
+        await other_store.flush(opening)
     if known_from in ("the log", "a saved snapshot"):
         scene.store = other_store
     await scene.restart()
