@@ -148,6 +148,9 @@ class LoggedTopic(TopicBase):
     def newest_policy(self) -> Policy:
         return self.flight.newest_policy or self.policy
 
+    def _in_use(self) -> list[Int64s]:
+        return self.flight.producer_rows()
+
     async def _purge(self, numbers: Int64s) -> int:
         names = self.producers.names_of(numbers)
         await self.append_change(Purge(names))

@@ -348,7 +348,7 @@ def purge_in_force_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
     original = Topic._purge
 
     async def purge(self: Topic, numbers: Any) -> int:
-        self.producers.purge(numbers)
+        self.producers.purge(numbers, self.confirmed_index)
         return await original(self, numbers)
 
     patch.setattr(Topic, "_purge", purge)
