@@ -358,7 +358,9 @@ Global___ControlReset: _TypeAlias = ControlReset  # noqa: Y015
 
 @_typing.final
 class ControlPurge(_message.Message):
-    """P producers that are forgotten, in columns: nothing that earlier records say of them counts any more."""
+    """P producers that are forgotten, in columns: nothing that earlier records say of them counts any more. With none of
+    them it only says that producers were forgotten, before retention drops what said so.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
