@@ -243,6 +243,10 @@ REASONS: dict[str, Reason] = {
         "Nothing was changed, and other topics serve. Stop the sidecar and put logs and store back from one backup; "
         "without one keep a copy, and let `seqdedupe doctor` say what is damaged and salvage the rest."
     ),
+    "LOG_GAP": _damaged(
+        "Nothing was changed, and other topics serve. Has something trimmed the Pulsar topic: no retention, no durable "
+        "subscription, a TTL, or a subscription that was deleted? Bring a snapshot that reaches past the gap."
+    ),
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."

@@ -196,6 +196,8 @@ def _last_words(tally: Tally) -> Iterator[control.Change]:
     names, epochs, persisted = tally.producers.names_from(0), tally.epochs(), tally.persisted()
     if names:
         yield from control.parts(control.Sessions(names, epochs, persisted))
+    if tally.producers.has_forgotten:
+        yield control.Purge([])
     numbers = sorted(tally.reset_at)
     for start in range(0, len(numbers), control.STATED_A_RECORD):
         some = numbers[start : start + control.STATED_A_RECORD]

@@ -64,7 +64,8 @@ class Delta:
 
     `ownership` (64 bits, unsigned) is that of the same message's record, 0 if there is none. `policy` is what is
     in force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set.
-    `opaque` (at most 65,535 bytes) is the position in a broker's own log.
+    `opaque` (at most 65,535 bytes) is the position in a broker's own log. `has_forgotten`: whether names were ever
+    forgotten.
     """
 
     term: int
@@ -79,6 +80,7 @@ class Delta:
     ownership: int = 0
     policy: bytes = b""
     opaque: bytes = b""
+    has_forgotten: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Loaded:
     ownership: int = 0
     policy: bytes = b""
     opaque: bytes = b""
+    has_forgotten: bool = False
 
     def whole(self) -> Delta:
         """All of it as one delta."""
@@ -111,6 +114,7 @@ class Loaded:
             self.ownership,
             self.policy,
             self.opaque,
+            self.has_forgotten,
         )
 
 
@@ -177,6 +181,7 @@ class Snapshots:
             position.ownership,
             position.policy,
             position.opaque,
+            position.has_forgotten,
         )
 
     def write_delta(self, delta: Delta) -> int:
@@ -324,6 +329,7 @@ def _stored(delta: Delta) -> StoredDelta:
         delta.ownership,
         delta.policy,
         delta.opaque,
+        delta.has_forgotten,
     )
     return StoredDelta(position, delta.slots, delta.persisted, delta.epochs, delta.stated)
 

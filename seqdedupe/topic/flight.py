@@ -21,6 +21,9 @@ MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 
 MAX_IN_FLIGHT_FRAMES = 16_384
 
+FRAMES_A_PART = 256
+"""Whose producers are looked at in one step."""
+
 
 @dataclass(slots=True, eq=False)
 class Admitted:
@@ -125,6 +128,11 @@ class Flight:
     def has(self, kind: type[Reset] | type[Purge]) -> bool:
         """Whether producers are being reset, or forgotten."""
         return self._changes[kind] > 0
+
+    def producer_rows(self) -> list[Int64s]:
+        """The producers of all frames, in parts."""
+        rows = [frame.producer_rows for frame, _ in self._frames()]
+        return [np.concatenate(rows[first : first + FRAMES_A_PART]) for first in range(0, len(rows), FRAMES_A_PART)]
 
     def renumber(self, new_numbers: Int64s) -> None:
         """Producers have other numbers from now on, by their old ones."""

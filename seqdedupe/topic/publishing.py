@@ -373,6 +373,9 @@ class Topic(TopicBase):
         """The stream with this cache has ended."""
         self.producers.activity.disconnect(cache.stream)
 
+    def _in_use(self) -> list[Int64s]:
+        return self.flight.producer_rows()
+
     async def _purge(self, numbers: Int64s) -> int:
         names = self.producers.names_of(numbers)
         await self.append_change(Purge(names))

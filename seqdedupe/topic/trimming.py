@@ -54,6 +54,8 @@ async def state_again(topic: Trimmed, first_index: int) -> None:
     """
     if topic.policy_stated < first_index:
         await topic.append_change(topic.newest_policy)
+    if topic.producers.has_forgotten and topic.producers.forgotten_stated < first_index:
+        await topic.append_change(Purge([]))
     parts = control.stated_again(topic.producers, first_index)
     while True:
         while topic.flight.has(Reset) or topic.flight.has(Purge):

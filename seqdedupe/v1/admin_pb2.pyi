@@ -1400,6 +1400,7 @@ class SnapshotHead(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     BROKER_POSITION_FIELD_NUMBER: _builtins.int
     PRODUCERS_FIELD_NUMBER: _builtins.int
+    HAS_FORGOTTEN_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The full name of the topic."""
     term: _builtins.int
@@ -1408,6 +1409,8 @@ class SnapshotHead(_message.Message):
     """The position of the last entry in a broker's own log; empty for other logs, and if there is none."""
     producers: _builtins.int
     """How many producers it has."""
+    has_forgotten: _builtins.bool
+    """Whether producers were ever forgotten, by the inactivity policy."""
     @_builtins.property
     def position(self) -> _batch_pb2.Position:
         """The position of the last message that it covers, with the topic's incarnation. Where the log is a broker's own, its
@@ -1427,10 +1430,11 @@ class SnapshotHead(_message.Message):
         policy: Global___TopicPolicy | None = ...,
         broker_position: _builtins.bytes = ...,
         producers: _builtins.int = ...,
+        has_forgotten: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_position", b"broker_position", "policy", b"policy", "position", b"position", "producers", b"producers", "term", b"term", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_position", b"broker_position", "has_forgotten", b"has_forgotten", "policy", b"policy", "position", b"position", "producers", b"producers", "term", b"term", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

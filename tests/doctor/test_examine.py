@@ -336,6 +336,7 @@ async def test_a_producer_that_was_forgotten_stays_so(tmp_path: Path, snapshot: 
     await asyncio.to_thread(salvage, tmp_path / "data", tmp_path / "new")
     async with opened(tmp_path / "new") as data:
         producers = data.topics.get(TOPIC).producers
+        assert producers.has_forgotten
         assert not producers.is_known(producers.add(b"gone"))
         assert await data.persisted(TOPIC, "again") == 2
         assert await data.persisted(TOPIC, "gone") == -1

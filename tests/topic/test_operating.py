@@ -1,7 +1,6 @@
 """What an operator is told of messages and producers, and a producer that is set back."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -23,54 +22,7 @@ from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
 from seqdedupe.topic.trimming import state_again
 from tests.batches import batch
-from tests.log.faulty import FaultyLog, Storage
-
-INCARNATION = 5
-
-
-class Scene:
-    """A topic on a log that does as it is told, with a clock that the test moves."""
-
-    def __init__(self, store: Store) -> None:
-        self.storage = Storage(INCARNATION)
-        self.store = store
-        self.now_seconds = 1000.0
-        self.epochs: dict[str, int] = {}
-
-    async def start(self, *, retention: bool = False) -> None:
-        snapshots = Snapshots(self.store, INCARNATION)
-        self.log = FaultyLog(self.storage, retention=retention)
-        self.topic = Topic(
-            "t", self.log, self.store, snapshots, snapshots.load(), applied=Applied(), random_bytes=bytes
-        )
-        self.topic.now_seconds = lambda: self.now_seconds
-        await self.topic.recover()
-
-    async def open(self, *names: str) -> None:
-        opening = asyncio.ensure_future(open_sessions(self.topic, list(names), None))
-        await asyncio.sleep(0)
-        self.log.settle()
-        self.epochs.update(zip(names, (await opening).epochs, strict=True))
-
-    def send(self, *rows: tuple[str, int], link: int = -1) -> list[Receipt | Refusal]:
-        answers: list[Receipt | Refusal] = []
-        links = dict.fromkeys((name for name, _ in rows), link)
-        encoded = batch(list(rows), epochs={name: self.epochs[name] for name in links}, links=links).encode()
-        self.topic.admit(encoded, 1, answers.append, NumbersCache())
-        return answers
-
-    async def state(self, name: str, sequence_id: int) -> MessageState:
-        return (await message_state(self.topic, name, sequence_id)).state
-
-
-@pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    store = Store.open(tmp_path / "store")
-    scene = Scene(store)
-    await scene.start()
-    yield scene
-    await scene.topic.close("")
-    store.close()
+from tests.topic.scene import INCARNATION, Scene
 
 
 async def test_a_message_goes_from_not_seen_over_in_flight_to_stored(scene: Scene) -> None:

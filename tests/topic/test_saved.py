@@ -305,11 +305,20 @@ async def test_it_goes_there_and_back_in_parts(process: Process) -> None:
     await history(process)
     topic = live(process)
     topic.producers.add_all([b"p%06d" % i for i in range(2 * SAVED_AT_ONCE)])
+    topic.producers.has_forgotten = True
     snapshot = saved(topic)
-    taken = SavedParts(snapshot.term, topic.last_position, topic.policy, snapshot.opaque, producers=len(snapshot.names))
+    taken = SavedParts(
+        snapshot.term,
+        topic.last_position,
+        topic.policy,
+        snapshot.opaque,
+        producers=len(snapshot.names),
+        has_forgotten=snapshot.has_forgotten,
+    )
     for part in parts(snapshot):
         taken.add(*part)
     again = taken.finish()
+    assert again.has_forgotten
     for name in Loaded.__dataclass_fields__:
         one, other = getattr(snapshot, name), getattr(again, name)
         assert np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other

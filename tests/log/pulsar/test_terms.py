@@ -1,0 +1,259 @@
+"""The rule of terms: whatever two owners do at once, what either confirms is in the topic once, and valid."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqdedupe.errors import DamagedError
+from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar.entries import ADDRESS, INDEX, KIND, NUMBER, OWNER, ROWS, TOKEN, Message
+from seqdedupe.log.pulsar.terms import REMEMBERED_ENTRIES, Receipts, Standing, Terms, Verdict
+from seqdedupe.message_id import MessageId
+from tests.batches import batch
+from tests.log.pulsar.owners import Process, Topic, payloads_of, valid_in
+from tests.log.pulsar.topics import INCARNATION, SETTINGS, marker, owner, packed, rows, stock, token
+
+ACTIONS = "aAbBs~|fh"
+"""a, b: that owner appends · A, B: it opens · s: B opens with a term it read before anything stood there · ~: both
+clients send again · |: the ledger rolls over · f: a stranger writes · h: receipts come."""
+
+
+def play(actions: str, *, believes: bool = False) -> tuple[Topic, list[Process]]:
+    """A history of two owners; at its end both hear of all that they have under way."""
+    topic = Topic()
+    a, b = owners = [Process(topic, name, believes=believes) for name in "ab"]
+    for action in actions:
+        if action == "|":
+            topic.roll_over()
+        elif action == "f":
+            topic.add(stock())
+        elif action == "s":
+            b.open(highest_term=0)
+        elif action in "AB":
+            (a if action == "A" else b).open()
+        elif action in "ab":
+            acting = a if action == "a" else b
+            if acting.is_open:
+                acting.append()
+        else:
+            for each in owners:
+                each.send_again() if action == "~" else each.hear()
+    for each in owners:
+        each.hear()
+    return topic, owners
+
+
+def judged(topic: Topic) -> tuple[Terms, list[Verdict]]:
+    terms = Terms(Standing.start(INCARNATION))
+    return terms, [terms.judge(entry.message) for entry in topic.entries]
+
+
+def check(topic: Topic, owners: list[Process]) -> None:
+    terms, verdicts = judged(topic)
+    valid = valid_in(topic)
+    assert [at for at, verdict in enumerate(verdicts) if verdict is Verdict.VALID] == [at for at, _ in valid]
+    indexes = [int(message.properties[INDEX]) for _, message in valid if INDEX in message.properties]
+    assert indexes == list(range(len(indexes)))
+    assert terms.next_index == len(indexes)
+    found = payloads_of(valid)
+    assert len(found) == len(set(found))
+    for each in owners:
+        assert [payload for payload in found if payload in each.confirmed] == each.confirmed
+    counts = terms.counts
+    assert len(valid) + counts.void + counts.repeats + counts.foreign + counts.earlier == len(topic.entries)
+
+
+def test_two_owners_in_every_order() -> None:
+    """All histories of four actions after an owner's first append; each fault that they are about comes up."""
+    void = repeats = confirmed = 0
+    for actions in product("abBs~|h", repeat=4):
+        topic, owners = play("Aa" + "".join(actions))
+        check(topic, owners)
+        terms, _ = judged(topic)
+        void, repeats = void + terms.counts.void, repeats + terms.counts.repeats
+        confirmed += sum(len(each.confirmed) for each in owners)
+    assert min(void, repeats, confirmed) > 500
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(ACTIONS, max_size=40))
+def test_two_owners_at_length(actions: str) -> None:
+    check(*play(actions))
+
+
+def test_with_receipts_believed_something_acknowledged_is_void() -> None:
+    """The control arm: a receipt proves that an entry is stored, not that it is anybody's."""
+    topic, (a, b) = play("AaBab", believes=True)
+    assert (a.confirmed, b.confirmed) == (["a1", "a2"], ["b1"])
+    assert payloads_of(valid_in(topic)) == ["a1", "b1"]
+    topic, (a, b) = play("AaBab")
+    assert (a.confirmed, b.confirmed) == (["a1"], ["b1"])
+    assert not a.is_open
+    assert b.is_open
+
+
+def test_an_owner_that_has_lost_hears_of_it_with_its_next_receipt() -> None:
+    for between in ("", "|", "bb", "~"):
+        _, (a, _) = play("AaaB" + between + "a")
+        assert a.confirmed == ["a1", "a2"]
+        assert not a.is_open
+
+
+def test_receipts_confirm_in_one_ledger_without_a_gap() -> None:
+    receipts = Receipts(MessageId(7, 3))
+    for receipt in ((7, 5), (8, 0), (7, 3), (-1, -1), (8, 4), (7, 4, 0)):
+        assert not receipts.confirms(MessageId(*receipt))
+    assert receipts.confirms(MessageId(7, 4))
+    assert receipts.confirms(MessageId(7, 5))
+    assert not receipts.confirms(MessageId(8, 0))
+    receipts.was_read(MessageId(8, 0))
+    assert receipts.confirms(MessageId(8, 1))
+
+
+# What the entries say of themselves.
+
+
+def reading(*messages: Message) -> Terms:
+    terms = Terms(Standing.start(INCARNATION))
+    for message in messages:
+        assert terms.judge(message) is Verdict.VALID
+    return terms
+
+
+def message_of(term: int, number: int, index: int, whose: str = "") -> Message:
+    (message,) = rows(term, number, index, batch([("p", index)]), whose)
+    return message
+
+
+def with_properties(message: Message, **changes: str | None) -> Message:
+    properties = dict(message.properties)
+    for name, value in changes.items():
+        if value is None:
+            del properties[f"seqdedupe.{name}"]
+        else:
+            properties[f"seqdedupe.{name}"] = value
+    return message._replace(properties=properties)
+
+
+FIRST = (marker(2), message_of(2, 1, 0), message_of(2, 2, 1))
+NEXT = message_of(2, 3, 2)
+
+
+def refused(terms: Terms, message: Message) -> str:
+    before = terms.standing
+    with pytest.raises(DamagedError) as error:
+        terms.judge(message)
+    assert terms.standing == before
+    return error.value.reason
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        pytest.param(message_of(2, 4, 3), id="a message"),
+        pytest.param(message_of(2, 4, 2), id="a control record"),
+        pytest.param(message_of(2, 3, 3), id="the end of the term before"),
+        pytest.param(message_of(3, 1, 2), id="a marker"),
+    ],
+)
+def test_what_is_missing_is_a_gap(missing: Message) -> None:
+    assert refused(reading(*FIRST), missing) == "LOG_GAP"
+
+
+def test_a_log_without_its_beginning_is_a_gap() -> None:
+    for message in (NEXT, packed(2, 3, 2, batch([("p", 1)])), entries.control(owner(2), 1, 0, b"")):
+        assert refused(reading(), message) == "LOG_GAP"
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        pytest.param(message_of(2, 3, 1), "LOG_DAMAGED", id="an index again"),
+        pytest.param(with_properties(NEXT, entry=None), "LOG_DAMAGED", id="no number"),
+        pytest.param(with_properties(NEXT, index=None), "LOG_DAMAGED", id="no index"),
+        pytest.param(with_properties(NEXT, index="two"), "LOG_DAMAGED", id="an index that is none"),
+        pytest.param(with_properties(NEXT, index="-2"), "LOG_DAMAGED", id="an index below 0"),
+        pytest.param(with_properties(NEXT, kind="marker"), "LOG_DAMAGED", id="a second marker"),
+        pytest.param(with_properties(NEXT, kind="batch", rows="0"), "LOG_DAMAGED", id="no rows"),
+        pytest.param(with_properties(NEXT, kind="batch", rows="-1"), "LOG_DAMAGED", id="fewer rows than none"),
+        pytest.param(with_properties(NEXT, kind="batch"), "LOG_DAMAGED", id="rows that it does not say"),
+        pytest.param(with_properties(NEXT, kind="cursor"), "NEWER_FORMAT", id="a kind to come"),
+        pytest.param(with_properties(NEXT, owner="2:1:1:" + "0" * 16), "NEWER_FORMAT", id="a format to come"),
+        pytest.param(with_properties(NEXT, owner="1:1:9:" + "0" * 16), "LOG_DAMAGED", id="another incarnation"),
+        pytest.param(with_properties(marker(3), token=None), "LOG_DAMAGED", id="a marker without token"),
+        pytest.param(with_properties(marker(3), token="00" * 16), "LOG_DAMAGED", id="a marker of another token"),
+        pytest.param(with_properties(marker(3), token="zz"), "LOG_DAMAGED", id="a token that is none"),
+        pytest.param(with_properties(marker(3), format="round"), "LOG_DAMAGED", id="a marker of no format"),
+        pytest.param(with_properties(marker(3), partitions="many"), "LOG_DAMAGED", id="partitions that are no number"),
+        pytest.param(with_properties(marker(3), entry="1"), "LOG_DAMAGED", id="a marker after its owner's entries"),
+    ],
+)
+def test_what_cannot_stand_there_is_damage(bad: Message, reason: str) -> None:
+    assert refused(reading(*FIRST), bad) == reason
+
+
+def test_others_are_counted_and_passed_over() -> None:
+    terms = Terms(Standing.start(INCARNATION))
+    unreadable = Message(b"", {OWNER: "hello"})
+    no_term = Message(b"", {OWNER: f"1:{INCARNATION}:0:{'0' * 16}"})
+    for message in (stock(), unreadable, no_term):
+        assert terms.judge(message) is Verdict.EARLIER
+    for message in FIRST:
+        assert terms.judge(message) is Verdict.VALID
+    for message in (stock(), unreadable, no_term):
+        assert terms.judge(message) is Verdict.FOREIGN
+    for message in (marker(1), marker(2, "b"), message_of(1, 1, 0), message_of(2, 3, 2, "b")):
+        assert terms.judge(message) is Verdict.VOID
+    assert terms.judge(NEXT) is Verdict.VALID
+    counts = terms.counts
+    assert (counts.earlier, counts.foreign, counts.void, counts.repeats) == (3, 3, 4, 0)
+    assert terms.standing == Standing(owner(2), 4, 3)
+
+
+def test_a_repeat_is_the_same_or_damage() -> None:
+    control = entries.control(owner(2), 3, 2, b"control")
+    written = (*FIRST, control, packed(2, 4, 2, batch([("p", 8)])))
+    terms = reading(*written)
+    for message in (*written, *written):
+        assert terms.judge(message) is Verdict.REPEAT
+    assert terms.counts.repeats == 2 * len(written)
+    for message in written[1:]:
+        for other in (
+            message._replace(payload=b"other"),
+            message._replace(key="other"),
+            message._replace(event_time_ms=1),
+            message._replace(properties={**message.properties, "more": ""}),
+        ):
+            assert refused(reading(*written), other) == "LOG_DAMAGED"
+
+
+def test_how_far_back_repeats_are_compared() -> None:
+    terms = Terms(Standing(owner(1), 1000, 0))
+    assert terms.judge(marker(2)) is Verdict.VALID
+    sent = [entries.control(owner(2), number, 0, b"%d" % number) for number in range(1, REMEMBERED_ENTRIES + 1)]
+    for message in sent:
+        assert terms.judge(message) is Verdict.VALID
+    assert terms.judge(sent[0]) is Verdict.REPEAT
+    assert refused(terms, marker(2)) == "LOG_DAMAGED"
+
+
+def test_reading_on_from_where_another_stopped() -> None:
+    """What stands there again from before cannot be compared: it is passed over. What comes then is judged as ever."""
+    terms = Terms(reading(*FIRST).standing)
+    assert terms.judge(FIRST[1]._replace(payload=b"other")) is Verdict.REPEAT
+    assert terms.judge(NEXT) is Verdict.VALID
+    assert refused(terms, NEXT._replace(payload=b"other")) == "LOG_DAMAGED"
+    assert terms.judge(marker(3)) is Verdict.VALID
+    assert terms.judge(message_of(3, 1, 3)) is Verdict.VALID
+
+
+def test_what_a_marker_says() -> None:
+    terms = reading(marker(4))
+    assert terms.marker == (4, token(4), SETTINGS)
+    properties = marker(4).properties
+    assert properties[TOKEN] == token(4).hex()
+    assert properties[ADDRESS] == "host:6680"
+    assert (properties[KIND], properties[NUMBER]) == ("marker", "0")
+    assert not {INDEX, ROWS} & properties.keys()
