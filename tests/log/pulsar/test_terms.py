@@ -19,7 +19,7 @@ from tests.log.pulsar.topics import INCARNATION, SETTINGS, marker, owner, packed
 ACTIONS = "aAbBxysS~|fh"
 """a, b: that owner appends · x, y: the broker takes the oldest that a, or b, has on its way · A, B: it opens; of what
 it had on its way one lands · S: B opens with a term that it read before anything stood there · ~: both clients connect
-again · |: the ledger rolls over · f: a stranger writes · h: receipts come · s: the broker takes all that is on its way."""
+again · |: the ledger rolls over · f: a stranger writes · h: receipts come · s: the broker takes all that is sent."""
 
 
 def play(actions: str, *, believes: bool = False, deduplicates: bool = False) -> tuple[PulsarTopic, list[Process]]:
