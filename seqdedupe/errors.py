@@ -265,6 +265,13 @@ REASONS: dict[str, Reason] = {
     "INSECURE_LISTEN": _configuration(
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),
+    "PULSAR_FORBIDS": _configuration(
+        "Give the sidecar's credentials the permissions that docs/pulsar-log.md lists, or give it the right ones."
+    ),
+    "PULSAR_REFUSES": _configuration("Is pulsar.admin_url that of a Pulsar cluster, and are its topic policies on?"),
+    "UNSAFE_TOPIC_POLICY": _configuration(
+        "Run the commands that the message names, or let the sidecar do it: pulsar.manage_topic_policies = true."
+    ),
     "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
     "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or not there, within a file system."),
     "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that it has."),

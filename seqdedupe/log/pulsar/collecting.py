@@ -4,26 +4,20 @@ from itertools import accumulate
 
 import numpy as np
 
-from seqdedupe.format import records
-from seqdedupe.format.columns import RECORD_END, ROWS
+from seqdedupe.format import columns, records
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, header, marker_body
 from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Entries, Run, Runs
-from seqdedupe.log.pulsar.entries import BATCH, CONTROL, KIND, Entry, damaged, encoded, read_marker
+from seqdedupe.log.pulsar.entries import BATCH, CONTROL, KIND, ROWS, Entry, damaged, encoded, read_marker
 from seqdedupe.log.pulsar.plain import Rows
 from seqdedupe.log.pulsar.terms import Terms, Verdict
-
-MAX_ROWS = 256
-MAX_PAYLOAD_BYTES = 256 * 1024
-"""What rows that are an entry each are collected to. One more may be as large as an entry can be, and the record of
-such a batch keeps to MAX_BATCH_BYTES."""
 
 
 class Collector:
     """Collects what is valid of the entries it is given, in the topic's order.
 
-    Consecutive rows that are an entry each become one record, as far as one batch can say what they say; a packed
-    batch is one already. Where a record of such rows begins depends on where the reading began.
+    The rows of a batch that are an entry each become one record again; a packed batch is one already. Where the reading
+    begins within a batch, or its owner has ended within one, there is a record of the rows that are there.
     """
 
     def __init__(self, terms: Terms, publish_time_ms: int = 0) -> None:
@@ -73,19 +67,17 @@ class Collector:
         # A packed payload is one record, and says of itself what its properties do.
         if (
             why != records.END
-            or table[:, RECORD_END].tolist() != list(accumulate(map(len, several)))
-            or table[:, ROWS].tolist() != [sum(run.rows for run in each) for each in runs]
+            or table[:, columns.RECORD_END].tolist() != list(accumulate(map(len, several)))
+            or table[:, columns.ROWS].tolist() != [sum(run.rows for run in each) for each in runs]
             or records.first_bad_payload(view, table, len(table)) >= 0
         ):
             raise damaged(f"among the entries from index {first_index} to {self._index} one is not intact")
         return Entries(raw, table, runs)
 
     def _add_row(self, entry: Entry) -> None:
-        if len(self._rows) >= MAX_ROWS or self._rows.payload_bytes >= MAX_PAYLOAD_BYTES:
+        if ROWS in entry.message.properties:
             self._end_rows()
-        if not self._rows.add(entry.message):
-            self._end_rows()
-            self._rows.add(entry.message)
+        self._rows.add(entry.message)
         ledger_id, entry_id, _ = entry.message_id
         if len(self._rows) == 1:
             self._publish_time_ms = max(self._publish_time_ms, entry.publish_time_ms)

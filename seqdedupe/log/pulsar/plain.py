@@ -13,7 +13,17 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int64s
 from seqdedupe.limits import LINK_LEFT_OUT, NO_SEQUENCE_ID
-from seqdedupe.log.pulsar.entries import INDEX, MAX_ENTRY_BYTES, NUMBER, OWNER, PREFIX, Message, Owner, checked, damaged
+from seqdedupe.log.pulsar.entries import (
+    INDEX,
+    NUMBER,
+    OWNER,
+    PREFIX,
+    ROWS,
+    Message,
+    Owner,
+    checked,
+    damaged,
+)
 
 PRODUCER = PREFIX + "producer"
 SEQUENCE_ID = PREFIX + "sequence_id"
@@ -25,8 +35,8 @@ EVENT_TIME_MS = PREFIX + "event_time_ms"
 USER = PREFIX + "user."
 """Before the name of a property of the producer's that begins with PREFIX itself."""
 
-_SHORT_KEY = 1024
-"""Characters that fit beside our properties whatever they are."""
+_SURELY_TAKEN_BYTES = 1024 * 1024
+"""A payload and a key of so many are taken with our own properties, whatever these say."""
 
 _OURS_ALWAYS = 6
 """So many of our properties every row has."""
@@ -57,6 +67,8 @@ def messages_of(owner: Owner, number: int, index: int, encoded: bytes) -> Iterat
             SEQUENCE_ID: str(sequence_id),
             EPOCH: epochs[producer],
         }
+        if not row:
+            properties[ROWS] = str(rows)
         if before[producer] != LINK_LEFT_OUT:
             properties[LINK] = str(before[producer])
         before[producer] = sequence_id
@@ -71,8 +83,7 @@ def messages_of(owner: Owner, number: int, index: int, encoded: bytes) -> Iterat
             for name, value in of_users[row]:
                 properties[USER + name if name.startswith(PREFIX) else name] = value
         message = Message(payload := payloads[row], properties, key, event_time_ms)
-        # Without properties of the producer's and with a short key nothing but the payload can be too large.
-        if of_users or len(key) > _SHORT_KEY or (payload and len(payload) > MAX_ENTRY_BYTES):
+        if of_users or len(key) + len(payload or b"") > _SURELY_TAKEN_BYTES:
             checked(message)
         yield message
 
@@ -109,14 +120,9 @@ def _properties(batch: Batch) -> list[list[tuple[str, str]]]:
 
 
 class Rows:
-    """Rows that were read one after the other, and make one batch.
-
-    A batch says of each producer one epoch, one link and one `complete_up_to`: a row that has another one, or does not
-    name the producer's row before it as its predecessor, begins the next batch.
-    """
+    """Rows of one batch that were read one after the other: all of them, or from some row on, or up to some row."""
 
     def __init__(self) -> None:
-        self.payload_bytes = 0
         self._names: dict[str, int] = {}
         self._said: list[tuple[int, int]] = []
         self._links: list[int] = []
@@ -131,8 +137,8 @@ class Rows:
     def __len__(self) -> int:
         return len(self._sequence_ids)
 
-    def add(self, message: Message) -> bool:
-        """Takes a row; False, and nothing is taken, if it has to begin the next batch. Raises LOG_DAMAGED."""
+    def add(self, message: Message) -> None:
+        """Takes a row. Raises LOG_DAMAGED if it is none, or none of this batch."""
         properties = message.properties
         try:
             name = properties[PRODUCER]
@@ -149,7 +155,7 @@ class Rows:
             self._links.append(link)
             self._last.append(sequence_id)
         elif said != self._said[producer] or link != self._last[producer]:
-            return False
+            raise damaged(f"the message with index {properties[INDEX]} does not go on with the batch before it")
         else:
             self._last[producer] = sequence_id
         self._indexes.append(producer)
@@ -158,8 +164,6 @@ class Rows:
         self._keys.append(key)
         self._times.append(event_time_ms)
         self._properties.append(_of_user(properties))
-        self.payload_bytes += len(message.payload or b"")
-        return True
 
     def batch(self) -> Batch:
         """The batch of all rows that were taken, of which there is at least one. Raises LOG_DAMAGED."""
@@ -203,12 +207,12 @@ def _own_key(message: Message) -> bytes | None:
 
 
 _OURS = frozenset(
-    (OWNER, NUMBER, INDEX, PRODUCER, SEQUENCE_ID, EPOCH, LINK, COMPLETE_UP_TO, KEY_BASE64, EVENT_TIME_MS),
+    (OWNER, NUMBER, INDEX, ROWS, PRODUCER, SEQUENCE_ID, EPOCH, LINK, COMPLETE_UP_TO, KEY_BASE64, EVENT_TIME_MS),
 )
 
 
 def _of_user(properties: dict[str, str]) -> dict[str, str] | None:
     """The properties that the producer gave."""
-    if len(properties) <= _OURS_ALWAYS + (LINK in properties):
+    if len(properties) <= _OURS_ALWAYS + (LINK in properties) + (ROWS in properties):
         return None
     return {name.removeprefix(USER): value for name, value in properties.items() if name not in _OURS} or None

@@ -9,20 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqdedupe.batch import Batch
-from seqdedupe.errors import InvalidRequestError
-from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
+from seqdedupe.errors import DamagedError, InvalidRequestError
+from seqdedupe.format.columns import PUBLISH_TIME_MS, ROWS
 from seqdedupe.limits import LINK_LEFT_OUT
 from seqdedupe.log.pulsar import plain
-from seqdedupe.log.pulsar.collecting import MAX_ROWS
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, MAX_METADATA_BYTES, PREFIX, Message
+from seqdedupe.log.pulsar.collecting import Collector
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PREFIX, Message
+from seqdedupe.log.pulsar.entries import ROWS as ROWS_PROPERTY
+from seqdedupe.log.pulsar.terms import Standing, Terms
 from tests.batches import batch
-from tests.log.pulsar.topics import all_rows, batches_in, collected, ids_in, marker, rows, stored
+from tests.log.pulsar.topics import all_rows, batches_in, collected, collector, ids_in, marker, owner, rows, stored
 
 NAMES = st.sampled_from(["p", "q", "ü" * 3, "seqdedupe.producer"])
 # The time of an event is as far as Pulsar's own field reaches, and before 1970.
 TIMES = st.integers(-(2**63) + 1, 2**63 - 1) | st.just(0)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
-PROPERTY_NAMES = TEXTS | st.sampled_from([plain.PRODUCER, plain.USER, plain.USER + "x", PREFIX, "seqdedupe"])
+PROPERTY_NAMES = TEXTS | st.sampled_from(
+    [plain.PRODUCER, plain.USER, plain.USER + "x", ROWS_PROPERTY, PREFIX, "seqdedupe"]
+)
 ROW = st.tuples(
     NAMES,
     st.none() | st.binary(max_size=5),
@@ -119,6 +123,7 @@ def test_what_a_stock_consumer_sees() -> None:
         "seqdedupe.owner": "1:1700000000000000:3:2e2e2e2e33303030",
         "seqdedupe.entry": "12",
         "seqdedupe.index": "100",
+        "seqdedupe.rows": "2",
         "seqdedupe.producer": "orders",
         "seqdedupe.sequence_id": "7",
         "seqdedupe.epoch": "4294967298",
@@ -129,33 +134,43 @@ def test_what_a_stock_consumer_sees() -> None:
     assert (second.payload, second.key, second.event_time_ms) == (None, "", 0)
     assert second.properties["seqdedupe.link"] == "7"
     assert second.properties["seqdedupe.index"] == "101"
+    assert "seqdedupe.rows" not in second.properties
 
 
-def test_what_belongs_together_is_one_record() -> None:
-    """Batches that link to each other are collected; whatever one batch cannot say of both begins another."""
-    chained = [batch([("p", 1), ("q", 1)]), batch([("p", 5), ("q", 2)], links={"p": 1, "q": 1})]
-    assert len(batches_in(collected(stored(messages_of(chained))))) == 1
-    for second in (
-        batch([("p", 5), ("q", 2)], links={"p": 0, "q": 1}),
-        batch([("p", 5), ("q", 2)], links={"p": LINK_LEFT_OUT, "q": 1}),
-        batch([("p", 5), ("q", 2)], links={"p": 1, "q": 1}, epochs={"p": 2}),
-        batch([("p", 5), ("q", 2)], links={"p": 1, "q": 1}, complete_up_to=np.array([4, -1], np.int64)),
-    ):
-        history = [chained[0], second]
-        found = batches_in(collected(stored(messages_of(history))))
-        assert len(found) == 2
-        assert all_rows(found) == all_rows(history)
+def test_records_are_the_batches_that_were_published() -> None:
+    history = [
+        batch([("p", 1), ("q", 1)]),
+        batch([("p", 5)], links={"p": 1}),
+        batch([("p", i) for i in range(6, 2000)]),
+    ]
+    messages = messages_of(history)
+    found = collected(stored(messages))
+    assert [each.encode() for each in batches_in(found)] == [each.encode() for each in history]
+    # Whoever begins within a batch gets the rows of it that are left, and then whole batches.
+    reading = Collector(Terms(Standing(owner(1), 2, 1)))
+    for entry in stored(messages)[2:]:
+        reading.add(entry)
+    rest = reading.take()
+    assert rest is not None
+    assert rest.table[:, ROWS].tolist() == [1, 1, 1994]
+    assert all_rows(batches_in(rest)) == all_rows(history)[1:]
 
 
-def test_a_record_is_bounded() -> None:
-    many = batch([("p", i) for i in range(3 * MAX_ROWS + 1)])
-    found = collected(stored(messages_of([many])))
-    assert found.table[:, ROWS].tolist() == [0, MAX_ROWS, MAX_ROWS, MAX_ROWS, 1]
-    assert found.table[:, BASE_INDEX].tolist() == [0, 0, MAX_ROWS, 2 * MAX_ROWS, 3 * MAX_ROWS]
-    large = batch([("p", i) for i in range(5)], payloads=[bytes(150_000)] * 5)
-    found = collected(stored(messages_of([large])))
-    assert found.table[:, ROWS].tolist() == [0, 2, 2, 1]
-    assert all_rows(batches_in(found)) == all_rows([large])
+def test_a_batch_whose_owner_ended_within_it() -> None:
+    whole = batch([("p", 1), ("p", 2), ("p", 3)])
+    found = collected(stored([*messages_of([whole])[:3], marker(2), *rows(2, 1, 2, batch([("p", 3)], links={"p": 2}))]))
+    assert found.table[:, ROWS].tolist() == [0, 2, 0, 1]
+    assert all_rows(batches_in(found)) == all_rows([whole])
+
+
+@pytest.mark.parametrize("changes", [{plain.EPOCH: "2"}, {plain.LINK: "0"}, {plain.COMPLETE_UP_TO: "0"}])
+def test_a_row_that_does_not_go_on_with_its_batch_is_damage(changes: dict[str, str]) -> None:
+    first, second, third = messages_of([batch([("p", 1), ("p", 2)])])
+    reading = collector()
+    for entry in stored([first, second]):
+        reading.add(entry)
+    with pytest.raises(DamagedError):
+        reading.add(stored([third._replace(properties={**third.properties, **changes})])[0])
 
 
 def test_a_ledger_that_rolls_over_is_another_run() -> None:
@@ -178,12 +193,15 @@ def test_the_publish_time_never_falls() -> None:
 
 
 def test_what_a_broker_would_not_take_is_refused() -> None:
-    fits = batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES)], keys=[bytes(100)])
+    fits = batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES - 3000)], keys=[b"k" * 1000])
     assert len(rows(1, 1, 0, fits)) == 1
     for bad in (
-        batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES + 1)]),
-        batch([("p", 1)], keys=[b"k" * MAX_METADATA_BYTES]),
-        batch([("p", 1)], row_properties=[{"a": "ü" * (MAX_METADATA_BYTES // 2)}]),
+        batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES)]),
+        batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES - 3000)], keys=[b"k" * 3000]),
+        batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES - 3000)], row_properties=[{"a": "ü" * 1500}]),
+        # In base64, twice.
+        batch([("p", 1)], keys=[b"\xff" * (2 * 1024 * 1024)]),
+        batch([("p", 1)], payloads=[bytes(3 * 1024 * 1024)], keys=[("ü" * 2**20).encode()]),
     ):
         with pytest.raises(InvalidRequestError) as refused:
             rows(1, 1, 0, bad)

@@ -178,7 +178,7 @@ def test_a_log_without_its_beginning_is_a_gap() -> None:
         pytest.param(with_properties(NEXT, kind="marker"), "LOG_DAMAGED", id="a second marker"),
         pytest.param(with_properties(NEXT, kind="batch", rows="0"), "LOG_DAMAGED", id="no rows"),
         pytest.param(with_properties(NEXT, kind="batch", rows="-1"), "LOG_DAMAGED", id="fewer rows than none"),
-        pytest.param(with_properties(NEXT, kind="batch"), "LOG_DAMAGED", id="rows that it does not say"),
+        pytest.param(with_properties(NEXT, kind="batch", rows=None), "LOG_DAMAGED", id="rows that it does not say"),
         pytest.param(with_properties(NEXT, kind="cursor"), "NEWER_FORMAT", id="a kind to come"),
         pytest.param(with_properties(NEXT, owner="2:1:1:" + "0" * 16), "NEWER_FORMAT", id="a format to come"),
         pytest.param(with_properties(NEXT, owner="1:1:9:" + "0" * 16), "LOG_DAMAGED", id="another incarnation"),
