@@ -4,12 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench campaign proto lock clean
+.PHONY: demo pulsar test check bench campaign proto lock clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
 
+# A real Pulsar broker until Ctrl-C: that of PULSAR_HOME, else one that Maven fetches. Needs Java 17.
+pulsar: $(READY)
+	@$(BIN)/python -m pulsar_broker
+
+# Without Pulsar its tests are skipped; SEQDEDUPE_TEST_PULSAR=required makes that a failure.
 test: $(READY)
+	@$(BIN)/python -m pulsar_broker get || true
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 # Everything that is not a test: style, types, who imports whom, the contract, generated code.

@@ -174,6 +174,7 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
         policy=policy,
         broker_position=snapshot.opaque,
         producers=len(snapshot.names),
+        has_forgotten=snapshot.has_forgotten,
     )
     answer = wire.ExportSnapshotResponse()
     answer.part.head.ParseFromString(head.SerializeToString())
@@ -183,4 +184,7 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
 def _parts_of(head: admin_pb2.SnapshotHead) -> SavedParts:
     """Raises INVALID_REQUEST, INVALID_POSITION."""
     position = Position.from_proto(head.position)
-    return SavedParts(head.term, position, policy_of(head.policy), head.broker_position, head.producers)
+    policy = policy_of(head.policy)
+    return SavedParts(
+        head.term, position, policy, head.broker_position, head.producers, has_forgotten=head.has_forgotten
+    )

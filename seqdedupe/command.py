@@ -70,7 +70,7 @@ def run_command(
         if as_json:
             _say_json(reason="OS_ERROR", message=message, hint="")
         else:
-            say(name, message)
+            say(name, f"{message} [OS_ERROR]")
         return failed
 
 

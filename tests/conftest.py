@@ -9,9 +9,12 @@ import pytest
 
 from broker_sidecar import kernels
 from seqdedupe.testing import Sidecar
+from tests import warm
 
 # Before any test imports what is compiled.
 kernels.prepare()
+
+warm.install()
 
 # A suite that is no test file of its own: it says what was compared when a test fails.
 pytest.register_assert_rewrite("tests.log.conformance")

@@ -5,16 +5,24 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from seqdedupe.testing import Sidecar
+from tests import warm
 from tests.processes import running
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 COMMAND = Path(sys.executable).parent / "seqdedupe"
+
+
+@pytest.fixture(autouse=True)
+def as_for_a_user() -> Iterator[None]:
+    with warm.cold():
+        yield
 
 
 def blocks(language: str) -> list[str]:

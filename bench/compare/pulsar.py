@@ -1,105 +1,52 @@
 """Pulsar: a standalone broker from Maven Central, pulsar-client, broker deduplication with batching off."""
 
-import json
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.compare.broker import Broker, Mode, Server, free_port, run
+from bench.compare.broker import Broker, Mode, Server, Unavailable, free_port
 from bench.compare.load import PAUSE_SECONDS, PRODUCER, Load, payload
+from pulsar_broker import distribution, standalone
 
-VERSION = "4.0.8"
 MOST_PENDING = 5_000
 END_MS = 2_000
 """A reader that gets nothing for so long, and is told that there is nothing, is at the end."""
 
-_CONFIGURATION = """clusterName=bench
-bindAddress=127.0.0.1
-advertisedAddress=127.0.0.1
-managedLedgerDefaultEnsembleSize=1
-managedLedgerDefaultWriteQuorum=1
-managedLedgerDefaultAckQuorum=1
-brokerDeduplicationEnabled=true
-defaultRetentionTimeInMinutes=-1
-defaultRetentionSizeInMB=-1
-brokerDeleteInactiveTopicsEnabled=false
-loadBalancerEnabled=false
-numHttpServerThreads=4
-ledgerStorageClass=org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage
-journalMaxGroupWaitMSec=1
-allowLoopback=true
-nettyMaxFrameSizeBytes=5253120
-diskUsageThreshold=0.99
-diskUsageWarnThreshold=0.98
-bookkeeperClientHealthCheckEnabled=false
-"""
-
-
-def _home(cache: Path) -> Path:
-    return cache / f"apache-pulsar-{VERSION}"
-
 
 def _get(cache: Path) -> None:
-    run("java", "-version")
-    done = _home(cache) / "complete"
-    if not done.exists():
-        artifact = f"org.apache.pulsar:pulsar-server-distribution:{VERSION}:tar.gz:bin"
-        run("mvn", "-q", "-B", "dependency:copy", f"-Dartifact={artifact}", f"-DoutputDirectory={cache}")
-        archive = cache / f"pulsar-server-distribution-{VERSION}-bin.tar.gz"
-        run("tar", "-xzf", archive, "-C", cache)
-        archive.unlink()
-        done.touch()
-
-
-def _is_ready(admin: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{admin}/namespaces/public", timeout=5) as answer:
-            has_namespace = "public/default" in json.load(answer)
-        with urllib.request.urlopen(f"{admin}/brokers/health", timeout=5) as answer:
-            return has_namespace and answer.read() == b"ok"
-    except OSError:
-        return False
+        distribution.get(cache)
+    except distribution.Unavailable as e:
+        raise Unavailable(str(e)) from e
 
 
 @contextmanager
 def _serve(cache: Path, folder: Path, mode: Mode) -> Iterator[Server]:
-    port, web = free_port(), free_port()
-    configuration = folder / "standalone.conf"
-    configuration.write_text(
-        f"{_CONFIGURATION}brokerServicePort={port}\nwebServicePort={web}\n"
-        f"journalSyncData={'true' if mode is Mode.SYNCED else 'false'}\n"
-    )
-    command: list[str | Path] = [
-        "bash",
-        _home(cache) / "bin" / "pulsar",
-        "standalone",
-        "-nfw",
-        "-nss",
-        "-a",
-        "127.0.0.1",
-    ]
-    command += ["--metadata-dir", folder / "metadata", "--bookkeeper-dir", folder / "bookkeeper"]
-    environment = {
-        "PULSAR_STANDALONE_CONF": str(configuration),
-        "PULSAR_LOG_DIR": str(folder / "logs"),
-        "PULSAR_MEM": "-Xms256m -Xmx1g -XX:MaxDirectMemorySize=512m",
-        "PULSAR_GC_LOG": "-Xlog:disable",
-        "PULSAR_LOG_APPENDER": "Console",
-        "PULSAR_LOG_LEVEL": "warn",
-        "PULSAR_LOG_ROOT_LEVEL": "warn",
+    port, admin_port = free_port(), free_port()
+    keys = {
+        "brokerDeduplicationEnabled": "true",
+        "defaultRetentionTimeInMinutes": -1,
+        "defaultRetentionSizeInMB": -1,
+        "journalSyncData": "true" if mode is Mode.SYNCED else "false",
     }
-    admin = f"http://127.0.0.1:{web}/admin/v2"
-    with Server(f"127.0.0.1:{port}", folder, command, lambda: _is_ready(admin), **environment).running() as server:
+    (folder / "standalone.conf").write_text(standalone.configuration(port, admin_port, keys))
+    admin_url = f"http://127.0.0.1:{admin_port}"
+    with Server(
+        f"127.0.0.1:{port}",
+        folder,
+        standalone.command(distribution.get(cache), folder),
+        lambda: standalone.is_healthy(admin_url),
+        **standalone.environment(folder),
+    ).running() as server:
         yield server
 
 
 BROKER = Broker(
     name="Pulsar",
     module="pulsar",
-    version=VERSION,
+    version=distribution.VERSION,
     client="pulsar-client",
     modes={
         Mode.SYNCED: "`journalSyncData=true`, bookkeeper's default",

@@ -49,6 +49,10 @@ class Producers:
         self.activity = Activity(_FIRST_CAPACITY)
         self.generation = 0
         """How often the numbers have changed."""
+        self.has_forgotten = False
+        """Whether names were ever forgotten, also before this process: one that had a session may be known no more."""
+        self.forgotten_stated = NO_MESSAGE
+        """From this index on the log states that; -1: not known."""
         self._has_purged = False
         """Whether some names are only kept until they are let go."""
 
@@ -218,8 +222,9 @@ class Producers:
         self.numbers[numbers] = rows
         self.dirty[numbers] |= CHANGED
 
-    def purge(self, numbers: Int64s) -> None:
-        """A control record is in the log that forgets these producers: what it and earlier ones say counts no more.
+    def purge(self, numbers: Int64s, index: int) -> None:
+        """A control record is in the log, before the message with this index, that forgets these producers, or (none)
+        says that some were: what it and earlier ones say of them counts no more.
 
         What a producer has handed over since stays pushed, and its session in force. Live and in replay the same.
         """
@@ -234,6 +239,9 @@ class Producers:
         self.numbers[numbers] = rows
         self.dirty[numbers] |= CHANGED
         self._has_purged = True
+        self.has_forgotten = True
+        # See `confirm_sessions`.
+        self.forgotten_stated = index - 1
 
     def due(self, periods: int, first: int, end: int) -> Int64s:
         """Those of the producers `first` to `end` that can be forgotten: idle for as long, and nothing is in flight."""

@@ -9,8 +9,9 @@ from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
 from seqdedupe.doctor.log import examine_log
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import DamagedError, error
-from seqdedupe.format.tag import SECRET_BYTES, key_of
-from seqdedupe.log.embedded.logs import SECRET_FILE, incarnations, topic_of
+from seqdedupe.format.tag import key_of
+from seqdedupe.log.embedded.logs import incarnations, topic_of
+from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 from seqdedupe.names import topic_name
@@ -25,7 +26,6 @@ RESTORE = (
     "restore the topic's log together with the store from one backup, or write what can be read into a new directory "
     "with --salvage"
 )
-_NO_SECRET = "restore the log's file secret from a backup: without it none of its records can be believed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _topic(
         found.cures.append("restore the log together with the store from one backup, or delete the topic")
         return found
     secret = _secret(folder, record, found)
-    if secret is None:
+    if not secret:
         return found
     identity = Identity(incarnation, key_of(secret))
     found.log_bytes = sum(path.stat().st_size for path in _segments(folder))
@@ -154,22 +154,15 @@ def _name_of(folder: Path) -> tuple[str | None, str]:
         return None, e.message
 
 
-def _secret(folder: Path, record: TopicRecord | None, found: TopicFindings) -> bytes | None:
-    """What makes the log's records its own. As opening the log finds it, but nothing is written."""
-    path = folder / SECRET_FILE
-    there = path.read_bytes() if path.exists() else b""
-    known = record.secret if record is not None else b""
-    if len(there) == SECRET_BYTES and known in (b"", there):
-        return there
-    if len(there) == SECRET_BYTES:
-        found.disagreements.append(f"{path} is the secret of another log")
-        found.cures.append(RESTORE)
-    elif known:
-        found.notes.append(f"{path} is missing or short: the store has it, and the next start writes it again")
-    else:
-        found.disagreements.append(f"{path} is missing or short, and the store does not have it either")
-        found.cures.append(_NO_SECRET)
-    return known or None
+def _secret(folder: Path, record: TopicRecord | None, found: TopicFindings) -> bytes:
+    """What makes the log's records its own; empty if nobody knows it."""
+    there = secret_of(folder, record.secret if record is not None else b"")
+    if there.why is not None:
+        found.disagreements.append(there.why.message)
+        found.cures.append(there.why.hint)
+    elif there.missing is not None:
+        found.notes.append(f"{there.missing} is missing or short: the store has it, and the next start writes it again")
+    return there.secret
 
 
 def _check_names(topics: list[TopicFindings]) -> None:

@@ -18,8 +18,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from seqdedupe.doctor.examine import Examined, examine
 from seqdedupe.doctor.findings import Findings
 from seqdedupe.doctor.tally import Tally
@@ -37,7 +35,7 @@ from seqdedupe.log.embedded.segment import Identity
 from seqdedupe.log.embedded.writer import Append
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
-from seqdedupe.store.snapshots import Delta, Loaded, Snapshots
+from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic import control
 
@@ -198,6 +196,8 @@ def _last_words(tally: Tally) -> Iterator[control.Change]:
     names, epochs, persisted = tally.producers.names_from(0), tally.epochs(), tally.persisted()
     if names:
         yield from control.parts(control.Sessions(names, epochs, persisted))
+    if tally.producers.has_forgotten:
+        yield control.Purge([])
     numbers = sorted(tally.reset_at)
     for start in range(0, len(numbers), control.STATED_A_RECORD):
         some = numbers[start : start + control.STATED_A_RECORD]
@@ -231,25 +231,7 @@ async def _make_store(folder: Path, topics: list[SalvagedTopic], policies: list[
         for topic in topics:
             if topic.loaded is not None:
                 snapshots = Snapshots(store, topic.record.incarnation)
-                await store.flush(snapshots.write_delta(_delta(topic.loaded)))
+                await store.flush(await snapshots.write_anew(topic.loaded.whole()))
             await store.put_topic(topic.record)
     finally:
         store.close()
-
-
-def _delta(loaded: Loaded) -> Delta:
-    """A whole snapshot as one delta."""
-    return Delta(
-        loaded.term,
-        loaded.next_index,
-        loaded.message_id,
-        0,
-        loaded.names,
-        np.arange(len(loaded.names), dtype=np.int32),
-        loaded.persisted,
-        loaded.epochs,
-        loaded.stated,
-        ownership=loaded.ownership,
-        policy=loaded.policy,
-        opaque=loaded.opaque,
-    )

@@ -94,6 +94,7 @@ class Tally:
         self.term = max(self.term, loaded.term)
         if self.policy is None and loaded.policy:
             self.policy = control.decode_policy(loaded.policy)
+        self.producers.has_forgotten |= loaded.has_forgotten
         numbers, known_there = self.known_to(loaded)
         persisted, epochs = loaded.persisted[known_there], loaded.epochs[known_there]
         known = self.producers.numbers[numbers, PERSISTED]

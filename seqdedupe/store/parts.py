@@ -28,6 +28,9 @@ Numbers = NDArray[np.int64]
 Slots = NDArray[np.int32]
 
 _POSITION = struct.Struct("<QQQBqqqQHH")
+_HAS_MESSAGE, _HAS_FORGOTTEN = 1, 2
+"""Its flags."""
+
 _HEADER = struct.Struct("<QQ")
 _COUNT = struct.Struct("<I")
 
@@ -38,7 +41,8 @@ class StoredPosition:
 
     `ownership` is that of the last message's record, 0 if there is no message yet. `policy` is what is in force
     there, in the bytes of its control record; empty if none was ever set. `opaque` (at most 65,535 bytes) is the
-    position in a broker's own log, empty for other logs and where there is no entry.
+    position in a broker's own log, empty for other logs and where there is no entry. `has_forgotten`: whether names
+    were ever forgotten.
     """
 
     term: int
@@ -48,6 +52,7 @@ class StoredPosition:
     ownership: int = 0
     policy: bytes = b""
     opaque: bytes = b""
+    has_forgotten: bool = False
 
     def encode(self) -> bytes:
         return (
@@ -55,7 +60,7 @@ class StoredPosition:
                 self.term,
                 self.next_index,
                 self.producers,
-                self.message_id is not None,
+                _HAS_MESSAGE * (self.message_id is not None) | _HAS_FORGOTTEN * self.has_forgotten,
                 *(self.message_id or (0, 0, 0)),
                 self.ownership,
                 len(self.policy),
@@ -71,8 +76,8 @@ class StoredPosition:
         policy = at + _POSITION.size
         if len(body) < policy:
             raise damaged(key, "it is too short")
-        term, next_index, producers, present, *message_id, ownership, policy_bytes, opaque_bytes = (
-            _POSITION.unpack_from(body, at)
+        term, next_index, producers, flags, *message_id, ownership, policy_bytes, opaque_bytes = _POSITION.unpack_from(
+            body, at
         )
         opaque = policy + policy_bytes
         end = opaque + opaque_bytes
@@ -80,10 +85,11 @@ class StoredPosition:
             term,
             next_index,
             producers,
-            MessageId(*message_id) if present else None,
+            MessageId(*message_id) if flags & _HAS_MESSAGE else None,
             ownership,
             body[policy:opaque],
             body[opaque:end],
+            bool(flags & _HAS_FORGOTTEN),
         ), end
 
     def falls_short_of(self, other: "StoredPosition") -> bool:

@@ -8,7 +8,7 @@ still there, and whose last one says the same.
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from rocksdict import WriteBatch
@@ -64,7 +64,8 @@ class Delta:
 
     `ownership` (64 bits, unsigned) is that of the same message's record, 0 if there is none. `policy` is what is
     in force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set.
-    `opaque` (at most 65,535 bytes) is the position in a broker's own log.
+    `opaque` (at most 65,535 bytes) is the position in a broker's own log. `has_forgotten`: whether names were ever
+    forgotten.
     """
 
     term: int
@@ -79,6 +80,7 @@ class Delta:
     ownership: int = 0
     policy: bytes = b""
     opaque: bytes = b""
+    has_forgotten: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,25 @@ class Loaded:
     ownership: int = 0
     policy: bytes = b""
     opaque: bytes = b""
+    has_forgotten: bool = False
+
+    def whole(self) -> Delta:
+        """All of it as one delta."""
+        return Delta(
+            self.term,
+            self.next_index,
+            self.message_id,
+            0,
+            self.names,
+            np.arange(len(self.names), dtype=np.int32),
+            self.persisted,
+            self.epochs,
+            self.stated,
+            self.ownership,
+            self.policy,
+            self.opaque,
+            self.has_forgotten,
+        )
 
 
 class Snapshots:
@@ -160,6 +181,7 @@ class Snapshots:
             position.ownership,
             position.policy,
             position.opaque,
+            position.has_forgotten,
         )
 
     def write_delta(self, delta: Delta) -> int:
@@ -188,49 +210,29 @@ class Snapshots:
         return opening
 
     async def write_anew(self, delta: Delta) -> int:
-        """`write_delta`, of a snapshot in which producers have other numbers: it holds all, and nothing earlier counts.
+        """Writes a snapshot that holds all: nothing that was stored before counts, not even what cannot be read.
 
-        Nothing else may be written meanwhile. What is to be written is made in a thread; the write itself is one, and
-        holds the event loop, some 50 ms for a million producers. Raises STORE_UNAVAILABLE.
+        It is one write, unsynced, as of `write_delta`. Nothing else may be written meanwhile. What is to be written is
+        made in a thread; the write itself holds the event loop, some 50 ms for a million producers. Raises
+        STORE_UNAVAILABLE.
         """
-        self._catch_up()
-        opening = self._opening
         stored = _stored(delta)
-        before = replace(self._position, producers=0)
-        if delta.first_name or stored.position.falls_short_of(before) or not stored.is_sound() or self._compacting:
+        if delta.first_name or not stored.is_sound() or self._compacting:
             raise error("INTERNAL", f"the snapshot {stored.position} cannot take the place of {self._position}")
-        header = _whole(self._last_delta + 1, stored.position)
+        producers = stored.position.producers
+        header = Header(1, max(producers - 1, 0) // PAGE_PRODUCERS * PAGE_PRODUCERS, stored.position)
         batch = await asyncio.to_thread(self._replacement, header, delta.names, stored)
-        if self._store.opening != opening:
-            raise error("STORE_UNAVAILABLE", "the store was opened again while a snapshot was made")
         opening = self._store.write(batch)
-        self._header, self._last_delta = header, header.through
+        self._opening, self._header, self._last_delta = opening, header, header.through
         self._position, self._delta_bytes = stored.position, 0
         return opening
 
-    async def replace(self, loaded: Loaded | None) -> None:
-        """This is the topic's snapshot from now on, or none is; durable on return. It has to be loaded again then.
-
-        It is one write, made as in `write_anew`. Raises STORE_UNAVAILABLE: then the one or the other is there.
-        """
-        if loaded is None:
-            batch = WriteBatch(raw_mode=True)
-            batch.delete_range(*snapshot_range(self._incarnation))
-        else:
-            position = StoredPosition(
-                loaded.term,
-                loaded.next_index,
-                len(loaded.names),
-                loaded.message_id,
-                loaded.ownership,
-                loaded.policy,
-                loaded.opaque,
-            )
-            every = np.arange(len(loaded.names), dtype=np.int32)
-            stored = StoredDelta(position, every, loaded.persisted, loaded.epochs, loaded.stated)
-            batch = await asyncio.to_thread(self._replacement, _whole(1, position), loaded.names, stored)
+    def remove(self) -> int:
+        """There is no snapshot any more: one write, unsynced, as of `write_delta`. Raises STORE_UNAVAILABLE."""
+        batch = WriteBatch(raw_mode=True)
+        batch.delete_range(*snapshot_range(self._incarnation))
         self._opening = 0
-        await self._store.flush(self._store.write(batch))
+        return self._store.write(batch)
 
     def _replacement(self, header: Header, names: list[bytes], stored: StoredDelta) -> WriteBatch:
         """All names and pages, as a compaction leaves them: none is due afterwards. Takes long, in any thread."""
@@ -327,13 +329,9 @@ def _stored(delta: Delta) -> StoredDelta:
         delta.ownership,
         delta.policy,
         delta.opaque,
+        delta.has_forgotten,
     )
     return StoredDelta(position, delta.slots, delta.persisted, delta.epochs, delta.stated)
-
-
-def _whole(through: int, position: StoredPosition) -> Header:
-    """The header of a snapshot that is all names and pages."""
-    return Header(through, max(position.producers - 1, 0) // PAGE_PRODUCERS * PAGE_PRODUCERS, position)
 
 
 def overwrite(numbers: Numbers, where: Slots | slice, others: Numbers) -> None:

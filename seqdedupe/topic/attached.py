@@ -231,8 +231,8 @@ class AttachedTopic(TopicBase):
     # -- producers that nobody uses ----------------------------------------------------------------------------
 
     def _in_use(self) -> list[Int64s]:
-        """Those that the broker has registered."""
-        return [] if self._attachment is None else self._attachment.registered()
+        """Those that the broker has registered, or that have something in flight."""
+        return [] if self._attachment is None else self._attachment.in_use()
 
     async def _purge(self, numbers: Int64s) -> int:
         """A durable snapshot says so first: a replay begins after it, and never meets what is forgotten again."""
@@ -243,7 +243,7 @@ class AttachedTopic(TopicBase):
 
         def forget(forgotten: Int64s) -> None:
             still = due()
-            producers.purge(still)
+            producers.purge(still, self.confirmed_index)
             self.counters.purged += len(still)
             producers.mark_dirty(forgotten)
             if len(still) < len(forgotten):

@@ -53,6 +53,10 @@ class Columns:
         passes = self.passes[rows] if len(self.passes) else self.passes
         return Columns(self.handles[rows], self.lowest[rows], self.highest[rows], passes)
 
+    def of_messages(self) -> np.ndarray:
+        """The handles of the rows that do not pass."""
+        return self.handles[self.passes == 0] if len(self.passes) else self.handles
+
     def check(self) -> None:
         """Raises INVALID_REQUEST unless there are rows, not too many, and a value in every column for each."""
         rows = len(self)
@@ -146,9 +150,12 @@ class Attachment:
             raise error("INVALID_REQUEST", "handles are released that are not registered")
         is_live[handles] = 0
 
-    def registered(self) -> list[Int64s]:
-        """The producers that have a handle, in parts."""
-        rows = self._rows_of[: self._handles][self._is_live[: self._handles] != 0]
+    def in_use(self) -> list[Int64s]:
+        """The producers that have a handle, or had one when what they have in flight was admitted; in parts."""
+        is_used = self._is_live[: self._handles] != 0
+        for admitted in self._in_flight:
+            is_used[admitted.columns.of_messages()] = True
+        rows = self._rows_of[: self._handles][is_used]
         return [rows[first : first + MAX_BATCH_ROWS] for first in range(0, len(rows), MAX_BATCH_ROWS)]
 
     def renumber(self, new_numbers: Int64s) -> None:

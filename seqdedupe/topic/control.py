@@ -47,7 +47,8 @@ class Reset:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Purge:
-    """Producers that are forgotten: nothing that earlier records say of them counts any more."""
+    """Producers that are forgotten: nothing that earlier records say of them counts any more. Of none it says, before
+    retention drops the others, that some were."""
 
     names: list[bytes]
 
@@ -190,7 +191,7 @@ def apply(change: Sessions | Reset | Purge | Import, parts: ImportParts, produce
     """The change is in the log, before the message with this index."""
     if isinstance(change, Purge):
         known = (producers.number(name) for name in change.names)
-        producers.purge(np.array([number for number in known if number is not None], np.int64))
+        producers.purge(np.array([number for number in known if number is not None], np.int64), index)
         return
     if isinstance(change, Import):
         for part in parts.add(change):

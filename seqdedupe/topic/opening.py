@@ -26,22 +26,22 @@ async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None
     if topic.flight.has(Purge):
         # Whether the names are being forgotten is not known before that has settled; no other one will name them.
         topic.sessions.use(names)
-        await topic.in_flight_now()
+        await topic.flight.all_of_now()
         topic.check_serving()
     while epochs is not None and topic.sessions.are_in_flight(names):
         # Whether these sessions have been fenced is not known before that has settled.
-        await topic.in_flight_now()
+        await topic.flight.all_of_now()
         topic.check_serving()
-    opening = topic.sessions.open(names, epochs, may_have_forgotten=topic.may_have_forgotten)
+    opening = topic.sessions.open(names, epochs)
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
     if (durable_epochs < opening.epochs).any():
         # All that is in flight stands before it, and has settled when it has.
         parts = control.parts(Sessions(opening.names, opening.epochs))
         await asyncio.gather(*[topic.append_change(part) for part in parts])
     else:
-        await topic.in_flight_now()
+        await topic.flight.all_of_now()
     answer = topic.sessions.opened(opening, len(names))
-    if opening.is_resume and topic.may_have_forgotten:
+    if opening.is_resume and topic.producers.has_forgotten:
         columns = zip(opening.places.tolist(), (durable_epochs == NO_EPOCH).tolist(), strict=True)
         answer.forgotten.extend(
             place

@@ -74,7 +74,7 @@ def _claimed(topics: Topics[T], name: str, incarnation: int) -> TopicRecord:
 async def _make_anew(topics: Topics[T], record: TopicRecord, loaded: Loaded) -> Begun:
     """`renew` of a topic that the store knows nothing of."""
     try:
-        await Snapshots(topics.store, record.incarnation).replace(loaded)
+        await _put_snapshot(topics, record, loaded)
         await topics.store.put_topic(record)
     except Exception:
         await topics.stored.undo(record)
@@ -104,10 +104,18 @@ async def _renew(topics: Topics[T], record: TopicRecord, loaded: Loaded | None) 
                 await topics.kind.check_snapshot(record, topic, loaded)
             if loaded is None:
                 topics.rebuilt.add(record.incarnation)
-            await Snapshots(topics.store, record.incarnation).replace(loaded)
+            await _put_snapshot(topics, record, loaded)
         finally:
             begun = await _open_again(topics, record)
         return begun
+
+
+async def _put_snapshot(topics: Topics[T], record: TopicRecord, loaded: Loaded | None) -> None:
+    """This is the topic's snapshot from now on, or none is; durable on return. Raises STORE_UNAVAILABLE: then the one
+    or the other is there."""
+    snapshots = Snapshots(topics.store, record.incarnation)
+    opening = snapshots.remove() if loaded is None else await snapshots.write_anew(loaded.whole())
+    await topics.store.flush(opening)
 
 
 def _check_is_still(topics: Topics[T], record: TopicRecord, topic: T | None) -> None:

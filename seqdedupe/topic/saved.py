@@ -45,6 +45,7 @@ def saved(topic: TopicBase) -> Loaded:
         ownership=position.ownership,
         policy=encode(topic.policy),
         opaque=topic.position if isinstance(topic, AttachedTopic) else b"",
+        has_forgotten=topic.producers.has_forgotten,
     )
 
 
@@ -58,7 +59,16 @@ def parts(snapshot: Loaded) -> Iterator[Producers]:
 class SavedParts:
     """A snapshot that comes in parts. Raises INVALID_REQUEST, INVALID_NAME for what cannot be one."""
 
-    def __init__(self, term: int, position: Position, policy: Policy, opaque: bytes, producers: int) -> None:
+    def __init__(
+        self,
+        term: int,
+        position: Position,
+        policy: Policy,
+        opaque: bytes,
+        producers: int,
+        *,
+        has_forgotten: bool = False,
+    ) -> None:
         if not 0 <= term < MAX_TERM:
             raise error("INVALID_REQUEST", f"term is {term}: it should be 0 to {MAX_TERM - 1}")
         if position.index < -1 or (position.index < 0 and position.message_id is not None):
@@ -70,6 +80,7 @@ class SavedParts:
         self._policy = encode(policy.check())
         self._opaque = opaque
         self._producers = producers
+        self._has_forgotten = has_forgotten
         self._names: dict[bytes, None] = {}
         self._columns: tuple[list[Int64s], ...] = ([], [], [])
 
@@ -109,4 +120,5 @@ class SavedParts:
             self._position.ownership,
             self._policy,
             self._opaque,
+            self._has_forgotten,
         )

@@ -67,7 +67,7 @@ class Opened:
     refusals: dict[int, SeqdedupeError] = field(default_factory=dict)
     """By place: FENCED, INVALID_EPOCH."""
     forgotten: list[int] = field(default_factory=list)
-    """The places of resumed names of which there is nothing, where the policy is to forget idle producers."""
+    """The places of resumed names of which there is nothing, where names were ever forgotten."""
 
 
 class Sessions:
@@ -82,10 +82,10 @@ class Sessions:
         """The topic has a new owner."""
         self._term, self._opens = term, 0
 
-    def open(self, names: list[str], epochs: list[int] | None, *, may_have_forgotten: bool = False) -> Opening:
+    def open(self, names: list[str], epochs: list[int] | None) -> Opening:
         """Starts new sessions, or resumes those of the given epochs, each by itself. They are in force from now on.
 
-        Where names are forgotten, an earlier session may have gone on under one before the newest did: that one is
+        Where names were forgotten, an earlier session may have gone on under one before the newest did: that one is
         fenced then, or it would take the other one's messages for its own.
         Raises INVALID_NAME, INVALID_REQUEST for the whole call.
         """
@@ -98,7 +98,7 @@ class Sessions:
             if len(epochs) != len(names):
                 raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
             for place, (name, epoch) in enumerate(zip(encoded, epochs, strict=True)):
-                if (why := self._why_not_resumed(name, epoch, may_have_forgotten)) is not None:
+                if (why := self._why_not_resumed(name, epoch)) is not None:
                     refusals[place] = why
         places = [place for place in range(len(names)) if place not in refusals]
         accepted = [encoded[place] for place in places]
@@ -110,10 +110,11 @@ class Sessions:
     def opened(self, opening: Opening, names: int) -> Opened:
         """What an Open of so many names answers once all that it waits for has settled."""
         answer = Opened([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
-        columns = (opening.names, opening.places.tolist(), opening.epochs.tolist())
-        for name, place, epoch in zip(*columns, strict=True):
-            # Numbers may have changed while it waited.
-            number = self._producers.add(name)
+        # Numbers may have changed while it waited.
+        numbers = self._producers.add_all(opening.names)
+        self._producers.activity.use(numbers)
+        columns = (opening.names, numbers.tolist(), opening.places.tolist(), opening.epochs.tolist())
+        for name, number, place, epoch in zip(*columns, strict=True):
             current = int(self._producers.numbers[number, DURABLE_EPOCH])
             if opening.is_resume and current > epoch:
                 # While it waited; and a reset may have taken from it what it has receipts for.
@@ -143,7 +144,7 @@ class Sessions:
         numbers = (self._producers.number(name.encode(errors="replace")) for name in names)
         return np.array([number for number in numbers if number is not None], np.int64)
 
-    def _why_not_resumed(self, name: bytes, epoch: int, may_have_forgotten: bool) -> SeqdedupeError | None:
+    def _why_not_resumed(self, name: bytes, epoch: int) -> SeqdedupeError | None:
         number = self._producers.number(name)
         current = 0 if number is None else int(self._producers.numbers[number, EPOCH])
         shown = name.decode()
@@ -156,7 +157,7 @@ class Sessions:
                 epoch=epoch,
                 current_epoch=current,
             )
-        if epoch < current or (may_have_forgotten and epoch > current > NO_EPOCH):
+        if epoch < current or (self._producers.has_forgotten and epoch > current > NO_EPOCH):
             return _fenced(shown, epoch, current)
         return None
 

@@ -150,6 +150,7 @@ class Snapshotter:
         term, position, policy, opaque = self._describe()
         changed, persisted, epochs, stated = self._producers.collect_dirty(forgotten)
         known = len(self._producers)
+        has_forgotten = self._producers.has_forgotten
         try:
             delta = Delta(
                 term=term,
@@ -164,6 +165,7 @@ class Snapshotter:
                 stated=stated,
                 policy=policy,
                 opaque=opaque,
+                has_forgotten=has_forgotten,
             )
             if self._is_renumbered:
                 opening = await self._snapshots.write_anew(delta)

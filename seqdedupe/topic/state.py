@@ -26,7 +26,7 @@ from seqdedupe.topic.answers import Receipt
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.control import Change, Purge, Reset, decode_policy, encode
 from seqdedupe.topic.inactivity import Inactivity, shown
-from seqdedupe.topic.policy import NEVER, Applied, Policy
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import Sessions
 from seqdedupe.topic.snapshotter import Snapshotter
 
@@ -129,6 +129,7 @@ class TopicBase(ABC):
         """The one that was begun last: it alone may go on."""
         if loaded is not None:
             self.producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
+            self.producers.has_forgotten = loaded.has_forgotten
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
             self.last_message_id = loaded.message_id
@@ -338,19 +339,16 @@ class TopicBase(ABC):
     async def _purge(self, numbers: Int64s) -> int:
         """Forgets these producers, durably; returns how many it were. Raises why it cannot."""
 
+    @abstractmethod
     def _in_use(self) -> list[Int64s]:
-        """The producers that somebody holds now otherwise than by a stream; each part is looked at in one step."""
-        return []
+        """The producers that somebody holds now otherwise than by a stream, and those with messages in flight.
+
+        Each part is looked at in one step.
+        """
 
     @abstractmethod
     def _renumber(self, new_numbers: Int64s) -> None:
         """The producers have these numbers from now on, by their old ones; -1: it is gone."""
-
-    @property
-    def may_have_forgotten(self) -> bool:
-        """Whether a producer of which nothing is known may be one that was forgotten: by the policy as it is or was."""
-        is_set = self.applied.deduplication_producer_inactivity_timeout_minutes != NEVER
-        return is_set or self.counters.purged > 0
 
     def resumed_after_purge(self, names: list[bytes]) -> None:
         """Sessions were resumed of producers that are forgotten: counts and logs it."""

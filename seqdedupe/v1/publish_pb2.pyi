@@ -132,8 +132,8 @@ class OpenResponse(_message.Message):
 
     @_builtins.property
     def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of a resume: the places in the request of the names of which the topic has nothing, where its policy is to forget
-        producers that nobody uses (`deduplication_producer_inactivity_timeout_minutes`). See duty 6.
+        """Of a resume: the places in the request of the names of which the topic has nothing, where it has ever forgotten
+        producers that nobody used (`deduplication_producer_inactivity_timeout_minutes`). See duty 6.
         """
 
     def __init__(

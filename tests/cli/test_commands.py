@@ -159,6 +159,9 @@ def test_policies_of_topics_and_namespaces(run: Run) -> None:
     assert shown[0].split() == ["POLICY", "SET", "APPLIED"]
     assert ["gap", "-", "ALLOW"] in [line.split() for line in shown]
     assert b"[INVALID_REQUEST]" in run("policy", "set", topic, "--retention-size-in-mb=-2", status=1).stderr
+    for name in (topic, "shop/orders"):
+        refused = run("policy", "set", name, "--overlap", "pulsar", status=1).stderr
+        assert b"overlap has an effect only on topics on a broker's own log" in refused
     assert b"[TOPIC_NOT_FOUND]" in run("policy", "get", "nobody", status=1).stderr
 
 
@@ -344,7 +347,10 @@ def test_what_is_no_file_to_import_is_refused(run: Run, tmp_path: Path) -> None:
     refused = run("import", "imports", str(file), status=1).stderr
     assert b"neither as a snapshot nor as a file of watermarks does [INVALID_SOURCE]" in refused
     assert b"`seqdedupe export`" in refused
+    nowhere = tmp_path / "nowhere" / "file"
+    told = run("export", "imports", str(nowhere), status=1).stderr
+    assert told.endswith(b"No such file or directory [OS_ERROR]\n")
     missing = tmp_path / "missing"
     assert run("import", "imports", str(missing), status=1).stderr == (
-        f"seqdedupe: {missing}: No such file or directory\n".encode()
+        f"seqdedupe: {missing}: No such file or directory [OS_ERROR]\n".encode()
     )

@@ -139,7 +139,7 @@ def test_who_is_empty() -> None:
     producers.add_all([b"%d" % number for number in range(2000)])
     producers.numbers[:2000] = rng.integers(-1, 2, (2000, 6))
     producers.numbers[:2000, [EPOCH, DURABLE_EPOCH]] = rng.integers(0, 2, (2000, 2))
-    producers.purge(np.zeros(0, np.int64))
+    producers.purge(np.zeros(0, np.int64), 0)
     known = [producers.is_known(number) for number in range(2000)]
     assert producers.empty().tolist() == [not is_known for is_known in known]
     assert 0 < producers.known_count() == sum(known) < 2000

@@ -13,7 +13,8 @@ import pytest
 from seqdedupe.doctor.examine import examine
 from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
 from seqdedupe.doctor.salvage import UNFINISHED, salvage
-from seqdedupe.errors import ConfigurationError
+from seqdedupe.errors import REASONS, ConfigurationError
+from seqdedupe.format.headers import VERSION_AT
 from seqdedupe.store.db import Store
 from seqdedupe.topic import control
 from seqdedupe.topic.operating import reset_producer
@@ -189,6 +190,21 @@ async def test_a_log_without_its_secret(directory: Path) -> None:
     assert topic.messages == 0
 
 
+@pytest.mark.parametrize("has_secret", [True, False])
+async def test_a_log_of_an_earlier_format_is_called_that_and_not_damaged(directory: Path, has_secret: bool) -> None:
+    """As opening it would: the first version had no secret."""
+    segment = segments(directory)[0]
+    raw = bytearray(segment.read_bytes())
+    raw[VERSION_AT : VERSION_AT + 4] = (1).to_bytes(4, "little")
+    segment.write_bytes(raw)
+    shutil.rmtree(directory / "store")
+    if not has_secret:
+        (segment.parent / "secret").unlink()
+    topic = only(looked_at(directory))
+    assert any("earlier format version" in why for why in topic.disagreements)
+    assert topic.cures == [REASONS["OLDER_FORMAT"].hint]
+
+
 async def test_a_sector_that_the_disk_cannot_read_is_damage(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = segments(directory)[0]
     really = os.pread
@@ -320,6 +336,7 @@ async def test_a_producer_that_was_forgotten_stays_so(tmp_path: Path, snapshot: 
     await asyncio.to_thread(salvage, tmp_path / "data", tmp_path / "new")
     async with opened(tmp_path / "new") as data:
         producers = data.topics.get(TOPIC).producers
+        assert producers.has_forgotten
         assert not producers.is_known(producers.add(b"gone"))
         assert await data.persisted(TOPIC, "again") == 2
         assert await data.persisted(TOPIC, "gone") == -1

@@ -217,14 +217,19 @@ async def test_the_secret(logs: EmbeddedLogs, tmp_path: Path) -> None:
     await (await logs.open(INCARNATION, 0, SECRET)).close()
     with pytest.raises(DamagedError, match="secret of another log"):
         await logs.open(INCARNATION, 0, bytes(16))
+    term = 0
     for left in (b"", SECRET[:-1], None):
         os.unlink(path)
         if left is not None:
             path.write_bytes(left)
         with pytest.raises(DamagedError, match="missing or short"):
             await logs.open(INCARNATION, 0)
-        # The store's record has it too: then it is written again.
-        await (await logs.open(INCARNATION, 0, SECRET)).close()
+        # The store's record has it too: then it is written again, by who writes; who looks leaves it as it is.
+        log = await logs.open(INCARNATION, 0, SECRET)
+        assert (path.read_bytes() if path.exists() else None) == left
+        await log.open_for_writing(term := term + 1, os.urandom(16), lambda outcome: None)
+        await log.close()
+        assert path.read_bytes() == SECRET
         await (await logs.open(INCARNATION, 0)).close()
         assert path.stat().st_mode & 0o777 == 0o600
 

@@ -173,13 +173,6 @@ def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(producers, "refusal", refusal)
 
 
-def open_answered_before_what_is_in_flight_has_settled(patch: pytest.MonkeyPatch) -> None:
-    async def at_once(self: Flight) -> None:
-        pass
-
-    patch.setattr(Flight, "all_of_now", at_once)
-
-
 def open_answered_before_its_epoch_is_durable(patch: pytest.MonkeyPatch) -> None:
     original = Topic.append_change
 
@@ -190,13 +183,6 @@ def open_answered_before_its_epoch_is_durable(patch: pytest.MonkeyPatch) -> None
         return done
 
     patch.setattr(Topic, "append_change", append_change)
-
-
-def failed_open_has_fenced(patch: pytest.MonkeyPatch) -> None:
-    def fail_in_flight(self: Producers) -> None:
-        self.numbers[: len(self), PUSHED] = self.numbers[: len(self), PERSISTED]
-
-    patch.setattr(Producers, "fail_in_flight", fail_in_flight)
 
 
 def open_fences_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
@@ -362,7 +348,7 @@ def purge_in_force_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
     original = Topic._purge
 
     async def purge(self: Topic, numbers: Any) -> int:
-        self.producers.purge(numbers)
+        self.producers.purge(numbers, self.confirmed_index)
         return await original(self, numbers)
 
     patch.setattr(Topic, "_purge", purge)
@@ -408,9 +394,7 @@ ALL = [
     no_marker_before_reading,
     merge_by_overwriting,
     stale_epoch_accepted,
-    open_answered_before_what_is_in_flight_has_settled,
     open_answered_before_its_epoch_is_durable,
-    failed_open_has_fenced,
     open_fences_before_it_is_durable,
     retention_forgets_what_is_in_force,
     control_records_after_the_last_message_not_replayed,

@@ -18,7 +18,7 @@ from tests.property.judge import Judge
 from tests.property.run import first_failure, many_cases, report, run_steps
 from tests.property.world import World
 
-CASES = int(os.environ.get("SEQDEDUPE_CASES", "5000"))
+CASES = int(os.environ.get("SEQDEDUPE_CASES", "3000"))
 PARTS = 8
 SEEDS = 2**40
 

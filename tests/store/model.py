@@ -30,6 +30,7 @@ class State:
     stated: dict[bytes, int] = field(default_factory=dict)
     ownership: int = 0
     policy: bytes = b""
+    has_forgotten: bool = False
 
     def after(self, delta: Delta) -> "State":
         """The state with a delta merged into it: what the delta says counts."""
@@ -50,6 +51,7 @@ class State:
             stated,
             delta.ownership,
             delta.policy,
+            delta.has_forgotten,
         )
 
 
@@ -67,6 +69,7 @@ def state_of(loaded: Loaded | None) -> State:
         dict(zip(loaded.names, loaded.stated.tolist(), strict=True)),
         loaded.ownership,
         loaded.policy,
+        loaded.has_forgotten,
     )
 
 
@@ -92,6 +95,7 @@ def delta(
         stated=np.array([changes[slot][1] // 2 for slot in slots], np.int64),
         ownership=2**64 - term if next_index else 0,
         policy=b"policy" * (next_index % 3),
+        has_forgotten=next_index % 2 == 1,
     )
 
 

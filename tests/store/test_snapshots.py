@@ -250,38 +250,35 @@ async def test_what_takes_the_place_of_all_is_made_off_the_event_loop(
     monkeypatch.setattr("seqdedupe.store.snapshots.seal", noted)
     snapshots = Snapshots(store, INCARNATION)
     await store.flush(await snapshots.write_anew(ANEW))
-    await snapshots.replace(snapshots.load())
+    loaded = snapshots.load()
+    assert loaded is not None
+    await store.flush(await snapshots.write_anew(loaded.whole()))
     assert state_of(snapshots.load()) == State().after(ANEW)
     assert len(threads) > 8
     assert threading.get_ident() not in threads
 
 
-async def test_a_store_that_is_opened_again_meanwhile_keeps_what_it_has(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("was_known", [True, False])
+async def test_what_takes_the_place_of_all_does_not_care_what_is_there(store: Store, was_known: bool) -> None:
+    """It may be damaged, or go further; and what was written afterwards follows on it."""
     snapshots = Snapshots(store, INCARNATION)
-    old = delta(5, {0: (1, 1)}, names=[b"old"])
-    await save(store, snapshots, old)
-    replacement = Snapshots._replacement
-
-    def opened_again(*arguments: object) -> WriteBatch:
-        store._opening = replace(store._opening, number=2)  # type: ignore[type-var]
-        return replacement(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Snapshots, "_replacement", opened_again)
-    with pytest.raises(SeqdedupeError, match="opened again"):
-        await snapshots.write_anew(ANEW)
-    assert state_of(Snapshots(store, INCARNATION).load()) == State().after(old)
-    monkeypatch.setattr(Snapshots, "_replacement", replacement)
+    await save(store, snapshots, delta(25, {0: (1, 1)}, names=[b"old"], term=4))
+    put(store, DELTA, 7, b"no delta")
+    with pytest.raises(DamagedError):
+        Snapshots(store, INCARNATION).load()
+    snapshots = snapshots if was_known else Snapshots(store, INCARNATION)
     await store.flush(await snapshots.write_anew(ANEW))
-    assert state_of(Snapshots(store, INCARNATION).load()) == State().after(ANEW)
+    after = delta(12, {1: (3, 2)}, first_name=11)
+    await save(store, snapshots, after)
+    assert state_of(Snapshots(store, INCARNATION).load()) == State().after(ANEW).after(after)
+    await store.flush(snapshots.remove())
+    assert Snapshots(store, INCARNATION).load() is None
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         pytest.param(replace(ANEW, first_name=1), id="names left out"),
-        pytest.param(replace(ANEW, next_index=4), id="index falls"),
         pytest.param(replace(ANEW, names=[b"new"]), id="unknown producer"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,38 @@ async def test_what_is_in_flight_is_not_forgotten(store: Store) -> None:
     assert broker.known() == {"a": 7}
     broker.topic.report(broker.attachment, admission, 1, b"1", 0)
     assert broker.known() == {"a": 8}
+    await broker.topic.delete()
+
+
+async def test_what_was_in_flight_has_a_full_timeout_from_then_on(store: Store) -> None:
+    broker = Broker(store)
+    broker.publish("a", 7)
+    _, admission = broker.admit("a", 8)
+    broker.release("a")
+    await broker.pass_timeout(DUE_PERIODS - 1)
+    broker.topic.report(broker.attachment, admission, 1, b"1", 0)
+    await broker.pass_timeout(DUE_PERIODS - 1)
+    assert broker.known() == {"a": 8}
+    await broker.pass_timeout(1)
+    assert broker.known() == {}
+    await broker.topic.delete()
+
+
+async def test_what_is_in_flight_since_deduplication_was_off_is_not_forgotten(store: Store) -> None:
+    """Its ID is no news, so that the numbers do not tell; another entry is no message, and of no handle."""
+    broker = Broker(store)
+    broker.publish("a", 7)
+    broker.publish("b", 7)
+    broker.topic.inherit(replace(FORGETS, deduplication_enabled=False))
+    columns = Columns(np.array([0, 99], np.int32), np.array([7, 7]), np.array([7, 7]), np.array([0, 1], np.uint8))
+    admission = broker.topic.check(broker.attachment, columns).first_admission
+    broker.release("a")
+    broker.topic.inherit(FORGETS)
+    await broker.pass_timeout()
+    assert (broker.known(), broker.topic.producers.generation) == ({"a": 7, "b": 7}, 0)
+    broker.topic.report(broker.attachment, admission, 2, b"3", 0)
+    await broker.pass_timeout()
+    assert broker.known() == {"b": 7}
     await broker.topic.delete()
 
 

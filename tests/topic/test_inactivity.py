@@ -70,7 +70,7 @@ class Scene:
         encoded = batch(list(rows), epochs={name: self.epochs[name] for name in links}, links=links).encode()
         self.topic.admit(encoded, 1, answers.append, cache or NumbersCache())
         if not answers:
-            await self.topic.in_flight_now()
+            await self.topic.flight.all_of_now()
         return answers[0]
 
     async def publish(self, *names: str) -> None:
@@ -297,6 +297,43 @@ async def test_what_is_in_flight_is_not_forgotten(scene: Scene) -> None:
     scene.log.automatic = True
     assert isinstance(answers[0], Receipt)
     assert scene.known() == {"a": 9}
+
+
+async def test_what_was_in_flight_has_a_full_timeout_from_then_on(scene: Scene) -> None:
+    await scene.publish("sends")
+    scene.log.automatic = False
+    answers: list[Receipt | Refusal] = []
+    encoded = batch([("sends", 9)], epochs=scene.epochs, links={"sends": 7}).encode()
+    scene.topic.admit(encoded, 1, answers.append, NumbersCache())
+    opening = asyncio.ensure_future(scene.open("opens"))
+    await scene.pass_timeout(DUE_PERIODS - 1)
+    scene.log.settle()
+    scene.log.automatic = True
+    await opening
+    await scene.pass_timeout(DUE_PERIODS - 1)
+    assert scene.known() == {"sends": 9, "opens": -1}
+    await scene.pass_timeout(1)
+    assert scene.known() == {}
+
+
+async def test_a_row_with_something_in_flight_is_not_freed(scene: Scene) -> None:
+    """Nothing is left of its producer, and a message of it that is no news is in flight: deduplication was off."""
+    await scene.publish("a")
+    await scene.pass_timeout(DUE_PERIODS - 1)
+    scene.log.automatic = False
+    looking = asyncio.ensure_future(scene.pass_timeout(1))
+    await scene.until(lambda: scene.topic.flight.has(control.Purge))
+    scene.topic.inherit(Applied(deduplication_enabled=False))
+    answers: list[Receipt | Refusal] = []
+    encoded = batch([("a", 7)], epochs=scene.epochs, links={"a": -1}).encode()
+    scene.topic.admit(encoded, 1, answers.append, NumbersCache())
+    scene.log.settle(1)
+    await looking
+    assert scene.topic.producers.generation == 0
+    scene.log.settle()
+    scene.log.automatic = True
+    assert isinstance(answers[0], Receipt)
+    assert scene.known() == {"a": 7}
 
 
 # -- the record -----------------------------------------------------------------------------------------------------
@@ -563,7 +600,7 @@ async def test_everything_goes_on_while_names_are_freed(scene: Scene, monkeypatc
     monkeypatch.setattr(LettingGo, "finish", in_flight)
     monkeypatch.setattr(LettingGo, "clear", settle)
     await scene.pass_timeout()
-    await scene.topic.in_flight_now()
+    await scene.topic.flight.all_of_now()
     assert steps > 10
     assert scene.topic.producers.generation == 1
     assert [answer for answer in answers if not isinstance(answer, Receipt)] == []
@@ -610,7 +647,7 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
         snapshots = Snapshots(store, INCARNATION)
         loaded = snapshots.load()
         log = await logs.open(INCARNATION, loaded.next_index if loaded else 0)
-        applied = Applied(retention_size_in_mb=0, deduplication_producer_inactivity_timeout_minutes=60)
+        applied = Applied(retention_size_in_mb=0, deduplication_producer_inactivity_timeout_minutes=minutes)
         topic = Topic("t", log, store, snapshots, loaded, applied=applied, random_bytes=secrets.token_bytes)
         await topic.recover()
         return topic
@@ -619,8 +656,9 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
         for i in range(first, first + count):
             encoded = batch([(name, i)], epochs={name: epoch}, links={name: i - 1}, payloads=[bytes(500)]).encode()
             topic.admit(encoded, 1, lambda _: None, cache)
-        await topic.in_flight_now()
+        await topic.flight.all_of_now()
 
+    minutes = 60
     topic = await start(store)
     filler, again, gone, old = (await open_sessions(topic, ["filler", "again", "gone", "old"], None)).epochs
     stream, of_old = topic.connect(), topic.connect()
@@ -631,6 +669,8 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
     for _ in range(DUE_PERIODS):
         await topic.inactivity.look()
     assert known(topic.producers) == {"filler": 0, "old": 2}
+    # That names were forgotten stays known without the policy, and without the record.
+    minutes = 0
     again = (await open_sessions(topic, ["again"], None)).epochs[0]
     await send("again", again, 0, 2, NumbersCache())
     for part in range(4):
@@ -649,6 +689,8 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
         rebuilt = Store.open(tmp_path / f"rebuilt{part}")
         topic = await start(rebuilt)
         assert known(topic.producers) == expected
+        if part == 3:
+            assert (await open_sessions(topic, ["gone"], [gone])).forgotten == [0]
         await topic.close("")
         rebuilt.close()
         topic = await start(store)

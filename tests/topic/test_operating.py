@@ -1,7 +1,6 @@
 """What an operator is told of messages and producers, and a producer that is set back."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import control, originals
 from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.flight import LISTED_AT_ONCE, Flight
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import MessageState, in_flight, message_state, reset_producer
@@ -23,54 +22,7 @@ from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
 from seqdedupe.topic.trimming import state_again
 from tests.batches import batch
-from tests.log.faulty import FaultyLog, Storage
-
-INCARNATION = 5
-
-
-class Scene:
-    """A topic on a log that does as it is told, with a clock that the test moves."""
-
-    def __init__(self, store: Store) -> None:
-        self.storage = Storage(INCARNATION)
-        self.store = store
-        self.now_seconds = 1000.0
-        self.epochs: dict[str, int] = {}
-
-    async def start(self, *, retention: bool = False) -> None:
-        snapshots = Snapshots(self.store, INCARNATION)
-        self.log = FaultyLog(self.storage, retention=retention)
-        self.topic = Topic(
-            "t", self.log, self.store, snapshots, snapshots.load(), applied=Applied(), random_bytes=bytes
-        )
-        self.topic.now_seconds = lambda: self.now_seconds
-        await self.topic.recover()
-
-    async def open(self, *names: str) -> None:
-        opening = asyncio.ensure_future(open_sessions(self.topic, list(names), None))
-        await asyncio.sleep(0)
-        self.log.settle()
-        self.epochs.update(zip(names, (await opening).epochs, strict=True))
-
-    def send(self, *rows: tuple[str, int], link: int = -1) -> list[Receipt | Refusal]:
-        answers: list[Receipt | Refusal] = []
-        links = dict.fromkeys((name for name, _ in rows), link)
-        encoded = batch(list(rows), epochs={name: self.epochs[name] for name in links}, links=links).encode()
-        self.topic.admit(encoded, 1, answers.append, NumbersCache())
-        return answers
-
-    async def state(self, name: str, sequence_id: int) -> MessageState:
-        return (await message_state(self.topic, name, sequence_id)).state
-
-
-@pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    store = Store.open(tmp_path / "store")
-    scene = Scene(store)
-    await scene.start()
-    yield scene
-    await scene.topic.close("")
-    store.close()
+from tests.topic.scene import INCARNATION, Scene
 
 
 async def test_a_message_goes_from_not_seen_over_in_flight_to_stored(scene: Scene) -> None:
@@ -98,7 +50,7 @@ async def test_nothing_is_said_while_it_is_not_certain(scene: Scene) -> None:
     with pytest.raises(UnavailableError, match="RECOVERING"):
         await message_state(scene.topic, "a", 5)
     # What is in flight is known all the time.
-    assert [one.name for one in in_flight(scene.topic, 0)] == [b"a"]
+    assert [one.name for one in await in_flight(scene.topic, 0)] == [b"a"]
     with pytest.raises(UnavailableError, match="RECOVERING"):
         await reset_producer(scene.topic, "a", -1)
     scene.log.opening_allowed.set()
@@ -111,15 +63,32 @@ async def test_who_has_been_in_flight_for_long(scene: Scene) -> None:
     scene.send(("b", 11), ("b", 12), link=9)
     scene.now_seconds += 1
     scene.send(("c", 4))
-    listed = in_flight(scene.topic, 0)
+    listed = await in_flight(scene.topic, 0)
     assert sorted(listed) == [(b"a", 0, 0, 2000), (b"b", 3, 12, 2000), (b"c", 4, 4, 0)]
     assert listed[-1].name == b"c"
-    assert sorted(in_flight(scene.topic, 1500)) == [(b"a", 0, 0, 2000), (b"b", 3, 9, 2000)]
-    assert in_flight(scene.topic, 2001) == []
+    assert sorted(await in_flight(scene.topic, 1500)) == [(b"a", 0, 0, 2000), (b"b", 3, 9, 2000)]
+    assert await in_flight(scene.topic, 2001) == []
     scene.log.settle()
-    assert in_flight(scene.topic, 0) == []
+    assert await in_flight(scene.topic, 0) == []
     with pytest.raises(InvalidRequestError, match="longer_than_ms"):
-        in_flight(scene.topic, -1)
+        await in_flight(scene.topic, -1)
+
+
+async def test_who_is_in_flight_is_looked_through_while_others_go_on(scene: Scene) -> None:
+    """What settles meanwhile, and what comes, is left out."""
+    await scene.open("a", "b")
+    for i in range(3 * LISTED_AT_ONCE):
+        scene.send(("a", i), ("b", i), link=i - 1)
+    listing = asyncio.ensure_future(in_flight(scene.topic, 0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not listing.done()
+    scene.log.settle(2 * LISTED_AT_ONCE)
+    scene.send(("a", 10**6), link=3 * LISTED_AT_ONCE - 1)
+    assert {(one.name, one.first_id, one.last_id) for one in await listing} == {
+        (name, 0, 3 * LISTED_AT_ONCE - 1) for name in (b"a", b"b")
+    }
+    assert [one.first_id for one in await in_flight(scene.topic, 0)] == [2 * LISTED_AT_ONCE] * 2
 
 
 async def test_a_reset_fences_at_once_and_waits_for_what_is_in_flight(scene: Scene) -> None:
@@ -222,7 +191,7 @@ async def test_after_a_restart_a_message_is_looked_for_in_the_log(
     epochs = dict(zip("ab", (await open_sessions(topic, ["a", "b"], None)).epochs, strict=True))
     for rows, link in (([("b", 0), ("a", 7), ("b", 2)], -1), ([("b", 3)], 2), ([("b", 5), ("b", 6)], 3)):
         topic.admit(batch(rows, epochs=epochs, links={"a": -1, "b": link}).encode(), 1, lambda _: None, NumbersCache())
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     await topic.drain()
     topic = await start()
     number = topic.producers.number(b"b")

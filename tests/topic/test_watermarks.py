@@ -87,7 +87,7 @@ async def publish(topic: Topic, name: str, *ids: int, link: int | None = None) -
     before = min(opened.persisted[0], ids[0] - 1) if link is None else link
     encoded = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: before}).encode()
     topic.admit(encoded, 1, answers.append, NumbersCache())
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     assert isinstance(answers[0], Receipt)
     return [1] * len(ids) if answers[0].verdicts is None else answers[0].verdicts.tolist()
 
@@ -400,7 +400,7 @@ async def test_retention_says_it_again_and_the_doctor_follows(stores: Callable[[
     for i in range(40):
         rows = batch([("filler", i)], epochs={"filler": epoch}, links={"filler": i - 1}, payloads=[bytes(500)])
         topic.admit(rows.encode(), 1, lambda _: None, NumbersCache())
-        await topic.in_flight_now()
+        await topic.flight.all_of_now()
     await topic.snapshot()
     await until(lambda: topic.log.first_index >= 20)
     await topic.close("")

@@ -10,19 +10,13 @@ from typing import TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
-from seqdedupe.format.tag import SECRET_BYTES, key_of
+from seqdedupe.format.tag import key_of
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.log import EmbeddedLog, Shared
 from seqdedupe.log.embedded.scrub import Scrub
-from seqdedupe.log.embedded.segment import (
-    Identity,
-    Segment,
-    begins_with_an_older_record,
-    older,
-    segment_path,
-    unreadable,
-)
+from seqdedupe.log.embedded.secret import SECRET_FILE, secret_of
+from seqdedupe.log.embedded.segment import Identity, Segment, segment_path, unreadable
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments
 from seqdedupe.log.embedded.window import ReadAhead
 from seqdedupe.names import topic_name
@@ -32,9 +26,6 @@ READ_THREADS = 4
 
 TOPIC_FILE = "topic"
 """In a log's folder: the full name of its topic, for the case that the store is lost."""
-
-SECRET_FILE = "secret"
-"""In a log's folder: what makes its records its own. Never served."""
 
 T = TypeVar("T")
 
@@ -106,13 +97,19 @@ class EmbeddedLogs:
         """See `Logs.open`.
 
         A torn tail, which a crash leaves, is left out and counted in the log's `cut_bytes` and `cut_records`; it
-        is cut, and the end of the log made durable again, by the first `open_for_writing`. So a full disk can be
-        opened and read.
+        is cut, the end of the log made durable again, and a secret that its folder lacks written there, by the first
+        `open_for_writing`. So a full disk can be opened and read.
         """
         folder = self._of(incarnation)
 
         def look() -> tuple[list[Segment], Tail]:
-            return open_segments(folder, Identity(incarnation, key_of(_secret(folder, secret))), covered_index)
+            found = secret_of(folder, secret or b"")
+            if found.why is not None:
+                raise found.why
+            segments, tail = open_segments(folder, Identity(incarnation, key_of(found.secret)), covered_index)
+            if found.missing is not None:
+                tail.missing = (found.missing, found.secret)
+            return segments, tail
 
         try:
             try:
@@ -157,29 +154,6 @@ def create_log(folder: Path, topic: str, secret: bytes) -> None:
         os.close(os.open(segment_path(folder, 0), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
     for made in (folder, folder.parent, folder.parent.parent):
         sync_folder(made)
-
-
-def _secret(folder: Path, known: bytes | None) -> bytes:
-    """A log's secret. `known` is what the store says; where the file lacks it, it is written again.
-
-    Raises LOG_DAMAGED, OLDER_FORMAT; OSError.
-    """
-    bases = base_indexes(folder) if folder.exists() else []
-    if not bases:
-        # Which is damage enough: `open_segments` says so.
-        return bytes(SECRET_BYTES)
-    path = folder / SECRET_FILE
-    found = path.read_bytes() if path.exists() else b""
-    if len(found) == SECRET_BYTES and (known is None or known == found):
-        return found
-    if begins_with_an_older_record(segment := segment_path(folder, bases[0])):
-        raise older(segment, 0)
-    if len(found) == SECRET_BYTES:
-        raise error("LOG_DAMAGED", f"{path} is the secret of another log", file=path)
-    if known is None:
-        raise error("LOG_DAMAGED", f"{path} is missing or short: no record of the log can be believed", file=path)
-    write_synced(path, known)
-    return known
 
 
 def _names(folder: Path) -> list[LogName]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seqdedupe.errors import error
-from seqdedupe.files import sync_folder
+from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.format import records
 from seqdedupe.log.embedded.past_damage import headers_from
 from seqdedupe.log.embedded.segment import (
@@ -58,6 +58,9 @@ class Tail:
 
     cut_bytes: int = 0
     cut_records: int = 0
+
+    missing: tuple[Path, bytes] | None = None
+    """A file that the log's folder lacks, and what is in it."""
 
 
 def base_indexes(folder: Path) -> list[int]:
@@ -168,9 +171,11 @@ def mend(tail: Tail, file: int) -> None:
     """Cuts the torn tail off, writes again what is kept above the synced offset, and syncs.
 
     After a failed sync the kernel takes pages for written that the disk does not have: writing them again is what
-    brings them there. The entries of the folders are synced too, for a copied or restored log. Raises OSError, and
-    can be tried again.
+    brings them there. The entries of the folders are synced too, for a copied or restored log, and a file that is
+    missing is written. Raises OSError, and can be tried again.
     """
+    if tail.missing is not None:
+        write_synced(*tail.missing)
     end = tail.segment.end
     if tail.cut_bytes:
         _log.warning(

@@ -1,0 +1,71 @@
+"""One real Pulsar broker for all tests of a process that want one; those that harm it start their own."""
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pulsar_broker.distribution import Unavailable, home
+from pulsar_broker.standalone import Broker
+
+StartBroker = Callable[..., Broker]
+
+_topics = itertools.count()
+
+
+@functools.cache
+def distribution_or_why_not() -> Path | str:
+    try:
+        return home()
+    except Unavailable as e:
+        return f"no Pulsar broker: {e}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what needs a broker where there can be none, unless SEQDEDUPE_TEST_PULSAR says `required`."""
+    if "pulsar_home" not in getattr(item, "fixturenames", ()):
+        return
+    found = distribution_or_why_not()
+    if isinstance(found, str):
+        if os.environ.get("SEQDEDUPE_TEST_PULSAR") == "required":
+            pytest.fail(found)
+        # From here and not from the fixture, so that the summary has one line for all.
+        pytest.skip(found)
+
+
+@pytest.fixture(scope="session")
+def pulsar_home() -> Path:
+    """Pulsar's distribution."""
+    return home()
+
+
+@pytest.fixture(scope="session")
+def broker(pulsar_home: Path) -> Iterator[Broker]:
+    """A broker for all tests that do not harm it; each uses topics of its own."""
+    with Broker(pulsar_home) as broker:
+        yield broker
+
+
+@pytest.fixture
+def start_broker(pulsar_home: Path) -> Iterator[StartBroker]:
+    """Starts brokers with keys of `standalone.conf`, each with data of its own; they are gone when the test ends."""
+    started: list[Broker] = []
+
+    def start(**keys: object) -> Broker:
+        broker = Broker(pulsar_home, **keys)
+        started.append(broker)
+        broker.start()
+        return broker
+
+    yield start
+    for broker in started:
+        broker.close()
+
+
+@pytest.fixture
+def topic() -> str:
+    """The full name of a topic that nobody else uses."""
+    return f"persistent://public/default/topic-{os.getpid()}-{next(_topics)}"
