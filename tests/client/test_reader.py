@@ -208,6 +208,11 @@ async def test_ends_and_places_of_a_topic(shared_sidecar: Sidecar, topic: str) -
         assert await client.locate_bytes(topic, 0, 1_000_000) == (incarnation, 25)
         with pytest.raises(PositionError):
             await client.locate_bytes(topic, 26, 1)
+        places = await positions(shared_sidecar, topic)
+        assert [await client.position_at(topic, index) for index in (0, 13, 24)] == [places[0], places[13], last]
+        for beyond in (25, 26):
+            with pytest.raises(PositionError):
+                await client.position_at(topic, beyond)
 
 
 async def test_messages_and_batches_of_one_reader_go_together(shared_sidecar: Sidecar, topic: str) -> None:
