@@ -42,6 +42,8 @@ class Producers:
 
     def __init__(self) -> None:
         self._number_of: dict[bytes, int] = {}
+        self._walked = 0
+        """So many names the last call of `names_from` has gone over."""
         self._walk_anew()
         self.numbers: Int64s = _rows(_FIRST_CAPACITY)
         self.dirty: Uint8s = np.zeros(_FIRST_CAPACITY, np.uint8)
@@ -126,7 +128,7 @@ class Producers:
         self.numbers[: len(names), DURABLE_EPOCH] = epochs
         self.numbers[: len(names), STATED] = stated
         self.dirty = np.zeros(len(self.numbers), np.uint8)
-        self.activity.grow(len(self.numbers))
+        self.activity = Activity(len(self.numbers))
 
     def _grow(self, needed: int) -> None:
         old = len(self.dirty)
