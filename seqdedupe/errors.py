@@ -221,8 +221,8 @@ REASONS: dict[str, Reason] = {
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "The topic was deleted and made anew, or salvaged, since the position was taken. Start again from the earliest "
-        "if that is what you want.",
+        "If it is a position of this topic, then the topic was deleted and made anew, or salvaged, since it was taken. "
+        "Start again from the earliest if that is what you want.",
     ),
     "POSITION_AFTER_END": Reason(
         PositionError,
@@ -243,6 +243,10 @@ REASONS: dict[str, Reason] = {
         "Nothing was changed, and other topics serve. Stop the sidecar and put logs and store back from one backup; "
         "without one keep a copy, and let `seqdedupe doctor` say what is damaged and salvage the rest."
     ),
+    "LOG_GAP": _damaged(
+        "Nothing was changed, and other topics serve. Has something trimmed the Pulsar topic: no retention, no durable "
+        "subscription, a TTL, or a subscription that was deleted? Bring a snapshot that reaches past the gap."
+    ),
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."
@@ -261,6 +265,13 @@ REASONS: dict[str, Reason] = {
     "INSECURE_LISTEN": _configuration(
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),
+    "PULSAR_FORBIDS": _configuration(
+        "Give the sidecar's credentials the permissions that docs/pulsar-log.md lists, or give it the right ones."
+    ),
+    "PULSAR_REFUSES": _configuration("Is pulsar.admin_url that of a Pulsar cluster, and are its topic policies on?"),
+    "UNSAFE_TOPIC_POLICY": _configuration(
+        "Run the commands that the message names, or let the sidecar do it: pulsar.manage_topic_policies = true."
+    ),
     "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
     "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or not there, within a file system."),
     "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that it has."),
@@ -273,7 +284,8 @@ REASONS: dict[str, Reason] = {
         "If the file is the one published before, unchanged up to the record with that ID, say so: --trust-source."
     ),
     "SOURCE_INCOMPLETE": _configuration(
-        "If the file is complete, say --final. If it still grows, say --follow, or start the command again when it has."
+        "If the file is complete, say --final. If it still grows, say --follow, or start the command again when it "
+        "has. If it was cut off while it was copied, get all of it first."
     ),
     "SOURCE_DIFFERS": _configuration(
         "What is missing after the producer's last ID (`seqdedupe producers TOPIC`) is published by the same command "

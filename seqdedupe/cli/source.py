@@ -6,7 +6,6 @@ import gzip
 import io
 import os
 import re
-import stat
 import time
 import zipfile
 import zlib
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import IO, Literal, NamedTuple, Self
 
 from seqdedupe.cli.json_lines import BadLineError, JsonPath, parse
+from seqdedupe.cli.steady import ChangedError, SteadyFile
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 
@@ -46,6 +46,11 @@ _HINT_BEFORE = "Sort the file by its sequence IDs, or publish by record numbers.
 _HINT_TOO_LATE = (
     "Under this producer name no record can follow one with a higher ID. Publish those that come too late, in order, "
     "under a producer name of their own."
+)
+_HINT_CHANGED_BEFORE = "Start the command again when the file stays as it is, or only grows."
+_HINT_CHANGED = (
+    "Start the command again with the file as it was, under its new name if it was moved: it goes on after what is "
+    "durable. What is only in the new file publish from a file of its own, under another producer name."
 )
 _HINT_ZIP = "Unpack it, and publish each file under a producer name of its own."
 _HINT_DAMAGED = "Get the file anew: this copy is damaged, or not complete."
@@ -82,7 +87,7 @@ class Source:
     `before_waiting` is called as often as there is nothing more.
 
     Everything that is wrong with the file is INVALID_SOURCE, MESSAGE_TOO_LARGE, NOT_ASCENDING, SOURCE_INCOMPLETE for a
-    header without its end, or SOURCE_CHANGED for a file that was cut or replaced while it was followed.
+    header without its end, or SOURCE_CHANGED for a file that was cut, rewritten, replaced or removed while it was read.
     """
 
     def __init__(
@@ -108,9 +113,10 @@ class Source:
         self._checking = False
         self._line = 0
         with self._readable():
-            self._raw = _standard_input() if path == STANDARD_INPUT else path.open("rb")
+            self._steady = _standard_input() if path == STANDARD_INPUT else SteadyFile(path)
+            self._raw = io.BufferedReader(self._steady)
             try:
-                self._start = self._raw.tell() if self._is_regular() else 0
+                self._start = self._raw.tell() if self._steady.is_regular else 0
                 self._begin()
             except BaseException:
                 self._raw.close()
@@ -148,7 +154,7 @@ class Source:
 
         What can be read only once (a pipe), or grows, is not looked at.
         """
-        if self._is_regular() and not self._follow:
+        if self._steady.is_regular and not self._follow:
             self._checking = True
             for _ in self:
                 pass
@@ -168,10 +174,7 @@ class Source:
     @property
     def size_bytes(self) -> int:
         """The size of the file on disk; 0 if it is no regular file."""
-        return os.fstat(self._raw.fileno()).st_size if self._is_regular() and not self._follow else 0
-
-    def _is_regular(self) -> bool:
-        return stat.S_ISREG(os.fstat(self._raw.fileno()).st_mode)
+        return os.fstat(self._raw.fileno()).st_size if self._steady.is_regular and not self._follow else 0
 
     @property
     def read_bytes(self) -> int:
@@ -190,6 +193,7 @@ class Source:
                     )
                 last = record.sequence_id
                 yield record
+            self._steady.check(is_complete=True)
 
     def _unpacked(self) -> tuple[IO[bytes], str]:
         """The file within, and its name."""
@@ -225,7 +229,7 @@ class Source:
         most_bytes = MAX_PAYLOAD_BYTES + 3
         line = self._file.readline(most_bytes)
         while self._follow and not line.endswith(b"\n") and len(line) < most_bytes:
-            self._check_followed()
+            self._steady.check(is_complete=False)
             self.before_waiting()
             line += self._file.readline(most_bytes - len(line))
         if line.endswith(b"\n") or len(line) == most_bytes or (self._final and line):
@@ -234,12 +238,6 @@ class Source:
         if line:
             self.unfinished_line = self._line + 1
         return b""
-
-    def _check_followed(self) -> None:
-        """The file that is read is still the one of that name, and not shorter than what was read."""
-        own, now = os.fstat(self._raw.fileno()), os.stat(self._path)
-        if not os.path.samestat(own, now) or (self._is_regular() and own.st_size < self._raw.tell()):
-            raise self._bad("was cut or replaced while it was followed", reason="SOURCE_CHANGED")
 
     def incomplete(self, done: str = "published") -> SeqdedupeError:
         """The error of an `unfinished_line`, which was not done what is done with the others."""
@@ -368,11 +366,14 @@ class Source:
             raise self._bad(f"cannot be unpacked: {e}", hint="Unpack it first.") from e
         except csv.Error as e:
             raise self._bad(f"is not CSV: {e}") from e
+        except ChangedError as e:
+            hint = _HINT_CHANGED_BEFORE if self._checking else _HINT_CHANGED
+            raise self._bad(f"{e} while it was read", reason="SOURCE_CHANGED", hint=hint) from e
 
 
-def _standard_input() -> io.BufferedReader:
+def _standard_input() -> SteadyFile:
     os.set_blocking(0, True)  # else a pipe that is empty for the moment looks as if it had ended
-    return open(0, "rb", closefd=False)
+    return SteadyFile(None)
 
 
 def _without_end(line: bytes) -> bytes:

@@ -131,7 +131,7 @@ def marker_record(
     key: Int64s,
 ) -> bytes:
     """A whole record: the start of an ownership."""
-    body = MARKER.pack(1 << 3 | 1, term, 2 << 3 | 2, TOKEN_BYTES, token)
+    body = marker_body(term, token)
     made = header(
         body,
         MARKER_TAG,
@@ -146,6 +146,11 @@ def marker_record(
         key=key,
     )
     return made + body
+
+
+def marker_body(term: int, token: bytes) -> bytes:
+    """An encoded Marker."""
+    return MARKER.pack(1 << 3 | 1, term, 2 << 3 | 2, TOKEN_BYTES, token)
 
 
 def with_tags(made: list[bytes], key: Int64s) -> list[memoryview]:

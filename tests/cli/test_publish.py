@@ -333,10 +333,10 @@ def append_a_lower_id(file: Path) -> None:
     [
         (
             cut,
-            b"cut or replaced while it was followed; 2 of the 2 records sent are durable, up to sequence ID 7 "
-            b"[SOURCE_CHANGED] If it is another file, publish it under another producer name. If it is the same",
+            b"was cut or rewritten while it was read; 2 of the 2 records sent are durable, up to sequence ID 7 "
+            b"[SOURCE_CHANGED] Start the command again with the file as it was, under its new name if it was moved: ",
         ),
-        (replace, b"cut or replaced while it was followed; 2 of the 2 records sent are durable"),
+        (replace, b"was replaced, moved or removed while it was read; 2 of the 2 records sent are durable"),
         (append_a_lower_id, b"sequence ID 6 after 7: they should rise; 2 of the 2 records sent are durable"),
     ],
 )

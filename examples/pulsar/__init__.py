@@ -1,0 +1,1 @@
+"""Reading a Pulsar topic that a sidecar writes, with Pulsar's own client."""

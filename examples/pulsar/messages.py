@@ -1,0 +1,103 @@
+"""What of a Pulsar topic that a sidecar writes counts, and the messages in it, for a consumer of Pulsar's own client.
+
+Nothing is used of this project but the classes generated from `proto/`: any language can do the same.
+`docs/formats-pulsar.md` says why each line is there, `README.md` shows how a consumer uses it.
+"""
+
+import base64
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from seqdedupe.v1 import batch_pb2, read_pb2
+
+USER = "seqdedupe.user."
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message as its producer published it."""
+
+    index: int
+    producer: str
+    sequence_id: int
+    payload: bytes | None
+    key: bytes | None
+    event_time_ms: int
+    properties: dict[str, str]
+
+
+class Topic:
+    """What counts, of entries in the topic's order. Without a marker the first entry of a sidecar's is believed."""
+
+    def __init__(self) -> None:
+        self._owner = ""
+        self._term = 0
+        self._next = -1
+
+    def counts(self, properties: dict[str, str]) -> bool:
+        """Whether the entry holds messages that count. Raises ValueError where entries before it are missing."""
+        owner, kind = properties.get("seqdedupe.owner"), properties.get("seqdedupe.kind")
+        if owner is None:
+            return False
+        version, _, term, _ = owner.split(":")
+        if version != "1":
+            raise ValueError(f"an entry has format version {version}")
+        number = int(properties["seqdedupe.entry"])
+        if (kind == "marker" and int(term) > self._term) or not self._owner:
+            self._owner, self._term, self._next = owner, int(term), number
+        if owner != self._owner or number < self._next:
+            return False
+        if number > self._next:
+            raise ValueError(f"entry {self._next} of term {term} is missing")
+        self._next += 1
+        return kind in (None, "batch")
+
+
+def messages(payload: bytes | None, properties: dict[str, str], key: str, event_time_ms: int) -> Iterator[Received]:
+    """The messages in an entry that counts."""
+    if properties.get("seqdedupe.kind") == "batch":
+        (record,) = read_pb2.ReadResponse.FromString(payload or b"").records
+        yield from _of_batch(record)
+        return
+    exact = properties.get("seqdedupe.key_base64")
+    yield Received(
+        int(properties["seqdedupe.index"]),
+        properties["seqdedupe.producer"],
+        int(properties["seqdedupe.sequence_id"]),
+        payload,
+        base64.b64decode(exact) if exact is not None else key.encode() or None,
+        int(properties.get("seqdedupe.event_time_ms", event_time_ms)),
+        {
+            name.removeprefix(USER): value
+            for name, value in properties.items()
+            if name.startswith(USER) or not name.startswith("seqdedupe.")
+        },
+    )
+
+
+def _of_batch(record: batch_pb2.Record) -> Iterator[Received]:
+    batch = record.batch
+    names = _cut(batch.producer_names, batch.producer_name_offsets)
+    keys = _cut(batch.keys, batch.key_offsets)
+    property_names = _cut(batch.property_names, batch.property_name_offsets)
+    property_values = _cut(batch.property_values, batch.property_value_offsets)
+    for row, payload in enumerate(_cut(batch.payloads, batch.payload_offsets)):
+        first, stop = batch.property_offsets[row : row + 2] if batch.property_offsets else (0, 0)
+        yield Received(
+            record.base_index + row,
+            names[batch.producer_indexes[row] if batch.producer_indexes else 0].decode(),
+            batch.sequence_ids[row],
+            payload if _is_there(batch.payload_validity, row) else None,
+            keys[row] if keys and _is_there(batch.key_validity, row) else None,
+            batch.event_times_ms[row] if batch.event_times_ms else 0,
+            {property_names[i].decode(): property_values[i].decode() for i in range(first, stop)},
+        )
+
+
+def _cut(blob: bytes, offsets: Sequence[int]) -> list[bytes]:
+    return [blob[start:end] for start, end in pairwise(offsets)]
+
+
+def _is_there(validity: bytes, row: int) -> bool:
+    return not validity or bool(validity[row // 8] >> row % 8 & 1)

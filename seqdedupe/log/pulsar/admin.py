@@ -1,0 +1,120 @@
+"""What the sidecar asks of a Pulsar cluster beside messages: topics, who writes to them, and their policies."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.log.pulsar.http import AdminUrl
+
+
+class Publisher(NamedTuple):
+    """A producer that is connected to a topic."""
+
+    name: str
+    metadata: dict[str, str]
+    """What it was opened with as its properties."""
+
+
+class TopicStats(NamedTuple):
+    """What a topic's broker says of it just now."""
+
+    publishers: tuple[Publisher, ...]
+    waiting_publishers: int
+    """Those that wait to be the exclusive one."""
+    deduplicates: bool
+    """Whether Pulsar's own deduplication is in force."""
+
+
+class Admin:
+    """The admin calls that the log needs. All raise what `AdminUrl.call` does.
+
+    Topics are given by their full names; a partition is a topic, `…-partition-0`.
+    """
+
+    def __init__(self, url: AdminUrl) -> None:
+        self._url = url
+
+    async def create_topic(self, topic: str, properties: Mapping[str, str]) -> None:
+        """Makes a topic that is not partitioned, with these properties. Raises TOPIC_EXISTS."""
+        await self._url.call("PUT", _path(topic), dict(properties), conflict="TOPIC_EXISTS")
+
+    async def delete_topic(self, topic: str) -> None:
+        """Deletes a topic with its messages and subscriptions. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if somebody is
+        connected to it."""
+        await self._url.call("DELETE", _path(topic))
+
+    async def topics(self, namespace: str) -> list[str]:
+        """The full names of all topics of a namespace, `tenant/namespace`, each partition by itself. All or an error:
+        INVALID_NAMESPACE if there is none of that name."""
+        path = f"persistent/{namespace}"
+        try:
+            names = await self._url.get(path)
+        except NotFoundError as e:
+            raise error(
+                "INVALID_NAMESPACE",
+                f"Pulsar has no namespace {namespace}",
+                hint=f"Create it: pulsar-admin namespaces create {namespace}",
+            ) from e
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise _not_pulsar(path)
+        return names
+
+    async def properties(self, topic: str) -> dict[str, str]:
+        """The properties of a topic itself."""
+        path = f"{_path(topic)}/properties"
+        return _texts(await self._url.get(path) or {}, path)
+
+    async def stats(self, topic: str) -> TopicStats:
+        """Who writes to a topic. It is loaded by its broker for that."""
+        path = f"{_path(topic)}/stats"
+        answer = await self._url.get(path)
+        try:
+            return TopicStats(
+                tuple(Publisher(str(p["producerName"]), _texts(p["metadata"], path)) for p in answer["publishers"]),
+                int(answer["waitingPublishers"]),
+                answer["deduplicationStatus"] == "Enabled",
+            )
+        except (KeyError, TypeError, ValueError) as e:
+            raise _not_pulsar(path) from e
+
+    async def unload(self, topic: str) -> None:
+        """Lets a broker take the topic anew: all producers and readers have to connect again, frozen ones are out."""
+        await self._url.call("PUT", f"{_path(topic)}/unload")
+
+    async def policy(self, topic: str, name: str) -> Any:
+        """The policy of this name that is in force for a topic, wherever it was set."""
+        return await self._url.get(f"{_path(topic)}/{name}?applied=true")
+
+    async def set_policy(self, topic: str, name: str, value: object) -> None:
+        """Sets a policy of the topic itself. It is in force soon after."""
+        await self._url.call("POST", f"{_path(topic)}/{name}", value)
+
+    async def subscription_expiration_minutes(self, namespace: str) -> int | None:
+        """After what time Pulsar removes subscriptions of a namespace that nobody uses: 0 is never, None is not set."""
+        path = f"namespaces/{namespace}/subscriptionExpirationTime"
+        minutes = await self._url.get(path)
+        if minutes is not None and not isinstance(minutes, int):
+            raise _not_pulsar(path)
+        return minutes
+
+    async def broker_keys(self) -> dict[str, str]:
+        """The configuration of a broker. Needs the permissions of a superuser."""
+        path = "brokers/configuration/runtime"
+        return _texts(await self._url.get(path), path)
+
+
+def _path(topic: str) -> str:
+    domain, _, name = topic.partition("://")
+    tenant, namespace, local = name.split("/", 2)
+    return f"{domain}/{tenant}/{namespace}/{quote(local, safe='')}"
+
+
+def _texts(answer: object, path: str) -> dict[str, str]:
+    if not isinstance(answer, dict):
+        raise _not_pulsar(path)
+    return {str(name): str(value) for name, value in answer.items()}
+
+
+def _not_pulsar(path: str) -> SeqdedupeError:
+    return error("PULSAR_REFUSES", f"GET {path} of pulsar.admin_url is not answered as Pulsar does")

@@ -1,0 +1,243 @@
+"""What an entry of ours in a Pulsar topic says of itself: properties, which any client can read.
+
+`docs/formats-pulsar.md` lists them. Markers, control records and packed batches are made and read here, rows that are
+an entry each in `plain`. No I/O, and nothing of Pulsar's client: `Message` is what it is given, `Entry` what it gives.
+"""
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from seqdedupe import batch as batches
+from seqdedupe.batch import Batch
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.columns import COLUMNS_END, PLACES
+from seqdedupe.format.headers import BATCH_TAG, HEADER_BYTES, TOKEN_BYTES, header, ownership_of
+from seqdedupe.format.layout import layout_columns
+from seqdedupe.format.tag import NO_KEY
+from seqdedupe.message_id import MessageId
+
+FORMAT_VERSION = 1
+
+PREFIX = "seqdedupe."
+"""Of our properties' names."""
+OWNER = PREFIX + "owner"
+NUMBER = PREFIX + "entry"
+INDEX = PREFIX + "index"
+KIND = PREFIX + "kind"
+ROWS = PREFIX + "rows"
+TOKEN = PREFIX + "token"
+FORMAT = PREFIX + "format"
+MODE = PREFIX + "mode"
+PARTITIONS = PREFIX + "partitions"
+ADDRESS = PREFIX + "address"
+
+# What KIND says; without it the entry is one message.
+MARKER = "marker"
+CONTROL = "control"
+BATCH = "batch"
+
+MAX_ENTRY_BYTES = 5 * 1024 * 1024
+"""The `maxMessageSize` of a broker, as it is delivered: of payload, key, properties and all that the client adds."""
+_CLIENT_BYTES = 1024
+"""What the client adds to an entry at most: the name of its producer, IDs, times."""
+_PROPERTY_BYTES = 16
+"""What it adds to a property."""
+
+_MAX_INT64 = 2**63 - 1
+
+_OWNER = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19}):([0-9a-f]{16})", re.ASCII)
+_VERSION = re.compile(r"(\d{1,9}):", re.ASCII)
+
+
+class Message(NamedTuple):
+    """A Pulsar message: what it is handed over as, and what is read of it however often it was sent."""
+
+    payload: bytes | None
+    """None is Pulsar's null value."""
+    properties: dict[str, str]
+    key: str = ""
+    """The partition key; empty is none."""
+    event_time_ms: int = 0
+    """0 is none."""
+
+
+class Entry(NamedTuple):
+    """A message as a topic holds it."""
+
+    message: Message
+    message_id: MessageId
+    publish_time_ms: int
+    """By the clock of the client that sent it."""
+    producer_name: str = ""
+    """As Pulsar has it. Nobody asks for this and the next one where the entry is ours."""
+    sequence_id: int = -1
+    """As Pulsar has it; -1 where the client does not show it."""
+
+
+class Owner(NamedTuple):
+    """Under which marker an entry was written, in which incarnation of the topic."""
+
+    incarnation: int
+    term: int
+    ownership: int
+    """The first eight bytes of the marker's token, as an unsigned number."""
+
+    def __str__(self) -> str:
+        """What stands in OWNER, with the version of the format in front."""
+        return f"{FORMAT_VERSION}:{self.incarnation}:{self.term}:{self.ownership:016x}"
+
+    @staticmethod
+    def parse(text: str) -> "Owner | None":
+        """What `str()` gave; None if this is something else. Raises NEWER_FORMAT."""
+        version = _VERSION.match(text)
+        if version and int(version[1]) > FORMAT_VERSION:
+            raise error("NEWER_FORMAT", f"an entry has format version {version[1]}; this one reads {FORMAT_VERSION}")
+        parts = _OWNER.fullmatch(text)
+        if not parts or int(parts[1]) != FORMAT_VERSION:
+            return None
+        owner = Owner(int(parts[2]), int(parts[3]), int(parts[4], 16))
+        return owner if owner.term and max(owner.incarnation, owner.term) <= _MAX_INT64 else None
+
+
+class EntryFormat(Enum):
+    """How messages stand in the topic. Chosen when it is created, for good."""
+
+    PLAIN = "plain"
+    """Each is an entry, which every consumer can read."""
+    PACKED = "packed"
+    """A batch is an entry."""
+
+
+class Settings(NamedTuple):
+    """What every marker says of its topic and its owner."""
+
+    format: EntryFormat
+    mode: str
+    """The deduplication mode: SEQUENCE_ID."""
+    partitions: int
+    """How many the topic was created with, of which this is one; 0 if it is not partitioned."""
+    address: str
+    """Where the owner can be reached."""
+
+
+class Marker(NamedTuple):
+    """The start of an ownership."""
+
+    term: int
+    token: bytes
+    settings: Settings
+
+
+class Part(NamedTuple):
+    """A batch in its canonical encoding."""
+
+    encoded: bytes
+    rows: int
+    column_bytes: int
+
+
+def marker(incarnation: int, term: int, token: bytes, settings: Settings) -> Message:
+    """The entry with which an ownership begins. Its number is 0. It names no index: its writer need not know one."""
+    return Message(
+        b"",
+        {
+            OWNER: str(Owner(incarnation, term, ownership_of(token))),
+            NUMBER: "0",
+            KIND: MARKER,
+            TOKEN: token.hex(),
+            FORMAT: settings.format.value,
+            MODE: settings.mode,
+            PARTITIONS: str(settings.partitions),
+            ADDRESS: settings.address,
+        },
+    )
+
+
+def control(owner: Owner, number: int, next_index: int, body: bytes) -> Message:
+    """The entry of a control record, an encoded `Control`. Raises MESSAGE_TOO_LARGE."""
+    properties = {OWNER: str(owner), NUMBER: str(number), INDEX: str(next_index), KIND: CONTROL}
+    return checked(Message(body, properties))
+
+
+def packed(owner: Owner, number: int, index: int, publish_time_ms: int, part: Part) -> Message:
+    """The entry of a batch: a stored record, whose first message has this index. Raises MESSAGE_TOO_LARGE."""
+    record = header(
+        part.encoded,
+        BATCH_TAG,
+        rows=part.rows,
+        column_bytes=part.column_bytes,
+        incarnation=owner.incarnation,
+        file_offset=0,
+        base_index=index,
+        publish_time_ms=publish_time_ms,
+        synced_offset=0,
+        ownership=owner.ownership,
+        key=NO_KEY,
+    )
+    properties = {
+        OWNER: str(owner),
+        NUMBER: str(number),
+        INDEX: str(index),
+        KIND: BATCH,
+        ROWS: str(part.rows),
+    }
+    return checked(Message(record + part.encoded, properties))
+
+
+def split(part: Part) -> list[Part]:
+    """The same rows in batches that fit into an entry each, if they are not too large by themselves."""
+    if HEADER_BYTES + len(part.encoded) + 2 * _CLIENT_BYTES <= MAX_ENTRY_BYTES or part.rows == 1:
+        return [part]
+    whole = batches.decode(part.encoded)
+    middle = part.rows // 2
+    halves = (whole.take(np.arange(middle)), whole.take(np.arange(middle, part.rows)))
+    return [small for half in halves for small in split(encoded(half))]
+
+
+def encoded(batch: Batch) -> Part:
+    """The batch as it is stored."""
+    raw = batch.encode()
+    places = np.zeros(PLACES, np.int64)
+    layout_columns(np.frombuffer(raw, np.uint8), 0, len(raw), places)
+    return Part(raw, len(batch), int(places[COLUMNS_END]))
+
+
+def checked(message: Message) -> Message:
+    """The message, if a broker takes it. Raises MESSAGE_TOO_LARGE."""
+    size = len(message.payload or b"") + len(message.key.encode()) + _CLIENT_BYTES
+    for name, value in message.properties.items():
+        size += len(name.encode()) + len(value.encode()) + _PROPERTY_BYTES
+    if size > MAX_ENTRY_BYTES:
+        raise error(
+            "MESSAGE_TOO_LARGE",
+            f"an entry of the Pulsar topic takes {size} bytes with key and properties: at most {MAX_ENTRY_BYTES}",
+        )
+    return message
+
+
+def read_marker(message: Message, owner: Owner) -> Marker:
+    """What a marker of this owner says. Raises LOG_DAMAGED, NEWER_FORMAT."""
+    properties = message.properties
+    try:
+        token = bytes.fromhex(properties[TOKEN])
+        settings = Settings(
+            EntryFormat(properties[FORMAT]), properties[MODE], int(properties[PARTITIONS]), properties[ADDRESS]
+        )
+    except (KeyError, ValueError) as e:
+        raise damaged(f"the marker of term {owner.term} does not say {e}") from e
+    if len(token) != TOKEN_BYTES or ownership_of(token) != owner.ownership:
+        raise damaged(f"the marker of term {owner.term} does not fit its owner")
+    return Marker(owner.term, token, settings)
+
+
+def damaged(what: str) -> SeqdedupeError:
+    """The error of an entry that is not what was written."""
+    return error(
+        "LOG_DAMAGED",
+        f"the Pulsar topic is damaged: {what}",
+        hint="Nothing was changed, and other topics serve. Has something else written into the topic as if it were the "
+        "sidecar? Look at the entry with Pulsar's own tools, and read the topic from a replica if there is one.",
+    )

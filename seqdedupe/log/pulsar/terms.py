@@ -1,0 +1,211 @@
+"""The rule of terms: which entries of a Pulsar topic are ours, whoever wrote into it.
+
+Pulsar's own exclusion of writers lets two in at once (both get receipts), and its deduplication can be off. So nothing
+rests on either: all who read the topic in its order come to the same verdicts by what the entries say of themselves,
+and an owner confirms only what that reading is certain to find.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar.entries import (
+    BATCH,
+    CONTROL,
+    INDEX,
+    KIND,
+    MARKER,
+    NUMBER,
+    OWNER,
+    ROWS,
+    Marker,
+    Message,
+    Owner,
+    damaged,
+    read_marker,
+)
+from seqdedupe.message_id import MessageId
+
+REMEMBERED_ENTRIES = 16_384
+"""So many of the newest entries a repeat is compared with. A client sends again only what it has in flight: an owner
+has never more under way."""
+
+
+class Verdict(Enum):
+    """What an entry is."""
+
+    VALID = "valid"
+    """Ours: a message, a batch, a control record, or a marker that takes ownership."""
+
+    VOID = "void"
+    """Of an owner who is not the last that took ownership, or a marker whose term is not higher: nobody counts it."""
+
+    REPEAT = "repeat"
+    """The same as a valid entry that stands before it: it was sent twice."""
+
+    EARLIER = "earlier"
+    """Not ours, before the first marker: from the time before the topic had an owner."""
+
+    FOREIGN = "foreign"
+    """Not ours, after the first marker."""
+
+
+class Standing(NamedTuple):
+    """How far a topic was read: what has to be known to read on."""
+
+    owner: Owner
+    """The last that took ownership; before the first marker one of term 0."""
+    next_number: int = 0
+    """That of the owner's next entry."""
+    next_index: int = 0
+
+    @staticmethod
+    def start(incarnation: int) -> "Standing":
+        """Before everything."""
+        return Standing(Owner(incarnation, 0, 0))
+
+
+@dataclass
+class Counts:
+    """How many entries that are not valid were met."""
+
+    void: int = 0
+    repeats: int = 0
+    earlier: int = 0
+    foreign: int = 0
+
+
+class Terms:
+    """Judges the entries of a topic, which are given in the topic's order and without leaving any out.
+
+    An owner numbers its entries from 0, its marker, and messages have indexes without gaps over all owners; so what is
+    missing is noticed. After an error nothing more may be asked: `standing` is that of the last valid entry.
+    """
+
+    def __init__(self, standing: Standing) -> None:
+        self.counts = Counts()
+        self.marker: Marker | None = None
+        """The last that took ownership, if it was met here."""
+        self.owner, self._next_number, self.next_index = standing
+        self._text = str(self.owner) if self.owner.term else ""
+        self._unseen_below = self._next_number
+        self._remembered: deque[int] = deque(maxlen=REMEMBERED_ENTRIES)
+
+    @property
+    def standing(self) -> Standing:
+        """What is needed to read on after the last entry."""
+        return Standing(self.owner, self._next_number, self.next_index)
+
+    def judge(self, message: Message) -> Verdict:
+        """The verdict on the next entry.
+
+        Raises `DamagedError`: LOG_GAP where something is missing before this entry, LOG_DAMAGED where it is none that
+        can stand here, NEWER_FORMAT.
+        """
+        properties = message.properties
+        text = properties.get(OWNER)
+        if text is None or text != self._text:
+            return self._of_another(message, text)
+        try:
+            number = int(properties[NUMBER])
+            kind = properties.get(KIND)
+            # A marker says no index; a second copy of it was passed.
+            index = int(properties[INDEX]) if kind != MARKER else self.next_index
+            rows = 1 if kind is None else int(properties[ROWS]) if kind == BATCH else 0
+        except (KeyError, ValueError) as e:
+            raise damaged(f"an entry of term {self.owner.term} does not say {e}") from e
+        if number < self._next_number:
+            return self._repeat(number, message)
+        if number > self._next_number or index > self.next_index:
+            raise gap(
+                f"in term {self.owner.term} entry {self._next_number} with index {self.next_index} should be where "
+                f"entry {number} with index {index} is",
+                self.next_index,
+            )
+        if index < self.next_index or rows < 0 or (kind == BATCH and rows == 0) or kind == MARKER:
+            raise damaged(f"entry {number} of term {self.owner.term} has index {index}, {self.next_index} is the next")
+        if kind not in (None, BATCH, CONTROL):
+            raise error(
+                "NEWER_FORMAT", f"entry {number} of term {self.owner.term} is of a kind unknown here: {kind[:40]!r}"
+            )
+        self._remembered.append(_fingerprint(message))
+        self._next_number += 1
+        self.next_index += rows
+        return Verdict.VALID
+
+    def _of_another(self, message: Message, text: str | None) -> Verdict:
+        owner = Owner.parse(text) if text is not None else None
+        if owner is None:
+            if not self.owner.term:
+                self.counts.earlier += 1
+                return Verdict.EARLIER
+            self.counts.foreign += 1
+            return Verdict.FOREIGN
+        if owner.incarnation != self.owner.incarnation:
+            raise damaged(f"an entry of incarnation {owner.incarnation} stands in that of {self.owner.incarnation}")
+        if owner.term <= self.owner.term:
+            self.counts.void += 1
+            return Verdict.VOID
+        if message.properties.get(KIND) != MARKER:
+            raise gap(f"the marker of term {owner.term} is missing", self.next_index)
+        if message.properties.get(NUMBER) != "0":
+            raise damaged(f"the marker of term {owner.term} is not the first entry of its owner")
+        self.marker = read_marker(message, owner)
+        self.owner, self._text = owner, str(owner)
+        self._next_number, self._unseen_below = 1, 0
+        self._remembered.append(_fingerprint(message))
+        return Verdict.VALID
+
+    def _repeat(self, number: int, message: Message) -> Verdict:
+        back = self._next_number - number
+        if back <= len(self._remembered):
+            if self._remembered[-back] != _fingerprint(message):
+                raise damaged(
+                    f"entry {number} of term {self.owner.term} stands there twice, and the two are not the same"
+                )
+        elif number >= self._unseen_below:
+            raise damaged(
+                f"entry {number} of term {self.owner.term} comes again after {back} others: nobody sends that late"
+            )
+        self.counts.repeats += 1
+        return Verdict.REPEAT
+
+
+class Receipts:
+    """What an owner may confirm, by the receipts of its appends in their order.
+
+    A receipt proves that an entry was stored, not that it is valid: a marker of another owner may stand before it. It
+    does if it follows the last confirmed entry without a gap in the same ledger, since then nothing stands between.
+    """
+
+    def __init__(self, confirmed: MessageId) -> None:
+        """`confirmed`: of the last entry that was read and is valid, the owner's own marker at first."""
+        self._confirmed = confirmed
+
+    def confirms(self, receipt: MessageId) -> bool:
+        """Whether this receipt, of the append after the last one confirmed, confirms it.
+
+        If not (a gap, a new ledger, or none: (-1, -1)), the topic has to be read up to that append: `was_read`.
+        """
+        last = self._confirmed
+        if receipt != MessageId(last.ledger_id, last.entry_id + 1):
+            return False
+        self._confirmed = receipt
+        return True
+
+    def was_read(self, message_id: MessageId) -> None:
+        """The topic was read and judged up to the append after the last one confirmed: it is valid, and stands here."""
+        self._confirmed = message_id
+
+
+def _fingerprint(message: Message) -> int:
+    """By which two messages are known to be the same, in this process alone."""
+    payload, properties, key, event_time_ms = message
+    return hash((payload, frozenset(properties.items()), key, event_time_ms))
+
+
+def gap(what: str, next_index: int) -> SeqdedupeError:
+    """The error of entries that are missing where this index was the next."""
+    return error("LOG_GAP", f"entries of the Pulsar topic are missing: {what}", index=next_index)

@@ -1,0 +1,121 @@
+"""Processes that own a topic, or believe to, as an owner does by the rules; and an oracle of what is valid."""
+
+from itertools import pairwise
+
+from seqdedupe.log.pulsar.entries import INDEX, KIND, MARKER, NUMBER, OWNER, Message
+from seqdedupe.log.pulsar.terms import Receipts, Standing, Terms, Verdict
+from seqdedupe.message_id import MessageId
+from tests.batches import batch
+from tests.log.pulsar.standin import PulsarTopic
+from tests.log.pulsar.topics import INCARNATION, marker, owner, rows
+
+
+class Process:
+    """One that opens the topic for writing, appends, and confirms by the rule of receipts.
+
+    With `believes` every receipt confirms. What it appends is on its way until its `producer` is told otherwise.
+    """
+
+    def __init__(self, topic: PulsarTopic, name: str, *, believes: bool = False) -> None:
+        self.name = name
+        self.confirmed: list[str] = []
+        self.is_open = False
+        self.producer = topic.producer(name)
+        self._topic = topic
+        self._believes = believes
+        self._number = self._index = 0
+        self._under_way: list[Message] = []
+        self._term = self._sent = self._openings = 0
+        self._whose = ""
+
+    def open(self, *, lands: int = 0, highest_term: int | None = None) -> None:
+        """Marks, with a term above the highest that it read, or above a stale one, until a marker takes ownership.
+
+        Of what it had on its way `lands` are stored before. What it finds then of its own is confirmed.
+        """
+        self.producer.end(lands)
+        self.is_open = False
+        while not self.is_open:
+            self._openings += 1
+            self._whose = f"{self.name}{self._openings}"
+            self._term = (self._read().owner.term if highest_term is None else highest_term) + 1
+            highest_term = None
+            self.producer = self._topic.producer(self.name)
+            self.producer.send(marker(self._term, self._whose))
+            self.producer.store()
+            self.producer.hear()
+            standing = self._read()
+            self.is_open = standing.owner == owner(self._term, self._whose)
+        self._settle()
+        self._number, self._index = 1, standing.next_index
+        self._receipts = Receipts(self._place_of(marker(self._term, self._whose)) or MessageId(-1, -1))
+
+    def append(self) -> None:
+        """Hands over a message. It is on its way."""
+        self._sent += 1
+        payload = f"{self.name}{self._sent}".encode()
+        sent = batch([("p", self._index)], payloads=[payload])
+        (message,) = rows(self._term, self._number, self._index, sent, self._whose)
+        self._number, self._index = self._number + 1, self._index + 1
+        self._under_way.append(message)
+        self.producer.send(message)
+
+    def hear(self) -> None:
+        """Receipts come. What they do not confirm is looked for in the topic; an owner that has lost stops."""
+        for receipt in self.producer.hear():
+            message = self._under_way[0]
+            if not self._believes and not self._receipts.confirms(receipt):
+                found = self._place_of(message)
+                if found is None:
+                    self.is_open = False
+                    return
+                self._receipts.was_read(found)
+            self._confirm(self._under_way.pop(0))
+
+    def _settle(self) -> None:
+        """After an opening: what of the earlier one is in the topic is stored, and the rest never will be."""
+        under_way, self._under_way = self._under_way, []
+        for message in under_way:
+            if self._place_of(message) is not None:
+                self._confirm(message)
+
+    def _confirm(self, message: Message) -> None:
+        self.confirmed.append((message.payload or b"").decode())
+
+    def _read(self) -> Standing:
+        terms = Terms(Standing.start(INCARNATION))
+        for entry in self._topic.read():
+            terms.judge(entry.message)
+        return terms.standing
+
+    def _place_of(self, message: Message) -> MessageId | None:
+        terms = Terms(Standing.start(INCARNATION))
+        for entry in self._topic.read():
+            if terms.judge(entry.message) is Verdict.VALID and entry.message == message:
+                return entry.message_id
+        return None
+
+
+def valid_in(topic: PulsarTopic) -> list[tuple[int, Message]]:
+    """The oracle: the places and messages of all valid entries, markers too."""
+    terms = [
+        int((entry.message.properties.get(OWNER) or "::0").split(":")[2])
+        if entry.message.properties.get(KIND) == MARKER
+        else 0
+        for entry in topic.entries
+    ]
+    takes = [at for at, term in enumerate(terms) if term and term > max([0, *terms[:at]])]
+    found: list[tuple[int, Message]] = []
+    for start, end in pairwise([*takes, len(topic.entries)]):
+        seen = set()
+        for at in range(start, end):
+            message = topic.entries[at].message
+            said = message.properties.get(OWNER), message.properties.get(NUMBER)
+            if said[0] == topic.entries[start].message.properties[OWNER] and said not in seen:
+                seen.add(said)
+                found.append((at, message))
+    return found
+
+
+def payloads_of(valid: list[tuple[int, Message]]) -> list[str]:
+    return [(message.payload or b"").decode() for _, message in valid if INDEX in message.properties]

@@ -1,0 +1,77 @@
+"""The decoder for consumers of Pulsar's own client shows what was published, in both formats, and nothing else."""
+
+import ast
+from dataclasses import astuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.pulsar import messages as example
+from seqdedupe.batch import Batch
+from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar.entries import Message
+from tests.batches import batch
+from tests.log.pulsar.topics import all_rows, marker, owner, packed, rows, stock
+
+SENT = [
+    batch(
+        [("p", 1), ("q", 5), ("p", 4)],
+        payloads=[b"one", None, b""],
+        keys=[b"key", None, b"\xff"],
+        event_times_ms=np.array([5, 0, -7], np.int64),
+        row_properties=[{"colour": "blue", "seqdedupe.index": "mine"}, None, {"ü": ""}],
+    ),
+    batch([("q", 6)], links={"q": 5}),
+    batch([("q", i) for i in range(7, 9)], links={"q": 6}, payloads=[b"", None], keys=[b"", b"k"]),
+]
+
+
+def entries_of(term: int, history: list[Batch], index: int, *, is_packed: bool) -> list[Message]:
+    found = [marker(term), entries.control(owner(term), 1, index, b"")]
+    for each in history:
+        if is_packed:
+            found.append(packed(term, len(found), index, each))
+        else:
+            found += rows(term, len(found), index, each)
+        index += len(each)
+    return found
+
+
+def received(topic: example.Topic, several: list[Message]) -> list[example.Received]:
+    return [
+        message
+        for entry in several
+        if topic.counts(entry.properties)
+        for message in example.messages(entry.payload, entry.properties, entry.key, entry.event_time_ms)
+    ]
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
+def test_what_was_published_is_received(is_packed: bool) -> None:
+    first = entries_of(1, SENT[:1], 0, is_packed=is_packed)
+    second = entries_of(2, SENT[1:], 3, is_packed=is_packed)
+    late = entries_of(1, SENT[1:], 3, is_packed=is_packed)[2:]
+    topic = [stock(), *first, stock(), *first[1:], marker(1, "b"), *second[:3], *late, *second]
+    found = received(example.Topic(), topic)
+    assert [message.index for message in found] == list(range(6))
+    assert [astuple(message)[1:] for message in found] == [
+        (row.producer, row.sequence_id, row.payload, row.key, row.event_time_ms, row.properties)
+        for row in all_rows(SENT)
+    ]
+    # Who begins in the middle believes the first owner it meets.
+    assert received(example.Topic(), second[3:]) == found[4:]
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
+def test_what_is_missing_is_an_error(is_packed: bool) -> None:
+    whole = entries_of(1, SENT, 0, is_packed=is_packed)
+    for at in range(1, len(whole) - 1):
+        with pytest.raises(ValueError, match="is missing"):
+            received(example.Topic(), [*whole[:at], *whole[at + 1 :]])
+
+
+def test_it_needs_the_published_schema_alone() -> None:
+    tree = ast.parse(Path(example.__file__).read_text())
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert [module for module in modules if module.startswith(("seqdedupe", "tests"))] == ["seqdedupe.v1"]
