@@ -57,7 +57,7 @@ class LoggedTopic(TopicBase):
         """The highest that a control record names."""
         self.policy_stated = -1
         """From this index on the log states the policy; -1: not known."""
-        self._import_parts = control.ImportParts()
+        self.import_parts = control.ImportParts()
 
     @property
     def first_index(self) -> int:
@@ -120,7 +120,7 @@ class LoggedTopic(TopicBase):
             # It may stand at the end of a segment that is dropped with the message before it.
             self.policy_stated = index - 1
         else:
-            control.apply(change, self._import_parts, self.producers, index)
+            control.apply(change, self.import_parts, self.producers, index)
 
     # -- changes -----------------------------------------------------------------------------------------------
 

@@ -66,8 +66,8 @@ async def index_after(topic: LoggedTopic, position: Position, *, skip_damaged: b
     if position.incarnation != incarnation:
         raise error(
             "POSITION_OF_ANOTHER_INCARNATION",
-            f"the position {position} belongs to another incarnation of topic {topic.name}: it was deleted and made "
-            f"anew, and is {incarnation} now",
+            f"topic {topic.name} is the incarnation {incarnation}, and the position {position} is of another one: of a "
+            "topic that was deleted and made anew, or of another topic",
             incarnation=incarnation,
         )
     if not position.is_whole():

@@ -14,6 +14,8 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from broker_sidecar import kernels
 from seqdedupe.testing import Sidecar
 
@@ -29,17 +31,20 @@ def environment(folder: Path, *, in_several_steps: bool) -> dict[str, str]:
     return {FILE: str(folder / "dies-at"), SEVERAL_STEPS: "yes" if in_several_steps else ""}
 
 
-def die_in(sidecar: Sidecar, folder: Path, step: str, count: int, call: Callable[[], Any]) -> None:
-    """Makes a call, in which the sidecar dies at the step of this count; starts it again."""
+def died_in(sidecar: Sidecar, folder: Path, step: str, count: int, call: Callable[[], Any]) -> bool:
+    """Makes a call; whether the sidecar died in it, at the step of this count: then it is started again."""
     file = folder / "dies-at"
     file.with_suffix(".new").write_text(json.dumps([step, count]))
     file.with_suffix(".new").rename(file)
     try:
         call()
-    finally:
+    except grpc.RpcError:
         file.unlink()
-    sidecar.wait()
-    sidecar.start()
+        sidecar.wait()
+        sidecar.start()
+        return True
+    file.unlink()
+    return False
 
 
 _passed: Counter[str] = Counter()
