@@ -30,13 +30,15 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python -m bench
 
-# What the suite has a small fixed share of: random histories of a topic, and mutated bytes.
+# What the suite has a small fixed share of: random histories of a topic, mutated bytes, and kills in the middle of imports.
 CASES ?= 100000
+KILLS ?= 300
 SEED ?= $(shell date +%s)
 campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.property.run --cases $(CASES) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz batches --cases $(CASES)00 --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
+	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)
 
 proto: $(READY)
 	BIN=$(abspath $(BIN)) ./proto/generate.sh

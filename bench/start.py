@@ -48,8 +48,8 @@ async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int =
         batch = single_producer(b"p", opened.epochs[0], k * rows - 1, base + k * rows, payloads)
         topic.admit(batch.encode(), k, reply, cache)
         while k - answered > IN_FLIGHT:
-            await topic.in_flight_now()
-    await topic.in_flight_now()
+            await topic.flight.all_of_now()
+    await topic.flight.all_of_now()
     # No last snapshot: the process is killed, as far as its data are concerned.
     await topic.close("done")
     await opened_data.close()

@@ -64,7 +64,8 @@ class AdminService:
         )
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
-        topic = await self._topics.create(request.topic, policy=policy_of(request.policy))
+        policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
+        topic = await self._topics.create(request.topic, policy=policy)
         return admin_pb2.CreateTopicResponse(topic=topic_to_proto(topic))
 
     async def _delete(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:

@@ -54,7 +54,7 @@ class Operate:
         )
 
     async def _in_flight(self, request: admin_pb2.ListInFlightRequest) -> admin_pb2.ListInFlightResponse:
-        found = operating.in_flight(self._topic(request.topic), request.longer_than_ms)
+        found = await operating.in_flight(self._topic(request.topic), request.longer_than_ms)
         return admin_pb2.ListInFlightResponse(
             in_flight=[
                 admin_pb2.InFlight(

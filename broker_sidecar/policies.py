@@ -23,7 +23,7 @@ class Policies:
 
     async def set_of_topic(self, request: admin_pb2.SetTopicPolicyRequest) -> admin_pb2.SetTopicPolicyResponse:
         topic = self._topics.get(request.topic)
-        policy = _given(request.policy)
+        policy = self._given(request.policy)
         await topic.set_policy(topic.newest_policy.with_values_of(policy))
         return admin_pb2.SetTopicPolicyResponse(topic=topic_to_proto(topic))
 
@@ -40,7 +40,7 @@ class Policies:
         self, request: admin_pb2.SetNamespacePolicyRequest
     ) -> admin_pb2.SetNamespacePolicyResponse:
         namespace = namespace_name(request.namespace)
-        given = _given(request.policy)
+        given = self._given(request.policy)
         await self._topics.namespaces.change(namespace, lambda policy: policy.with_values_of(given))
         policy, applied = self._of(namespace)
         return admin_pb2.SetNamespacePolicyResponse(policy=policy, applied=applied)
@@ -53,6 +53,13 @@ class Policies:
         policy, applied = self._of(namespace)
         return admin_pb2.RemoveNamespacePolicyResponse(policy=policy, applied=applied)
 
+    def _given(self, message: admin_pb2.TopicPolicy) -> Policy:
+        """What a request sets, which has to be something."""
+        policy = policy_of(message)
+        if policy == Policy():
+            raise error("INVALID_REQUEST", "policy is missing or sets nothing: say at least one value")
+        return policy.check_has_effect(self._topics.kind.log)
+
     def _of(self, namespace: str) -> tuple[admin_pb2.TopicPolicy, admin_pb2.TopicPolicy]:
         namespaces = self._topics.namespaces
         return policy_to_proto(namespaces.policy(namespace)), policy_to_proto(namespaces.applied(namespace))
@@ -64,11 +71,3 @@ def policy_of(message: admin_pb2.TopicPolicy) -> Policy:
         return Policy.of(message).check()
     except ValueError as e:
         raise error("INVALID_REQUEST", f"the policy has a value that this sidecar does not know: {e}") from e
-
-
-def _given(message: admin_pb2.TopicPolicy) -> Policy:
-    """`policy_of`, for a request that has to set something."""
-    policy = policy_of(message)
-    if policy == Policy():
-        raise error("INVALID_REQUEST", "policy is missing or sets nothing: say at least one value")
-    return policy

@@ -89,13 +89,13 @@ class _Publishing:
 
     def has_room(self, size: int) -> bool:
         """Whether a frame of so many bytes may be admitted now."""
-        return self.stream.share.fits((1 + ANSWER_FACTOR) * size) and self.topic.has_room()
+        return self.stream.share.fits((1 + ANSWER_FACTOR) * size) and self.topic.flight.has_room()
 
     async def wait_for_room(self, size: int) -> None:
         """Returns when a frame of so many bytes may be admitted."""
         await self.stream.share.wait_for((1 + ANSWER_FACTOR) * size)
-        if not self.topic.has_room():
-            await self.topic.wait_for_room()
+        if not self.topic.flight.has_room():
+            await self.topic.flight.wait_for_room()
 
     async def send(self) -> None:
         """Sends answers that wait, as one response: all, or as many as it may hold."""
@@ -174,7 +174,7 @@ class PublishService:
             name, batch = parse_publish(data)
             topic = self._topics.get(name)
             share = Share(self._streams.budget)
-            if not topic.has_room() or not share.fits((1 + ANSWER_FACTOR) * len(batch)):
+            if not topic.flight.has_room() or not share.fits((1 + ANSWER_FACTOR) * len(batch)):
                 raise error("QUEUE_FULL", f"topic {topic.name}, or all clients together, have too much in flight")
             share.take(len(batch))
             done: asyncio.Future[Receipt | Refusal] = asyncio.get_running_loop().create_future()

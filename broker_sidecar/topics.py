@@ -2,7 +2,7 @@
 
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.policy import Applied, Policy
-from seqdedupe.topic.state import TopicBase
+from seqdedupe.topic.state import State, TopicBase
 from seqdedupe.v1 import admin_pb2
 
 
@@ -20,7 +20,7 @@ def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
             name=topic.record.name,
             incarnation=topic.record.incarnation,
             state=topic.state.value,  # type: ignore[arg-type]
-            why=str(topic.why),
+            why=f"{topic.why} {topic.why.hint}" if topic.state is State.DAMAGED else str(topic.why),
         )
     counters, damage = topic.counters, topic.damage_found
     return admin_pb2.Topic(

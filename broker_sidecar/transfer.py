@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -101,12 +101,13 @@ class Transfer:
 
     async def _import_watermarks(self, _requests: object, _context: Context, stream: Stream) -> None:
         async with _read_to_its_end(stream):
-            producers = await self._imported(stream)
+            with ExitStack() as ended:
+                producers = await self._imported(stream, ended)
         await stream.write(admin_pb2.ImportWatermarksResponse(producers=producers).SerializeToString())
 
-    async def _imported(self, stream: Stream) -> int:
+    async def _imported(self, stream: Stream, ended: ExitStack) -> int:
         """Reads and carries out an import; returns how many producers it has."""
-        importing: WatermarksImport | None = None
+        importing: WatermarksImport[Any] | None = None
         topic: TopicBase | None = None
         producers = 0
         async for data in messages(stream):
@@ -114,6 +115,7 @@ class Transfer:
             if importing is None:
                 topic = self._topics.get(request.topic)
                 importing = begin_import(topic)
+                ended.callback(importing.close)
             elif request.topic and self._topics.get(request.topic) is not topic:
                 raise error("INVALID_REQUEST", "an import is into one topic")
             with _writing(stream):

@@ -70,7 +70,7 @@ def run_command(
         if as_json:
             _say_json(reason="OS_ERROR", message=message, hint="")
         else:
-            say(name, message)
+            say(name, f"{message} [OS_ERROR]")
         return failed
 
 
@@ -103,7 +103,8 @@ def standard_output() -> Iterator[None]:
     """What the block cannot write to standard output is STANDARD_OUTPUT_FAILED. If nobody reads on (`| head`), the
     command ends without a word, with the status of one that SIGPIPE has ended."""
     if sys.stdout is None:
-        raise error("STANDARD_OUTPUT_FAILED", "standard output is closed")
+        hint = "What the command has done stands; only what it prints is missing."
+        raise error("STANDARD_OUTPUT_FAILED", "standard output is closed", hint=hint)
     try:
         yield
     except OSError as e:

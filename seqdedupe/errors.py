@@ -222,8 +222,8 @@ REASONS: dict[str, Reason] = {
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "The topic was deleted and made anew, or salvaged, since the position was taken. Start again from the earliest "
-        "if that is what you want.",
+        "If it is a position of this topic, then the topic was deleted and made anew, or salvaged, since it was taken. "
+        "Start again from the earliest if that is what you want.",
     ),
     "POSITION_AFTER_END": Reason(
         PositionError,
@@ -285,7 +285,8 @@ REASONS: dict[str, Reason] = {
         "If the file is the one published before, unchanged up to the record with that ID, say so: --trust-source."
     ),
     "SOURCE_INCOMPLETE": _configuration(
-        "If the file is complete, say --final. If it still grows, say --follow, or start the command again when it has."
+        "If the file is complete, say --final. If it still grows, say --follow, or start the command again when it "
+        "has. If it was cut off while it was copied, get all of it first."
     ),
     "SOURCE_DIFFERS": _configuration(
         "What is missing after the producer's last ID (`seqdedupe producers TOPIC`) is published by the same command "

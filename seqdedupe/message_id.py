@@ -95,15 +95,21 @@ class Position(NamedTuple):
         return Position(incarnation, None, index - 1)
 
     @staticmethod
+    def of(message_id: MessageId) -> "Position":
+        """After a message of the embedded log, whose ID says it all but the history. Raises INVALID_POSITION."""
+        incarnation, index, batch_index = message_id
+        if min(incarnation, index) < 0 or batch_index >= 0:
+            raise error("INVALID_POSITION", f"{message_id} is not the ID of a message of the embedded log, as 123:45")
+        return Position(incarnation, message_id, index)
+
+    @staticmethod
     def parse(text: str) -> "Position":
         """The position that `str()` printed, or that of the message of the embedded log whose ID it printed.
 
         Raises INVALID_POSITION.
         """
         if _MESSAGE_ID.fullmatch(text):
-            incarnation, index, batch_index = MessageId.parse(text)
-            if batch_index < 0:
-                return Position(incarnation, MessageId.of(incarnation, index), index)
+            return Position.of(MessageId.parse(text))
         found = _POSITION.fullmatch(text)
         if not found:
             raise error(

@@ -41,6 +41,10 @@ def writing(path: Path, head: bytes) -> Iterator[Callable[[bytes | bytearray], N
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as e:
+        if e.filename != str(temporary):
+            raise
+        raise OSError(e.errno, e.strerror, str(path)) from e  # the name that somebody has asked for
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -85,6 +85,12 @@ def test_a_file_of_another_kind_is_none(tmp_path: Path) -> None:
         next(read(tmp_path / "file"))
 
 
+def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, writing(tmp_path / "nowhere" / "file"):
+        pass
+    assert caught.value.filename == str(tmp_path / "nowhere" / "file")
+
+
 def test_what_fails_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"before")

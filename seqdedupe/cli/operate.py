@@ -48,7 +48,8 @@ def message_state(topic: str, producer: str, sequence_id: int, address: str, as_
         lines += [("index", position.index), ("message ID", position.message_id)]
     if found.publish_time_ms:
         lines.append(("published", f"{found.publish_time_ms} ms since 1970"))
-    lines.append(("producer", f"persisted {found.persisted}, pushed {found.pushed}"))
+    numbers = f"persisted {found.persisted}, pushed {found.pushed}"
+    lines.append(("producer", numbers if found.pushed >= 0 else f"has sent nothing to this topic: {numbers}"))
     for name, value in lines:
         echo(f"{name:<14}{printable(str(value))}")
 

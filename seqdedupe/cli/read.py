@@ -16,7 +16,7 @@ from seqdedupe.client.blocking import Reader
 from seqdedupe.client.reader import Start
 from seqdedupe.command import json_text, printable, say, standard_output
 from seqdedupe.errors import SeqdedupeError, UnavailableError
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 
 MAX_INDEX = 2**63 - 1
@@ -29,12 +29,10 @@ class _StartType(click.ParamType[Start]):
         text = str(value)
         if text == "earliest" or text == "latest":
             return text  # type: ignore[return-value]
-        numbers = re.fullmatch(r"(\d{1,19})(?::(\d{1,19}))?(?::(\d{1,9}))?", text, re.ASCII)
-        if numbers and all(int(number) <= MAX_INDEX for number in numbers.groups(default="0")):
-            return MessageId.parse(text) if ":" in text else int(text)
-        if "/" in text:
-            with suppress(SeqdedupeError, ValueError):  # of numbers that are too large for a position
-                return Position.from_proto(Position.parse(text).to_proto())
+        if re.fullmatch(r"\d{1,19}", text, re.ASCII) and int(text) <= MAX_INDEX:
+            return int(text)
+        with suppress(SeqdedupeError, ValueError):  # of numbers that are too large for a position
+            return Position.from_proto(Position.parse(text).to_proto())
         raise click.BadParameter(f"{text!r} is not earliest, latest, an index, a message ID or a position.", ctx, param)
 
 

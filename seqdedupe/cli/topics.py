@@ -79,8 +79,8 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         ("snapshot", _known(topic, f"up to index {topic.snapshot_index}, not included")),
         ("producers", _known(topic, f"{topic.producers:,}")),
         ("log", _known(topic, f"{topic.log_bytes:,} bytes")),
-        ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since the start"),
-        ("refused", f"{topic.refused:,} frames since the start"),
+        ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since it was opened"),
+        ("refused", f"{topic.refused:,} frames since it was opened"),
         *_forgotten(topic),
         *_damage(topic),
     ):
@@ -99,7 +99,7 @@ def _forgotten(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
     """A line for a topic that has forgotten producers."""
     if not topic.purged and not topic.resumed_after_purge:
         return []
-    return [("forgotten", f"{topic.purged:,} producers since the start; {topic.resumed_after_purge:,} came back")]
+    return [("forgotten", f"{topic.purged:,} producers since it was opened; {topic.resumed_after_purge:,} came back")]
 
 
 def _damage(topic: admin_pb2.Topic) -> list[tuple[str, str]]:

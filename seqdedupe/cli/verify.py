@@ -25,6 +25,12 @@ _KINDS = {
 }
 
 
+_HINT_NO_MESSAGES = (
+    "The topic holds nothing of this producer: are its name and the topic's right (`seqdedupe producers TOPIC`)? What "
+    "was published under another name would be stored twice if it were published under this one."
+)
+
+
 class Difference(NamedTuple):
     """A record, a message, or both."""
 
@@ -105,6 +111,7 @@ class Comparison:
         return error(
             "SOURCE_DIFFERS",
             f"the file is not what {self.topic} holds of producer {self.name!r}: {found}",
+            hint=None if self.messages else _HINT_NO_MESSAGES,
         )
 
     def summary(self) -> dict[str, object]:

@@ -13,9 +13,9 @@ from seqdedupe.client.connection import DEFAULT_ADDRESS, call, check_not_forked,
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import OnWaiting, Reader, Start
 from seqdedupe.errors import UnavailableError, error
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
-from seqdedupe.v1 import read_pb2
+from seqdedupe.v1 import batch_pb2, read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
@@ -109,6 +109,19 @@ class Client:
         budget = read_pb2.ByteBudget(from_index=from_index, bytes=size_bytes)
         return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), byte_budget=budget))
 
+    async def position_at(self, topic: str, index: int) -> Position:
+        """The position of the message with this index: all that says which one it is.
+
+        Raises NotFoundError, PositionError if the message is trimmed or not there yet, DamagedError.
+        """
+        start = read_pb2.ReadStart(index=index)
+        request = read_pb2.ReadRequest(topic=topic_name(topic), start=start, stop_index=index + 1)
+        answer = await call(self._address, ReadServiceStub(self._own_channel()).Read, request)
+        for record in answer.records:
+            if record.HasField("batch"):
+                return _position_of_first(record)
+        raise error("POSITION_AFTER_END", f"{request.topic} has no message with index {index}", index=index)
+
     async def _locate(self, request: read_pb2.LocateRequest) -> Located:
         answer = await call(self._address, ReadServiceStub(self._own_channel()).Locate, request)
         return Located(answer.incarnation, answer.index)
@@ -144,3 +157,12 @@ class Client:
         if self._channel is None:
             self._channel = new_channel(self._address)
         return self._channel
+
+
+def _position_of_first(record: batch_pb2.Record) -> Position:
+    """That of a record's first row."""
+    if record.run_rows:
+        message_id = MessageId(record.run_ledger_ids[0], record.run_entry_ids[0], record.run_batch_indexes[0])
+    else:
+        message_id = MessageId.of(record.incarnation, record.base_index)
+    return Position(record.incarnation, message_id, record.base_index, record.ownership)

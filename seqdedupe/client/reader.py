@@ -92,7 +92,7 @@ class Reader:
         if isinstance(start, Position):
             self._read_on_after(start)
         elif isinstance(start, MessageId):
-            self._read_on_after(Position(start.ledger_id, start, start.entry_id))
+            self._read_on_after(Position.of(start))
         elif isinstance(start, int):
             if start < 0:
                 raise error("INVALID_POSITION", f"{start} is not an index: they are counted from 0")
@@ -294,7 +294,8 @@ class Reader:
         if self._incarnation not in (None, incarnation):
             raise error(
                 "POSITION_OF_ANOTHER_INCARNATION",
-                f"{self.topic} was recreated: its incarnation is {incarnation}, the position is of {self._incarnation}",
+                f"{self.topic} is the incarnation {incarnation}, and the position is of {self._incarnation}: of a "
+                "topic that was deleted and made anew, or of another topic",
                 incarnation=incarnation,
                 position_incarnation=self._incarnation,
             )

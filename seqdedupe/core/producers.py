@@ -97,7 +97,11 @@ class Producers:
 
     def add_all(self, names: list[bytes]) -> Int64s:
         """The producers' numbers, new ones for names that are new."""
-        return np.array([self.add(name) for name in names], np.int64)
+        number_of = self._number_of
+        numbers = np.array([number_of.setdefault(name, len(number_of)) for name in names], np.int64)
+        if len(number_of) > len(self.dirty):
+            self._grow(len(number_of))
+        return numbers
 
     def load(self, names: list[bytes], persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
         """Takes over a snapshot: these are PERSISTED, DURABLE_EPOCH and STATED, by producer number.

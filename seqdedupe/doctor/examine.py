@@ -15,7 +15,7 @@ from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 from seqdedupe.names import topic_name
-from seqdedupe.store.copy import check_all, opened_copy
+from seqdedupe.store.copy import check_all, of_original, opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.mark import kept_unused
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -92,7 +92,7 @@ def _open_store(folder: Path, found: Findings, opened: ExitStack) -> tuple[Store
     except DamagedError as e:
         is_missing = e.reason == "STORE_MISSING"
         found.store = StoreState.MISSING if is_missing else StoreState.DAMAGED
-        found.store_why = e.message
+        found.store_why = of_original(e.message, folder)
         has_version = e.reason in ("NEWER_FORMAT", "OLDER_FORMAT")
         found.cures.append(e.hint if has_version else f"restore the directory from a backup; or {REBUILD}")
         return None, []
@@ -128,7 +128,10 @@ def _topic(
         found.cures.append(RESTORE)
     if record is not None and not folder.is_dir():
         found.disagreements.append("the store has a record, but there is no log")
-        found.cures.append("restore the log together with the store from one backup, or delete the topic")
+        found.cures.append(
+            "restore the log together with the store from one backup, or write the other topics into a new directory "
+            "with --salvage, which leaves this one out"
+        )
         return found
     secret = _secret(folder, record, found)
     if not secret:

@@ -1,5 +1,6 @@
 """A store opened to be looked at: a copy of it, since opening one cuts what is torn, and RocksDB always writes."""
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 from seqdedupe.errors import error
 from seqdedupe.store.db import Store
 from seqdedupe.store.records import unseal
+
+_PREFIX = "seqdedupe-store-"
 
 
 @contextmanager
@@ -20,7 +23,7 @@ def opened_copy(folder: Path) -> Iterator[Store]:
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise error("STORE_MISSING", f"there is no store {folder}")
-    with tempfile.TemporaryDirectory(prefix="seqdedupe-store-") as temporary:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as temporary:
         copy = Path(temporary, "store")
         copy.mkdir()
         for path in folder.iterdir():
@@ -33,6 +36,12 @@ def opened_copy(folder: Path) -> Iterator[Store]:
             yield store
         finally:
             store.close()
+
+
+def of_original(message: str, folder: Path) -> str:
+    """What was said of a copy, with the name of the folder that was copied."""
+    copy = re.escape(str(Path(tempfile.gettempdir(), _PREFIX))) + r"\w+/store"
+    return re.sub(copy, lambda _: str(folder), message)
 
 
 def check_all(store: Store) -> int:

@@ -69,6 +69,10 @@ class ImportParts:
     def __init__(self) -> None:
         self._parts: list[Import] | None = None
 
+    def clear(self) -> None:
+        """What has come will not be completed."""
+        self._parts = None
+
     def add(self, part: Import) -> list[Import]:
         """The next part in the log. All parts if it completes an import, else none.
 

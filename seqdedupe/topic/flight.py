@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -20,6 +21,9 @@ MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 """Admitted and not settled, in one topic."""
 
 MAX_IN_FLIGHT_FRAMES = 16_384
+
+LISTED_AT_ONCE = 16
+"""So many frames are looked through in one step of the event loop: the largest take some ms each."""
 
 FRAMES_A_PART = 256
 """Whose producers are looked at in one step."""
@@ -69,6 +73,10 @@ class InFlight:
     last_id: int
     since_seconds: float
 
+    def add(self, first_id: int, last_id: int) -> None:
+        """These too, which came later."""
+        self.first_id, self.last_id = min(self.first_id, first_id), max(self.last_id, last_id)
+
 
 class Flight:
     """Frames and control records in the order in which they were handed over, which is that in which they settle."""
@@ -110,17 +118,28 @@ class Flight:
                 return since
         return None
 
-    def by_producer(self, until_seconds: float) -> dict[int, InFlight]:
-        """What has been in flight since that time or longer, by producer number."""
-        found: dict[int, InFlight] = {}
-        for frame, since in self._frames():
-            if since > until_seconds:
-                break
-            producer_rows, ids = _columns(frame)
-            for number, first, last in _spans(producer_rows, ids):
-                known = found.setdefault(number, InFlight(first, last, since))
-                known.first_id, known.last_id = min(known.first_id, first), max(known.last_id, last)
-        return found
+    def by_producer(self, until_seconds: float) -> Iterator[dict[int, InFlight]]:
+        """What has been in flight since that time or longer, by producer number; some frames at once, the oldest first.
+
+        Each part is as it is when it is asked for: without what has settled, and what has come since the first.
+        """
+        at, end = 0, self._ever
+        while (at := max(at, self._ever - len(self._admitted))) < end:
+            settled = self._ever - len(self._admitted)
+            some = list(islice(self._admitted, at - settled, min(at + LISTED_AT_ONCE, end) - settled))
+            at += len(some)
+            found: dict[int, InFlight] = {}
+            for item in some:
+                if isinstance(item, Changing):
+                    continue
+                if item.since_seconds > until_seconds:
+                    at = end
+                    break
+                producer_rows, ids = _columns(item.frame)
+                for number, first, last in _spans(producer_rows, ids):
+                    known = found.setdefault(number, InFlight(first, last, item.since_seconds))
+                    known.add(first, last)
+            yield found
 
     def _frames(self) -> Iterator[tuple[Frame, float]]:
         return ((item.frame, item.since_seconds) for item in self._admitted if isinstance(item, Admitted))

@@ -1,5 +1,6 @@
 """What an operator asks and does about a topic's producers: one message, what is in flight, a reset."""
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +14,7 @@ from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
 from seqdedupe.names import producer_name
 from seqdedupe.topic.control import Reset
+from seqdedupe.topic.flight import InFlight
 from seqdedupe.topic.originals import NOT_KNOWN, find_in_log, publish_time_ms
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
@@ -100,18 +102,27 @@ async def _position_of(topic: Topic, index: int) -> Position:
         return Position(topic.incarnation, None, index)
 
 
-def in_flight(topic: Topic, longer_than_ms: int) -> list[ProducerInFlight]:
+async def in_flight(topic: Topic, longer_than_ms: int) -> list[ProducerInFlight]:
     """The producers that have had something in flight for at least so long, the longest first, and which IDs.
 
-    Raises INVALID_REQUEST.
+    What settles meanwhile may be left out. Raises INVALID_REQUEST.
     """
     if longer_than_ms < 0:
         raise error("INVALID_REQUEST", f"longer_than_ms is {longer_than_ms}: it should be 0 or higher")
-    found = topic.flight.by_producer(topic.now_seconds() - longer_than_ms / MILLISECONDS_A_SECOND)
-    names = dict(zip(sorted(found), topic.producers.names_of(np.array(sorted(found))), strict=True)) if found else {}
+    until_seconds = topic.now_seconds() - longer_than_ms / MILLISECONDS_A_SECOND
+    generation = -1
+    while generation != topic.producers.generation:
+        # Where producers have other numbers by now it is begun anew.
+        generation = topic.producers.generation
+        found: dict[int, InFlight] = {}
+        for part in topic.flight.by_producer(until_seconds):
+            for number, one in part.items():
+                found.setdefault(number, one).add(one.first_id, one.last_id)
+            await asyncio.sleep(0)
+    names = topic.producers.names_of(np.array(sorted(found))) if found else []
     listed = [
-        ProducerInFlight(names[number], each.first_id, each.last_id, _ms_since(topic, each.since_seconds))
-        for number, each in found.items()
+        ProducerInFlight(name, one.first_id, one.last_id, _ms_since(topic, one.since_seconds))
+        for name, one in zip(names, (found[number] for number in sorted(found)), strict=True)
     ]
     return sorted(listed, key=lambda each: -each.in_flight_ms)
 

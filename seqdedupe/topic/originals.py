@@ -1,6 +1,6 @@
 """Where a producer's message stands when the ring of recent messages has forgotten it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 
@@ -15,10 +15,9 @@ from seqdedupe.format.columns import (
     PUBLISH_TIME_MS,
     RECORD_END,
     RECORD_START,
-    ROWS,
 )
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.records import END, body_of, scan_record
+from seqdedupe.format.records import END, body_of, scan_record, span
 from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Log
 
@@ -27,7 +26,8 @@ NOT_KNOWN = -1
 LOOKED_THROUGH_MESSAGES = 2**16
 """How far back from the log's end a message is looked for: so many messages, and about so many bytes."""
 LOOKED_THROUGH_BYTES = 64 * 1024 * 1024
-_PAGE_BYTES = 1024 * 1024
+_PAGE_BYTES = 256 * 1024
+"""Looked through in one step of the event loop."""
 
 
 async def index_in_log(producers: Producers, number: int, log: Log) -> int:
@@ -43,12 +43,11 @@ async def index_in_log(producers: Producers, number: int, log: Log) -> int:
     [name] = producers.names_from(number, 1)
     try:
         raw, _ = await log.read(stated, stated + 1, 1)
+        page = bytes(raw)
+        places = next(_records(log, page))
     except SeqdedupeError:
         return NOT_KNOWN
-    places = np.empty(PLACES, np.int64)
-    if scan_record(np.frombuffer(raw, np.uint8), 0, log.incarnation, -1, NO_KEY, places) != END:
-        return NOT_KNOWN
-    return _index_in_record(raw, places, name, last)
+    return _index_in_record(page, places, name, last)
 
 
 async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int) -> int:
@@ -60,11 +59,12 @@ async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int) -
     mark = sequence_id.to_bytes(8, "little")
     found = NOT_KNOWN
     try:
-        async for raw, places in _records(log, await _looked_through_from(log, end_index), end_index):
-            columns = bytes(raw[places[RECORD_START] : places[COLUMNS_END]])
-            # Most records have neither, which is told without taking them apart.
-            if mark in columns and name in columns:
-                found = max(found, _index_in_record(raw, places, name, sequence_id))
+        async for page in _pages(log, await _looked_through_from(log, end_index), end_index):
+            # Most pages do not have both, which is told without taking them apart.
+            for places in _records(log, page) if mark in page and name in page else ():
+                columns = page[places[RECORD_START] : places[COLUMNS_END]]
+                if mark in columns and name in columns:
+                    found = max(found, _index_in_record(page, places, name, sequence_id))
     except PositionError:
         # Retention was faster.
         pass
@@ -86,16 +86,17 @@ async def _looked_through_from(log: Log, end_index: int) -> int:
 async def publish_time_ms(log: Log, index: int) -> int:
     """When the log took the message with this index; 0 if retention has dropped it, or it is damaged."""
     try:
-        async for _, places in _records(log, index, index + 1):
-            return int(places[PUBLISH_TIME_MS])
+        async for page in _pages(log, index, index + 1):
+            return int(next(_records(log, page))[PUBLISH_TIME_MS])
     except PositionError:
         pass
     return 0
 
 
-async def _records(log: Log, start: int, stop: int) -> AsyncIterator[tuple[bytes | memoryview, Int64s]]:
-    """The records with these messages; what is damaged, or retention has dropped meanwhile, is left out."""
+async def _pages(log: Log, start: int, stop: int) -> AsyncIterator[bytes]:
+    """The records with these messages, many at once, without what is damaged, or retention has dropped meanwhile."""
     here = max(start, log.first_index)
+    covers = np.empty(5, np.int64)
     while here < stop:
         try:
             raw, _ = await log.read(here, stop, _PAGE_BYTES)
@@ -105,17 +106,25 @@ async def _records(log: Log, start: int, stop: int) -> AsyncIterator[tuple[bytes
                 raise
             here = after
             continue
-        at = 0
-        while at < len(raw):
-            places = np.empty(PLACES, np.int64)
-            if scan_record(np.frombuffer(raw, np.uint8), at, log.incarnation, -1, NO_KEY, places) != END:
-                raise error("LOG_DAMAGED", f"a record with index {here} or after it cannot be read")
-            yield raw, places
-            at = int(places[RECORD_END])
-            here = int(places[BASE_INDEX] + places[ROWS])
+        page = bytes(raw)
+        span(np.frombuffer(page, np.uint8), covers)
+        here = int(covers[-1])
+        yield page
 
 
-def _index_in_record(raw: bytes | memoryview, places: Int64s, name: bytes, sequence_id: int) -> int:
+def _records(log: Log, page: bytes) -> Iterator[Int64s]:
+    """The places of a page's records, each until the next is asked for."""
+    raw = np.frombuffer(page, np.uint8)
+    places = np.empty(PLACES, np.int64)
+    at = 0
+    while at < len(page):
+        if scan_record(raw, at, log.incarnation, -1, NO_KEY, places) != END:
+            raise error("LOG_DAMAGED", f"a record of the log {log.place} cannot be read")
+        yield places
+        at = int(places[RECORD_END])
+
+
+def _index_in_record(raw: bytes, places: Int64s, name: bytes, sequence_id: int) -> int:
     """The index of the message with this ID of this producer in a scanned record, or NOT_KNOWN."""
     batch = batches.decode(body_of(raw, places))
     producers_in_batch = [batch.producer_names[p] for p in range(len(batch.epochs))]

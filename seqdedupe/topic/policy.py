@@ -10,6 +10,7 @@ from typing import Any
 
 from seqdedupe.errors import error
 from seqdedupe.log.contract import Retention
+from seqdedupe.store.topics import LogKind
 
 NO_LIMIT = -1
 """As a retention."""
@@ -30,6 +31,13 @@ LEAST = {
     "deduplication_producer_inactivity_timeout_minutes": NEVER,
 }
 """Of the values that are numbers; the largest is LARGEST."""
+
+ONLY_ON = {
+    "overlap": LogKind.BROKER,
+    "retention_size_in_mb": LogKind.EMBEDDED,
+    "retention_time_in_minutes": LogKind.EMBEDDED,
+}
+"""Values that topics on another kind of log do not heed."""
 
 
 class GapPolicy(Enum):
@@ -81,6 +89,14 @@ class Policy:
                 raise error("INVALID_REQUEST", f"{name} is {value}: it should be {least} to {LARGEST}")
         return self
 
+    def check_has_effect(self, log: LogKind) -> "Policy":
+        """Raises INVALID_REQUEST if it sets a value that no topic on this kind of log heeds."""
+        for name in _values(self).keys() & ONLY_ON.keys():
+            if ONLY_ON[name] is not log:
+                where = "a broker's own log" if ONLY_ON[name] is LogKind.BROKER else "the sidecar's own log"
+                raise error("INVALID_REQUEST", f"{name} has an effect only on topics on {where}, and these are not")
+        return self
+
     def fill(self, message: Any) -> None:
         """Sets the fields of a `TopicPolicy` or `ControlPolicy`."""
         for name, value in _values(self).items():
@@ -109,7 +125,7 @@ class Applied:
     deduplication_enabled: bool = True
     """False: rows that would be DUP or UNKNOWN are NOT_DUP. Sessions, links, failures and numbers stay as they are."""
     overlap: OverlapPolicy = OverlapPolicy.REJECT
-    """Only where the log is a broker's own; retention only where it is not."""
+    """See `ONLY_ON`."""
     deduplication_entries_interval: int = 1000
     """A snapshot is taken after so many stored batches."""
     deduplication_snapshot_interval_seconds: float = 120

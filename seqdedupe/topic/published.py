@@ -57,6 +57,8 @@ class PublishedTopics:
                 "STORE_MISSING",
                 f"the log of topic {record.name} begins with index {log.first_index}, but the store has no snapshot "
                 "that covers what came before",
+                hint="Restore log and store from one backup; or let `seqdedupe rebuild-topic` make the topic's records "
+                "anew from its log, which tells all that is in force.",
                 topic=record.name,
                 first_index=log.first_index,
             )

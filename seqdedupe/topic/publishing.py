@@ -8,30 +8,27 @@ step, before their receipt is given and before anything is called Dup because of
 import asyncio
 import logging
 from collections.abc import Callable
-
-import numpy as np
+from typing import Any
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
-from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
-from seqdedupe.format.jit import Int64s
-from seqdedupe.format.records import body_of, ownership
-from seqdedupe.log.contract import DamageFound, Failure, Log, Outcome, last_of
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.format.columns import BASE_INDEX, TERM
+from seqdedupe.format.records import body_of
+from seqdedupe.log.contract import Failure, Log, Outcome, last_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic import admission, control, recovery, trimming
+from seqdedupe.topic import admission, recovery, trimming
 from seqdedupe.topic.answers import Refusal, Reply
-from seqdedupe.topic.control import Change, Purge
-from seqdedupe.topic.flight import Admitted, Changing, Flight
+from seqdedupe.topic.flight import Admitted, Changing
 from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
 
 
-class Topic(TopicBase):
+class Topic(LoggedTopic):
     """A topic of this process. It takes messages once `recover` has returned.
 
     `on_state` is told each change of state, with one line why.
@@ -47,76 +44,19 @@ class Topic(TopicBase):
         *,
         applied: Applied,
         random_bytes: Callable[[int], bytes],
-        on_state: Callable[["Topic"], None] = lambda topic: None,
+        on_state: Callable[[Any], None] = lambda topic: None,
     ) -> None:
-        self.log = log
         super().__init__(
-            name,
-            log.incarnation,
-            store,
-            snapshots,
-            loaded,
-            # Without a snapshot everything that is left in the log is read.
-            first_index=log.first_index,
-            applied=applied,
-            on_state=on_state,
+            name, log, store, snapshots, loaded, applied=applied, random_bytes=random_bytes, on_state=on_state
         )
         self.next_index = self.confirmed_index
         self.now_seconds = asyncio.get_running_loop().time
-        self._random_bytes = random_bytes
-        self.flight = Flight()
-        self.has_room = self.flight.has_room
-        self.wait_for_room = self.flight.wait_for_room
-        self.in_flight_now = self.flight.all_of_now
         self._is_recovering = False
         self._failed_meanwhile = False
         self._seems_damaged = False
         self._own_ownership = 0
         """Of what is appended now."""
-        self._known_term = 0
-        """The highest that a control record names."""
-        self.policy_stated = -1
-        """From this index on the log states the policy; -1: not known."""
         self._trimming: asyncio.Task[None] | None = None
-        self._import_parts = control.ImportParts()
-
-    @property
-    def first_index(self) -> int:
-        return self.log.first_index
-
-    @property
-    def damage_found(self) -> DamageFound:
-        return self.log.damage_found
-
-    @property
-    def log_bytes(self) -> int:
-        return self.log.size_bytes
-
-    @property
-    def last_position(self) -> Position:
-        return Position(self.incarnation, self.last_message_id, self.confirmed_index - 1, self.last_ownership)
-
-    @property
-    def certain_position(self) -> Position:
-        index = self.readable_index - 1
-        known = MessageId(*(int(column[0]) for column in self.log.known_message_ids(np.array([index]))))
-        if index < self.confirmed_index or known.ledger_id < 0:
-            return self.last_position
-        return Position(self.incarnation, known, index)
-
-    async def position_before(self, index: int) -> Position:
-        if index == self.confirmed_index:
-            return self.last_position
-        if index == 0:
-            return Position.start(self.incarnation)
-        location = await self.log.locate(index - 1)
-        return Position(self.incarnation, location.message_id, index - 1, location.ownership)
-
-    @property
-    def readable_index(self) -> int:
-        if self.knows_its_end:
-            return self.confirmed_index
-        return max(self.confirmed_index, self.log.certain_index)
 
     # -- recovery ----------------------------------------------------------------------------------------------
 
@@ -203,18 +143,8 @@ class Topic(TopicBase):
         return not self._failed_meanwhile
 
     def _merge(self, chunk: bytes, table: recovery.Table, count: int, runs_of: recovery.RunsOf) -> None:
-        """Records found in the log; what is in flight and among them is confirmed and answered."""
-        for batches, changes in control.runs(chunk, table[:count], self.log.place):
-            if len(batches):
-                self.producers.replay(chunk, batches, len(batches))
-            for change, term, index in changes:
-                self._known_term = max(self._known_term, term)
-                self._apply(change, index)
-        # What is merged again may stand before the last message that is known.
-        self.confirmed_index = max(self.confirmed_index, int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS]))
-        for last in np.flatnonzero(table[:count, ROWS] > 0)[-1:].tolist():
-            self.last_ownership = ownership(table[last])
-            self.last_message_id = last_of(runs_of(last))
+        """Records found in the log are merged; what is in flight and among them is confirmed and answered."""
+        self._learn(chunk, table, count, runs_of)
         found: list[Admitted | Changing] = []
         for k, places in enumerate(table[:count] if len(self.flight) else ()):
             oldest = self.flight.oldest
@@ -228,15 +158,6 @@ class Topic(TopicBase):
         self.confirmed.tell()
         for item in found:
             self._answer(item)
-
-    def _apply(self, change: Change, index: int) -> None:
-        """A control record is in the log, before the message with this index."""
-        if isinstance(change, Policy):
-            self._put_in_force(change)
-            # It may stand at the end of a segment that is dropped with the message before it.
-            self.policy_stated = index - 1
-        else:
-            control.apply(change, self._import_parts, self.producers, index)
 
     # -- publishing --------------------------------------------------------------------------------------------
 
@@ -264,18 +185,6 @@ class Topic(TopicBase):
             self.log.append(new.encoded, new.rows, new.column_bytes)
             self.next_index += new.rows
             self.flight.add(Admitted(new, answer, reply, self.now_seconds()))
-
-    def append_change(self, change: Change) -> "asyncio.Future[None]":
-        """Hands a control record to the log. Done when it is durable and in force; raises why it is not.
-
-        Raises at once, and does nothing, unless the topic takes messages.
-        """
-        self.check_serving()
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        body = control.encode(change, term=self.term, record_id=int.from_bytes(self._random_bytes(8), "little"))
-        self.log.append_control(body)
-        self.flight.add(Changing(body, change, done))
-        return done
 
     # -- outcomes ----------------------------------------------------------------------------------------------
 
@@ -341,18 +250,6 @@ class Topic(TopicBase):
 
     # -- policy and retention -----------------------------------------------------------------------------------
 
-    async def set_policy(self, policy: Policy) -> None:
-        """Sets the policy, as a whole: durable and in force, between two frames, on return.
-
-        Raises why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever is cancelled here does not
-        know.
-        """
-        await self.append_change(policy)
-
-    @property
-    def newest_policy(self) -> Policy:
-        return self.flight.newest_policy or self.policy
-
     def _put_in_force(self, policy: Policy) -> None:
         before = self.applied.retention
         super()._put_in_force(policy)
@@ -373,23 +270,12 @@ class Topic(TopicBase):
         """The stream with this cache has ended."""
         self.producers.activity.disconnect(cache.stream)
 
-    def _in_use(self) -> list[Int64s]:
-        return self.flight.producer_rows()
-
-    async def _purge(self, numbers: Int64s) -> int:
-        names = self.producers.names_of(numbers)
-        await self.append_change(Purge(names))
-        return len(names)
-
-    def _renumber(self, new_numbers: Int64s) -> None:
-        self.flight.renumber(new_numbers)
-
     # -- the end -----------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Takes nothing more, settles what is in flight, takes a last snapshot, lets go of the log."""
         self._set_state(State.DRAINING, "the sidecar is shutting down")
-        await self.in_flight_now()
+        await self.flight.all_of_now()
         if self.knows_its_end:
             await self.snapshot_in_background()
         await self.close("the sidecar is shutting down")

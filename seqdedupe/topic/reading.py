@@ -22,7 +22,7 @@ from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Runs
 from seqdedupe.message_id import Position
 from seqdedupe.message_ids import MessageIds
-from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.state import TopicBase
 
 PAGE_BYTES = 1024 * 1024
@@ -54,7 +54,7 @@ def end_index(topic: TopicBase) -> int:
     return topic.confirmed_index
 
 
-async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = False) -> int:
+async def index_after(topic: LoggedTopic, position: Position, *, skip_damaged: bool = False) -> int:
     """The index at which to read on after a position.
 
     Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, POSITION_DIVERGED if another message stands there or one
@@ -66,8 +66,8 @@ async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = 
     if position.incarnation != incarnation:
         raise error(
             "POSITION_OF_ANOTHER_INCARNATION",
-            f"the position {position} belongs to another incarnation of topic {topic.name}: it was deleted and made "
-            f"anew, and is {incarnation} now",
+            f"topic {topic.name} is the incarnation {incarnation}, and the position {position} is of another one: of a "
+            "topic that was deleted and made anew, or of another topic",
             incarnation=incarnation,
         )
     if not position.is_whole():
@@ -86,7 +86,7 @@ async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = 
     return position.index + 1
 
 
-async def _check_is_the_same(topic: Topic, position: Position) -> None:
+async def _check_is_the_same(topic: LoggedTopic, position: Position) -> None:
     """Raises POSITION_DIVERGED if another message stands there than the position's. Of one that is gone none knows."""
     if position.index < max(0, topic.log.first_index):
         return
@@ -112,7 +112,7 @@ async def _check_is_the_same(topic: Topic, position: Position) -> None:
         )
 
 
-def check_index(topic: Topic, index: int) -> None:
+def check_index(topic: LoggedTopic, index: int) -> None:
     """Raises INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END, RECOVERING unless reading can start here."""
     if index < 0:
         raise error("INVALID_POSITION", f"{index} is not an index: they begin with 0")
@@ -132,7 +132,7 @@ def check_index(topic: Topic, index: int) -> None:
 
 
 async def read_page(
-    topic: Topic, from_index: int, stop_index: int, max_bytes: int, *, skip_damaged: bool = False
+    topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int, *, skip_damaged: bool = False
 ) -> Page:
     """The records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
 
@@ -150,7 +150,7 @@ async def read_page(
     return await _limited_page(topic, from_index, stop_index, max_bytes)
 
 
-async def _next_readable(topic: Topic, index: int, e: SeqdedupeError, skip_damaged: bool) -> int:
+async def _next_readable(topic: LoggedTopic, index: int, e: SeqdedupeError, skip_damaged: bool) -> int:
     """The first message from this one on that can be read, where `e` was raised when it was.
 
     Raises `e` unless it says that something cannot be read, and the reader that this may be skipped.
@@ -162,14 +162,14 @@ async def _next_readable(topic: Topic, index: int, e: SeqdedupeError, skip_damag
     raise e
 
 
-async def _limited_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
+async def _limited_page(topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int) -> Page:
     page = await _read_page(topic, from_index, stop_index, max_bytes)
     while len(page.records) > CUT_BYTES and (rows := page.next_index - from_index) > 1:
         page = await _read_page(topic, from_index, from_index + rows // 2, max_bytes)
     return page
 
 
-async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page:
+async def _read_page(topic: LoggedTopic, from_index: int, stop_index: int, max_bytes: int) -> Page:
     raw, runs = await topic.log.read(from_index, stop_index, max_bytes)
     if runs is not None:
         return _with_message_ids(topic, raw, runs, from_index, stop_index)
@@ -190,7 +190,7 @@ async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: 
 
 
 def _with_message_ids(
-    topic: Topic, raw: bytes | memoryview, runs: Sequence[Runs], from_index: int, stop_index: int
+    topic: LoggedTopic, raw: bytes | memoryview, runs: Sequence[Runs], from_index: int, stop_index: int
 ) -> Page:
     """Records cut to what was asked for, each with the message IDs of its rows."""
     at, end = 0, from_index
@@ -202,7 +202,7 @@ def _with_message_ids(
 
 
 def _cut(
-    topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int, runs: Runs = ()
+    topic: LoggedTopic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int, runs: Runs = ()
 ) -> tuple[bytes, int, int]:
     """The record at `at` with only those of its rows that were asked for, and where it ends; the index after it.
 
@@ -242,7 +242,7 @@ async def _page_bytes() -> int:
 
 
 async def read_on(
-    topic: Topic,
+    topic: LoggedTopic,
     from_index: int,
     stop_index: int | None,
     room: Callable[[], Awaitable[int]] = _page_bytes,

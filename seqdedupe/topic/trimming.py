@@ -1,40 +1,16 @@
 """Retention: before the log's beginning is dropped, what is in force and stated only there is written again."""
 
-import asyncio
 import logging
-from typing import Protocol
 
-from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.contract import Log
 from seqdedupe.topic import control
-from seqdedupe.topic.control import Change, Purge, Reset
-from seqdedupe.topic.flight import Flight
-from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.control import Purge, Reset
+from seqdedupe.topic.logged import LoggedTopic
 
 logger = logging.getLogger("seqdedupe.topic")
 
 
-class Trimmed(Protocol):
-    """What retention needs of a topic."""
-
-    name: str
-    log: Log
-    producers: Producers
-    flight: Flight
-    applied: Applied
-    policy_stated: int
-
-    @property
-    def snapshot_index(self) -> int: ...
-
-    @property
-    def newest_policy(self) -> Policy: ...
-
-    def append_change(self, change: Change) -> "asyncio.Future[None]": ...
-
-
-async def trim(topic: Trimmed) -> None:
+async def trim(topic: LoggedTopic) -> None:
     """Drops what the topic's policy lets go; what is covered after this has begun waits for the next snapshot."""
     retention = None
     try:
@@ -47,7 +23,7 @@ async def trim(topic: Trimmed) -> None:
         logger.warning("topic %s: retention waits for the next snapshot: %s", topic.name, e)
 
 
-async def state_again(topic: Trimmed, first_index: int) -> None:
+async def state_again(topic: LoggedTopic, first_index: int) -> None:
     """What is in force and stated only below this index is written again: the log alone must tell all of it.
 
     The policy always is, and with it the term: the markers go too, and no term must ever come twice.

@@ -1,8 +1,9 @@
 """Watermarks of a topic, out of it, and into one that nobody has used yet."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -44,20 +45,49 @@ def _parts(names: list[bytes], persisted: Int64s) -> Iterator[Watermarks]:
             yield [names[start + number] for number in known.tolist()], some[known]
 
 
-class WatermarksImport(Protocol):
-    """An import into one topic. Nothing of it is in force, and none of it ever will be, unless `finish` is called."""
+Imported = TypeVar("Imported", Topic, AttachedTopic)
 
+
+class WatermarksImport(ABC, Generic[Imported]):
+    """An import into one topic; an earlier one that is not finished never will be.
+
+    Nothing of it is in force, and none of it ever will be, unless `finish` is called; `close` has to be. All raise
+    TOPIC_IN_USE, and why the topic takes nothing now.
+    """
+
+    def __init__(self, topic: Imported) -> None:
+        self._topic: Imported = topic
+        self._order = _Order()
+        self._check_unused()
+        topic.newest_import = self
+
+    @abstractmethod
     async def add(self, names: list[bytes], persisted: Int64s) -> None:
-        """Some more. Over all calls the names rise. Raises INVALID_NAME, INVALID_SEQUENCE_ID, INVALID_REQUEST,
-        TOPIC_IN_USE, and why the topic takes nothing now."""
+        """Some more. Over all calls the names rise. Raises INVALID_NAME, INVALID_SEQUENCE_ID, INVALID_REQUEST too."""
 
+    @abstractmethod
     async def finish(self) -> None:
-        """All of it is in force and durable on return. Raises TOPIC_IN_USE, and why it could not be: then it is not, or
-        it is as a whole."""
+        """All of it is in force and durable on return. Raises why it could not be: then it is not, or it is as a whole.
+
+        It holds the event loop, up to a second for a million producers.
+        """
+
+    def close(self) -> None:
+        """Lets go of what it holds."""
+        if self._topic.newest_import is self:
+            self._topic.newest_import = None
+
+    def _check(self) -> None:
+        self._check_unused()
+        if self._topic.newest_import is not self:
+            raise error("TOPIC_IN_USE", f"another import into topic {self._topic.name} was begun meanwhile")
+
+    @abstractmethod
+    def _check_unused(self) -> None: ...
 
 
-def begin_import(topic: TopicBase) -> WatermarksImport:
-    """An import into this topic; an earlier one that is not finished never will be. Raises as `add`."""
+def begin_import(topic: TopicBase) -> WatermarksImport[Any]:
+    """An import into this topic. Raises as all of it."""
     if isinstance(topic, Topic):
         return _ImportIntoLog(topic)
     if isinstance(topic, AttachedTopic):
@@ -65,30 +95,34 @@ def begin_import(topic: TopicBase) -> WatermarksImport:
     raise error("INTERNAL", f"no watermarks can be imported into {topic.name}")
 
 
-class _ImportIntoLog:
+class _ImportIntoLog(WatermarksImport[Topic]):
     """Parts are control records as they come. The last one is written only if nobody has opened the topic by then:
     who opens it later waits until that, which stands before, has settled."""
 
     def __init__(self, topic: Topic) -> None:
-        self._topic = topic
-        self._order = _Order()
+        super().__init__(topic)
         self._parts = 0
-        self._check_unused()
-        topic.newest_import = self
+        self._may_be_complete = False
 
     async def add(self, names: list[bytes], persisted: Int64s) -> None:
         self._order.check(names, persisted)
         await self._append(names, persisted, is_last=False)
 
     async def finish(self) -> None:
+        self._may_be_complete = True
         await self._append([], np.zeros(0, np.int64), is_last=True)
 
     async def _append(self, names: list[bytes], persisted: Int64s, *, is_last: bool) -> None:
-        self._check_unused()
-        _check_newest(self._topic, self)
+        self._check()
         part = Import(names, persisted, self._parts, is_last)
         self._parts += 1
         await self._topic.append_change(part)
+
+    def close(self) -> None:
+        # What the log may yet complete has to count then, as it will when it is replayed.
+        if self._topic.newest_import is self and not self._may_be_complete:
+            self._topic.import_parts.clear()
+        super().close()
 
     def _check_unused(self) -> None:
         topic = self._topic
@@ -99,15 +133,12 @@ class _ImportIntoLog:
             raise in_use(topic, "a producer has opened it, or was reset")
 
 
-class _ImportIntoStore:
+class _ImportIntoStore(WatermarksImport[AttachedTopic]):
     """The log is a broker's own: what was imported is in the store alone."""
 
     def __init__(self, topic: AttachedTopic) -> None:
-        self._topic = topic
-        self._order = _Order()
+        super().__init__(topic)
         self._parts: list[Watermarks] = []
-        self._check_unused()
-        topic.newest_import = self
 
     async def add(self, names: list[bytes], persisted: Int64s) -> None:
         self._check()
@@ -121,10 +152,6 @@ class _ImportIntoStore:
             numbers = producers.add_all(names)
             producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), persisted, 0)
         await self._topic.snapshot()
-
-    def _check(self) -> None:
-        self._check_unused()
-        _check_newest(self._topic, self)
 
     def _check_unused(self) -> None:
         topic = self._topic
@@ -155,11 +182,6 @@ class _Order:
         if len(below):
             which = int(below[0])
             raise error("INVALID_SEQUENCE_ID", f"{persisted[which]} of producer {names[which]!r} is no sequence ID")
-
-
-def _check_newest(topic: TopicBase, importing: WatermarksImport) -> None:
-    if topic.newest_import is not importing:
-        raise error("TOPIC_IN_USE", f"another import into topic {topic.name} was begun meanwhile")
 
 
 def in_use(topic: TopicBase, why: str) -> SeqdedupeError:

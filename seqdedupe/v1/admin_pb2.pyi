@@ -171,13 +171,15 @@ class TopicPolicy(_message.Message):
     deduplication_enabled: _builtins.bool
     """False: rows that would be `DUP` or `UNKNOWN` are appended as `NOT_DUP`. Sessions, links and numbers stay."""
     overlap: Global___OverlapPolicy.ValueType
-    """What becomes of ranges that are persisted in part."""
+    """What becomes of ranges that are persisted in part. It can be set only where the log is a broker's own."""
     deduplication_entries_interval: _builtins.int
     """A snapshot is taken after so many stored batches, 1 or more."""
     deduplication_snapshot_interval_seconds: _builtins.int
     """A snapshot is taken so many seconds after the first news since the last one; 0: not by time."""
     retention_size_in_mb: _builtins.int
-    """At most so many MB of the log are kept; -1: no limit. Where the log is a broker's own, its retention is the broker's."""
+    """At most so many MB of the log are kept; -1: no limit. Where the log is a broker's own, its retention is the
+    broker's, and this cannot be set.
+    """
     retention_time_in_minutes: _builtins.int
     """Messages are kept for so many minutes; -1: no limit. See `retention_size_in_mb`."""
     gap: Global___GapPolicy.ValueType
@@ -281,24 +283,24 @@ class Topic(_message.Message):
     snapshot_index: _builtins.int
     """The next index at the last durable snapshot; recovery starts there."""
     not_dup: _builtins.int
-    """Rows since this process started the topic, by verdict."""
+    """Rows since the topic was opened, by verdict: by the start, or again by an import or a rebuilding."""
     dup: _builtins.int
     """See `not_dup`."""
     unknown: _builtins.int
     """See `not_dup`."""
     refused: _builtins.int
-    """Frames refused since this process started the topic."""
+    """Frames refused since the topic was opened."""
     why: _builtins.str
     """Why it does not serve; empty when it does."""
     resets: _builtins.int
-    """Producers reset since this process started the topic."""
+    """Producers reset since the topic was opened."""
     purged: _builtins.int
-    """Producers forgotten by the inactivity policy since this process started the topic."""
+    """Producers forgotten by the inactivity policy since the topic was opened."""
     resumed_after_purge: _builtins.int
     """Sessions that were resumed since then of which nothing was left: what they send again is new."""
     damaged_places: _builtins.int
-    """Places of the log that are damaged, as far as the scrub in the background has found any since this process started
-    the topic. It goes on to serve; readers that meet one get `LOG_DAMAGED`, or skip it.
+    """Places of the log that are damaged, as far as the scrub in the background has found any since the topic was
+    opened. It goes on to serve; readers that meet one get `LOG_DAMAGED`, or skip it.
     """
     damaged_messages: _builtins.int
     """The messages there, which cannot be read."""

@@ -21,3 +21,8 @@ def typed_failures() -> Iterator[None]:
         if found is None or found[2] not in REASONS:
             raise
         raise error(found[2], found[1]) from e
+
+
+def first_line(failure: PySparkException) -> str:
+    """What Spark says, in a line: a plan or a traceback may follow it, and a line break stand before it."""
+    return str(failure).strip().partition("\n")[0]

@@ -187,7 +187,7 @@ def _places(text: str, words: tuple[End, ...]) -> dict[str, Position | int | End
         pairs = json.loads(text, object_pairs_hook=tuple)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"it should be {forms}") from e
-    if not isinstance(pairs, tuple):
+    if not isinstance(pairs, tuple) or not pairs:
         raise ValueError(f"it should be {forms}")
     places: dict[str, Position | int | End] = {}
     for topic, value in pairs:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from seqdedupe.client import blocking
 from seqdedupe.client.client import TopicEnds
 from seqdedupe.client.connection import Backoff
-from seqdedupe.errors import NotFoundError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import DamagedError, NotFoundError, PositionError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -222,7 +222,20 @@ class Listing:
                 min(count, self._messages_in(one, budget))
                 for one, count, budget in zip(ranges, counts, budgets, strict=True)
             ]
-        return [cut(one, 0, count) for one, count in zip(ranges, counts, strict=True)]
+        return [
+            one if count == len(one) else self._with_known_end(cut(one, 0, count))
+            for one, count in zip(ranges, counts, strict=True)
+        ]
+
+    def _with_known_end(self, one: Range) -> Range:
+        """A range that was cut, with all that says which message it ends with: every history of the topic has one at
+        that index, and a position that says no more would be read on from in any of them."""
+        try:
+            end = self._patiently(lambda: self._client.position_at(one.topic, one.end.index))
+        except (DamagedError, NotFoundError, PositionError):
+            # Who reads the range is told so, and the other topics' ranges are read.
+            return one
+        return Range(one.topic, one.start, end) if end.incarnation == one.incarnation else one
 
     def _log_bytes(self, ranges: Iterable[Range]) -> float:
         """What the topics have on disk altogether; a topic that is not listed may have any amount."""

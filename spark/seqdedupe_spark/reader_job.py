@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from seqdedupe.command import FAILED, address_option, say
-from seqdedupe.errors import UnavailableError, error
+from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import options
 from seqdedupe_spark.command import run_command
@@ -32,6 +31,8 @@ from seqdedupe_spark.stores.urls import from_url
 __all__ = ["JobConfig", "ReaderJob", "Round"]
 
 Command = Callable[..., Any]
+
+_log = logging.getLogger(__name__)
 
 _job = click.option("--job", required=True, metavar="NAME", help="The job: its positions are stored under this name.")
 _store = click.option("--store", "store_url", required=True, metavar="URL", help="sqlite:///FILE, postgresql://…, …")
@@ -184,20 +185,28 @@ def _stream(
     def tick(frame: DataFrame, batch_id: int) -> None:
         reader.run(on_round=progress.show)
 
+    def query() -> DataStreamWriter:
+        writer = spark.readStream.format("seqdedupe").options(**clock).load().writeStream.foreachBatch(tick)
+        if follow:
+            return writer.trigger(processingTime=f"{trigger_seconds} seconds")
+        return writer.trigger(availableNow=True)
+
     spark.dataSource.register(SeqdedupeDataSource)
-    writer = spark.readStream.format("seqdedupe").options(**clock).load().writeStream.foreachBatch(tick)
-    writer = writer.option("checkpointLocation", checkpoint)
-    if follow:
-        writer = writer.trigger(processingTime=f"{trigger_seconds} seconds")
-    else:
-        writer = writer.trigger(availableNow=True)
+    writer = query().option("checkpointLocation", checkpoint)
     if follow:
         reader.run(on_round=progress.show)
     is_over = False
     while not is_over and not reader.is_stopping:
-        with suppress(UnavailableError):
+        try:
             _run_query(writer, reader)
             is_over = True
+        except UnavailableError:
+            pass
+        except PositionError as e:
+            # Is it one of the job's own positions that does not fit, this says so and ends it.
+            reader.run(on_round=progress.show)
+            _log.warning("%s: the checkpoint does not fit, the query begins a new one elsewhere: %s", checkpoint, e)
+            writer = query()
         # If the sidecar or the database is away this waits for longer than a query does.
         reader.run(on_round=progress.show)
 

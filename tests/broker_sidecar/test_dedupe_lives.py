@@ -183,6 +183,8 @@ def test_a_policy_is_in_force_at_once_and_after_kill_9(for_brokers: Sidecar) -> 
         assert broker.refusal(check((0, 4, 6))).reason == "OVERLAP"
         client.admin.SetTopicPolicy(admin_pb2.SetTopicPolicyRequest(topic="t", policy=policy))
         assert broker.judge((0, 4, 6)) == [D]
+        none = admin_pb2.SetTopicPolicyRequest(topic="t", policy=admin_pb2.TopicPolicy(retention_size_in_mb=1))
+        assert refused(lambda: client.admin.SetTopicPolicy(none)).reason == "INVALID_REQUEST"
     for_brokers.restart()
     with client_of(for_brokers) as client, attached(for_brokers.address, "t", "a") as broker:
         assert broker.replay_after == b"p1", "a policy is stored with a snapshot"

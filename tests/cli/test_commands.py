@@ -31,15 +31,16 @@ def test_reading_from_places(run: Run, tmp_path: Path) -> None:
     run("publish", "a", "--topic", "elsewhere", "--producer", "p")
     message_id = json.loads(run("read", "places", "--from", "2", "--limit", "1", "--json").stdout)["message_id"]
     assert run("read", "places", "--from", message_id, "--limit", "1").stdout == b"record 3\n"
-    position = f"{message_id.partition(':')[0]}/{message_id}@2"
-    assert run("read", "places", "--from", position, "--limit", "1").stdout == b"record 3\n"
+    incarnation = message_id.partition(":")[0]
+    for position in (f"{incarnation}/{message_id}@2", f"{incarnation}@2"):
+        assert run("read", "places", "--from", position, "--limit", "1").stdout == b"record 3\n"
     assert run("read", "places", "--from", "latest").stdout == b""
     assert run("read", "places", "--from", "5").stdout == b""
     for follow in ((), ("--follow",)):
         error = run("read", "places", "--from", "6", *follow, status=1).stderr
         assert b"index 6 is after the end of" in error
         assert b"whose next message gets index 5 [POSITION_AFTER_END] Start at an index up to 5, or at the " in error
-    later = message_id.partition(":")[0] + ":9"
+    later = f"{incarnation}:9"
     error = run("read", "places", "--from", later, status=1).stderr
     assert f"/{later}@9 is after the end of".encode() in error
     assert b"[POSITION_AFTER_END] The topic has lost its end since" in error
@@ -159,6 +160,9 @@ def test_policies_of_topics_and_namespaces(run: Run) -> None:
     assert shown[0].split() == ["POLICY", "SET", "APPLIED"]
     assert ["gap", "-", "ALLOW"] in [line.split() for line in shown]
     assert b"[INVALID_REQUEST]" in run("policy", "set", topic, "--retention-size-in-mb=-2", status=1).stderr
+    for name in (topic, "shop/orders"):
+        refused = run("policy", "set", name, "--overlap", "pulsar", status=1).stderr
+        assert b"overlap has an effect only on topics on a broker's own log" in refused
     assert b"[TOPIC_NOT_FOUND]" in run("policy", "get", "nobody", status=1).stderr
 
 
@@ -214,7 +218,18 @@ def test_without_a_sidecar_it_says_so_at_once(run: Run, tmp_path: Path, command:
         ("read", "t", "--limit", "0"),
         *(
             ("read", "t", f"--from={place}")
-            for place in ("x", "-1", "1:", "1:x", "1/2", f"1/1:2:{2**40}@2", str(2**63), f"1:{2**63}", "9" * 5000)
+            for place in (
+                "x",
+                "-1",
+                "1:",
+                "1:x",
+                "1/2",
+                "1:2:3",
+                f"1/1:2:{2**40}@2",
+                str(2**63),
+                f"1:{2**63}",
+                "9" * 5000,
+            )
         ),
     ],
 )
@@ -344,7 +359,10 @@ def test_what_is_no_file_to_import_is_refused(run: Run, tmp_path: Path) -> None:
     refused = run("import", "imports", str(file), status=1).stderr
     assert b"neither as a snapshot nor as a file of watermarks does [INVALID_SOURCE]" in refused
     assert b"`seqdedupe export`" in refused
+    nowhere = tmp_path / "nowhere" / "file"
+    told = run("export", "imports", str(nowhere), status=1).stderr
+    assert told.endswith(b"No such file or directory [OS_ERROR]\n")
     missing = tmp_path / "missing"
     assert run("import", "imports", str(missing), status=1).stderr == (
-        f"seqdedupe: {missing}: No such file or directory\n".encode()
+        f"seqdedupe: {missing}: No such file or directory [OS_ERROR]\n".encode()
     )

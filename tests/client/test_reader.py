@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client import (
     Client,
     InvalidRequestError,
@@ -16,6 +17,7 @@ from seqdedupe.client import (
     ProducerConfig,
 )
 from seqdedupe.client.reader import Reader, Start
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from tests.client.helpers import until
 from tests.client.proxy import Proxy
@@ -206,6 +208,11 @@ async def test_ends_and_places_of_a_topic(shared_sidecar: Sidecar, topic: str) -
         assert await client.locate_bytes(topic, 0, 1_000_000) == (incarnation, 25)
         with pytest.raises(PositionError):
             await client.locate_bytes(topic, 26, 1)
+        places = await positions(shared_sidecar, topic)
+        assert [await client.position_at(topic, index) for index in (0, 13, 24)] == [places[0], places[13], last]
+        for beyond in (25, 26):
+            with pytest.raises(PositionError):
+                await client.position_at(topic, beyond)
 
 
 async def test_messages_and_batches_of_one_reader_go_together(shared_sidecar: Sidecar, topic: str) -> None:
@@ -238,6 +245,13 @@ async def test_an_empty_topic_has_nothing_to_read(shared_sidecar: Sidecar, topic
         for start in starts:
             async with client.reader(topic, start) as reader:
                 assert [message async for message in reader] == []
+
+
+@pytest.mark.parametrize("start", [MessageId(1, 2, 0), MessageId(1, -1), MessageId(-1, 2)])
+def test_a_message_id_that_is_not_of_the_embedded_log_is_no_position(start: MessageId) -> None:
+    with pytest.raises(SeqdedupeError, match="is not the ID of a message of the embedded log") as caught:
+        Reader(SidecarAddress.parse("127.0.0.1:1"), "t", start)
+    assert caught.value.reason == "INVALID_POSITION"
 
 
 @pytest.mark.parametrize("follow", [False, True])

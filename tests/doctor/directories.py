@@ -58,7 +58,7 @@ class Opened:
             payloads=payloads,
         )
         live.admit(made.encode(), 1, answers.append, NumbersCache())
-        await live.in_flight_now()
+        await live.flight.all_of_now()
         assert isinstance(answers[0], Receipt), answers
         assert answers[0].verdicts is None or not any(answers[0].verdicts != 1)
         for name, sequence_id in rows:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,8 @@ async def test_a_damaged_store(directory: Path) -> None:
     found = looked_at(directory)
     assert found.store is StoreState.DAMAGED
     assert "damaged" in found.store_why
+    assert str(directory / "store" / path.name) in found.store_why
+    assert tempfile.gettempdir() + "/seqdedupe-store" not in found.store_why
     assert only(found).is_whole
 
 
@@ -174,6 +177,7 @@ async def test_a_log_without_record_and_a_record_without_log(directory: Path) ->
     assert without_record.incarnation == 17
     assert any("no record of it" in why for why in without_record.disagreements)
     assert any("no log" in why for why in without_log.disagreements)
+    assert "leaves this one out" in without_log.cures[0]
 
 
 async def test_a_log_without_its_secret(directory: Path) -> None:

@@ -1,5 +1,6 @@
 """Jobs on a Spark session: the fast route, SQL and DataFrames, and a streaming query as the clock."""
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -18,9 +19,11 @@ from seqdedupe.message_id import Position
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.job.frames import FrameTask, all_of, run_tasks, sql
+from seqdedupe_spark.job.progress import Progress
 from seqdedupe_spark.job.range_task import Output, Report, Step
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.reader_job import _stream
 from seqdedupe_spark.stores.contract import Advance
 from tests.spark.jobs import (
     JOB,
@@ -243,6 +246,7 @@ def test_a_transformation_that_cannot_be_planned_is_one_line(
         ReaderJob(spark, config, frame=frame).run()
     assert raised.value.reason == "INVALID_OUTPUT"
     assert "\n" not in str(raised.value)
+    assert not raised.value.message.endswith(": ")
 
 
 def test_a_streaming_query_is_only_the_clock(
@@ -268,6 +272,29 @@ def test_a_streaming_query_is_only_the_clock(
         publish(address, "clocked", 10, first=first)
         tick(tmp_path / checkpoint)
         each_once(database.indexes(topic), first + 10)
+
+
+def test_a_checkpoint_of_another_history_of_the_topic_does_not_stop_the_job(
+    spark: SparkSession, config: JobConfig, database: Database, address: str, tmp_path: Path
+) -> None:
+    """As after a restore of sidecar and database: the checkpoint is beyond the topic's end."""
+    topic = publish(address, "restored", 20)
+    given = replace(config, source=source(address, topic="restored"))
+    clock = {"service.url": address, "topic": "restored"}
+
+    def tick() -> None:
+        reader = ReaderJob(spark, given, select)
+        _stream(spark, reader, clock, str(tmp_path / "kept"), False, 1.0, Progress(io.StringIO()))
+
+    tick()
+    (tmp_path / "kept" / "offsets" / ".0.crc").unlink()
+    offsets = tmp_path / "kept" / "offsets" / "0"
+    text = offsets.read_text()
+    offsets.write_text(text.replace(":19@19", ":119@119"))
+    assert offsets.read_text() != text
+    publish(address, "restored", 10, first=20)
+    tick()
+    each_once(database.indexes(topic), 30)
 
 
 def test_small_groups_share_tasks_and_report_in_their_order(spark: SparkSession) -> None:

@@ -1,5 +1,6 @@
 """A job's rounds, planned from the stored positions. The tasks run here, one after the other, without Spark."""
 
+import json
 import pickle
 import shutil
 import sqlite3
@@ -117,6 +118,18 @@ def test_the_first_start_is_resolved_once(
     publish(address, topic, 10, first=20)
     assert job(address, database, topic, **{option: value}).run().read == 10
     each_once(database.indexes(full), 10, 20)
+
+
+def test_a_place_that_the_topic_does_not_have_is_not_stored(address: str, database: Database, topic: str) -> None:
+    """Stored, it would hold against the right one."""
+    full = publish(address, topic, 5)
+    incarnation = ends(address, topic).incarnation
+    for place in (6, f"{incarnation}:5", f"{incarnation}@5", "12345:2"):
+        with pytest.raises(ConfigurationError) as raised:
+            job(address, database, topic, startingOffsets=json.dumps({topic: place})).run()
+        assert raised.value.reason == "INVALID_OPTION"
+    assert job(address, database, topic, startingOffsets=json.dumps({topic: f"{incarnation}:2"})).run().read == 2
+    each_once(database.indexes(full), 2, first=3)
 
 
 def test_a_topic_found_later_begins_at_its_earliest(address: str, database: Database, topic: str) -> None:
@@ -281,6 +294,34 @@ def test_a_topic_that_loses_its_end_while_the_job_runs_fails_loudly(
         else:
             assert running.run(on_round=restart).read == 40
         each_once(database.indexes(full), 10 if restored else 40)
+
+
+def test_a_run_that_stopped_within_a_topic_does_not_read_on_in_another_history(
+    database: Database, tmp_path: Path
+) -> None:
+    """A round's limit has cut its range. Then the topic is restored to an older copy, and grows past the position. The
+    control arm knows the position by its index alone: it reads on, and misses what has come at the indexes before."""
+    with Sidecar(tmp_path) as sidecar:
+        full = publish(sidecar.address, "t", 20)
+        sidecar.kill()
+        copy = shutil.copytree(sidecar.data, tmp_path / "copy")
+        sidecar.start()
+        publish(sidecar.address, "t", 60, first=20)
+        job(sidecar.address, database, "t", maxOffsetsPerTrigger=50).run_round()
+        cut = database.position(full)
+        sidecar.kill()
+        shutil.rmtree(sidecar.data)
+        copy.rename(sidecar.data)
+        sidecar.start()
+        publish(sidecar.address, "t", 70, producer="another")
+        with pytest.raises(PositionError) as raised:
+            job(sidecar.address, database, "t").run()
+        assert raised.value.reason == "POSITION_DIVERGED"
+        each_once(database.indexes(full), 50)
+        with database.store() as store:
+            by_index = Stored(Position.before(cut.incarnation, cut.index + 1), 0)
+            assert store.replace(JOB, full, Stored(cut, 0), by_index)
+        assert job(sidecar.address, database, "t").run().read == 40
 
 
 def _make_anew(address: str, topic: str, count: int) -> None:

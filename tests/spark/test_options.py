@@ -121,6 +121,7 @@ def test_what_is_no_position(text: str) -> None:
         ({"topic": "t", "service.url": "localhost"}, "service.url is 'localhost'"),
         ({"topic": "t", "startingOffsets": "erliest"}, "startingOffsets is 'erliest': it should be earliest or latest"),
         ({"topic": "t", "startingOffsets": "[]"}, "startingOffsets is '[]': it should be"),
+        ({"topic": "t", "startingOffsets": "{}"}, "startingOffsets is '{}': it should be"),
         ({"topic": "t", "startingOffsets": "[" * 100_000}, "startingOffsets is '[[["),
         ({"topic": "t", "startingOffsets": '{"t": -7}'}, "is neither an index from 0 up nor a text"),
         ({"topic": "t", "startingOffsets": '{"t": true}'}, "is neither an index"),

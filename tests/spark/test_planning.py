@@ -6,7 +6,7 @@ import pytest
 
 from seqdedupe.client import blocking
 from seqdedupe.client.client import TopicEnds
-from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, UnavailableError
+from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -257,6 +257,24 @@ class TestLimits:
         assert 8 <= len(Listing(client).plan(start, Limits(size_bytes=100_000))[0]) <= 12
         assert len(Listing(client).plan(start, Limits(size_bytes=10**9))[0]) == 50
         assert len(Listing(client).plan(start, Limits(messages=3, size_bytes=10**9))[0]) == 3
+
+    def test_a_range_that_is_cut_ends_with_a_message_of_which_all_is_known(
+        self, client: blocking.Client, topic: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = topic_name(topic)
+        send(client, topic, 5)
+        start = {name: Position.start(client.ends(topic).last.incarnation)}
+        [cut] = Listing(client).plan(start, Limits(messages=3))
+        with client.reader(topic, stop_index=3) as reader:
+            assert cut.end == [message.position for message in reader][-1]
+
+        def damaged(*_: object) -> Position:
+            raise error("LOG_DAMAGED", "message 2 is damaged")
+
+        # Who reads the range will find that out.
+        monkeypatch.setattr(blocking.Client, "position_at", damaged)
+        [cut] = Listing(client).plan(start, Limits(messages=3))
+        assert cut.end == Position.before(start[name].incarnation, 3)
 
     def test_more_topics_than_the_limit(self, client: blocking.Client, topic: str) -> None:
         names = full(*(f"{topic}-partition-{i}" for i in range(3)))

@@ -97,7 +97,7 @@ class Process:
         frame = batch([("p", sequence_id)], epochs={"p": opened.epochs[0]}, links={"p": -1}).encode()
         answers: list[Receipt | Refusal] = []
         topic.admit(frame, 1, answers.append, NumbersCache(), lone=True)
-        await topic.in_flight_now()
+        await topic.flight.all_of_now()
         return isinstance(answers[0], Receipt)
 
     async def until_published(self, sequence_id: int) -> None:

@@ -70,7 +70,7 @@ class Scene:
         encoded = batch(list(rows), epochs={name: self.epochs[name] for name in links}, links=links).encode()
         self.topic.admit(encoded, 1, answers.append, cache or NumbersCache())
         if not answers:
-            await self.topic.in_flight_now()
+            await self.topic.flight.all_of_now()
         return answers[0]
 
     async def publish(self, *names: str) -> None:
@@ -600,7 +600,7 @@ async def test_everything_goes_on_while_names_are_freed(scene: Scene, monkeypatc
     monkeypatch.setattr(LettingGo, "finish", in_flight)
     monkeypatch.setattr(LettingGo, "clear", settle)
     await scene.pass_timeout()
-    await scene.topic.in_flight_now()
+    await scene.topic.flight.all_of_now()
     assert steps > 10
     assert scene.topic.producers.generation == 1
     assert [answer for answer in answers if not isinstance(answer, Receipt)] == []
@@ -656,7 +656,7 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
         for i in range(first, first + count):
             encoded = batch([(name, i)], epochs={name: epoch}, links={name: i - 1}, payloads=[bytes(500)]).encode()
             topic.admit(encoded, 1, lambda _: None, cache)
-        await topic.in_flight_now()
+        await topic.flight.all_of_now()
 
     minutes = 60
     topic = await start(store)

@@ -21,7 +21,7 @@ async def test_a_resume_is_answered_when_what_is_in_flight_has_settled(
         pass
 
     if not is_careful:
-        monkeypatch.setattr(scene.topic, "in_flight_now", lambda: at_once(scene.topic.flight))
+        monkeypatch.setattr(Flight, "all_of_now", at_once)
     await scene.open("a")
     scene.send(("a", 5))
     resuming = asyncio.ensure_future(open_sessions(scene.topic, ["a"], [scene.epochs["a"]]))

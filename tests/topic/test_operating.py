@@ -13,7 +13,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import control, originals
 from seqdedupe.topic.answers import Receipt, Refusal
-from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.flight import LISTED_AT_ONCE, Flight
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import MessageState, in_flight, message_state, reset_producer
@@ -50,7 +50,7 @@ async def test_nothing_is_said_while_it_is_not_certain(scene: Scene) -> None:
     with pytest.raises(UnavailableError, match="RECOVERING"):
         await message_state(scene.topic, "a", 5)
     # What is in flight is known all the time.
-    assert [one.name for one in in_flight(scene.topic, 0)] == [b"a"]
+    assert [one.name for one in await in_flight(scene.topic, 0)] == [b"a"]
     with pytest.raises(UnavailableError, match="RECOVERING"):
         await reset_producer(scene.topic, "a", -1)
     scene.log.opening_allowed.set()
@@ -63,15 +63,32 @@ async def test_who_has_been_in_flight_for_long(scene: Scene) -> None:
     scene.send(("b", 11), ("b", 12), link=9)
     scene.now_seconds += 1
     scene.send(("c", 4))
-    listed = in_flight(scene.topic, 0)
+    listed = await in_flight(scene.topic, 0)
     assert sorted(listed) == [(b"a", 0, 0, 2000), (b"b", 3, 12, 2000), (b"c", 4, 4, 0)]
     assert listed[-1].name == b"c"
-    assert sorted(in_flight(scene.topic, 1500)) == [(b"a", 0, 0, 2000), (b"b", 3, 9, 2000)]
-    assert in_flight(scene.topic, 2001) == []
+    assert sorted(await in_flight(scene.topic, 1500)) == [(b"a", 0, 0, 2000), (b"b", 3, 9, 2000)]
+    assert await in_flight(scene.topic, 2001) == []
     scene.log.settle()
-    assert in_flight(scene.topic, 0) == []
+    assert await in_flight(scene.topic, 0) == []
     with pytest.raises(InvalidRequestError, match="longer_than_ms"):
-        in_flight(scene.topic, -1)
+        await in_flight(scene.topic, -1)
+
+
+async def test_who_is_in_flight_is_looked_through_while_others_go_on(scene: Scene) -> None:
+    """What settles meanwhile, and what comes, is left out."""
+    await scene.open("a", "b")
+    for i in range(3 * LISTED_AT_ONCE):
+        scene.send(("a", i), ("b", i), link=i - 1)
+    listing = asyncio.ensure_future(in_flight(scene.topic, 0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not listing.done()
+    scene.log.settle(2 * LISTED_AT_ONCE)
+    scene.send(("a", 10**6), link=3 * LISTED_AT_ONCE - 1)
+    assert {(one.name, one.first_id, one.last_id) for one in await listing} == {
+        (name, 0, 3 * LISTED_AT_ONCE - 1) for name in (b"a", b"b")
+    }
+    assert [one.first_id for one in await in_flight(scene.topic, 0)] == [2 * LISTED_AT_ONCE] * 2
 
 
 async def test_a_reset_fences_at_once_and_waits_for_what_is_in_flight(scene: Scene) -> None:
@@ -174,7 +191,7 @@ async def test_after_a_restart_a_message_is_looked_for_in_the_log(
     epochs = dict(zip("ab", (await open_sessions(topic, ["a", "b"], None)).epochs, strict=True))
     for rows, link in (([("b", 0), ("a", 7), ("b", 2)], -1), ([("b", 3)], 2), ([("b", 5), ("b", 6)], 3)):
         topic.admit(batch(rows, epochs=epochs, links={"a": -1, "b": link}).encode(), 1, lambda _: None, NumbersCache())
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     await topic.drain()
     topic = await start()
     number = topic.producers.number(b"b")

@@ -58,7 +58,7 @@ class Process:
         answers: list[Receipt | Refusal] = []
         encoded = batch(rows, epochs=self.epochs, links=self.last).encode()
         self.topic.admit(encoded, 1, answers.append, NumbersCache())
-        await self.topic.in_flight_now()
+        await self.topic.flight.all_of_now()
         assert isinstance(answers[0], Receipt)
         self.last.update(dict(rows))
 

@@ -13,6 +13,7 @@ from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableErr
 from seqdedupe.log.contract import Retention
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.namespaces import Namespaces
@@ -81,7 +82,7 @@ async def publish(topic: Topic, *ids: int, name: str = "p") -> Receipt | Refusal
     link = min(opened.persisted[0], ids[0] - 1)
     rows = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: link})
     topic.admit(rows.encode(), 1, answers.append, NumbersCache())
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     return answers[0]
 
 
@@ -94,6 +95,19 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_no_topic_would_heed_cannot_be_set(name: str) -> None:
+    """Retention of a broker's log is the broker's, and only a broker's ranges overlap."""
+    is_retention = name.startswith("retention")
+    for log, is_heeded in ((LogKind.EMBEDDED, name != "overlap"), (LogKind.BROKER, not is_retention)):
+        policy = one(name, EVERY[name])
+        if is_heeded:
+            assert policy.check_has_effect(log) is policy
+        else:
+            with pytest.raises(InvalidRequestError, match=f"{name} has an effect only on"):
+                policy.check_has_effect(log)
 
 
 # -- values ------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ async def publish(topic: Topic, name: str, epoch: int, sequence_id: int, link: i
     answers: list[Receipt | Refusal] = []
     encoded = batch([(name, sequence_id)], epochs={name: epoch}, links={name: link}, payloads=[bytes(500)]).encode()
     topic.admit(encoded, 1, answers.append, NumbersCache())
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     return answers[0]
 
 

@@ -98,10 +98,10 @@ async def filled(store: Store, rows: int) -> Storage:
     topic = make_topic(store, log)
     await topic.recover()
     await publish(topic, *range(rows - 1))
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     await topic.snapshot()
     await publish(topic, rows - 1)
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     await topic.close("")
     return storage
 
@@ -279,7 +279,7 @@ async def grown(store: Store, storage: Storage, *ids: int, snapshot: bool = Fals
     topic = make_topic(store, FaultyLog(storage, automatic=True), random_bytes=os.urandom)
     await topic.recover()
     await publish(topic, *ids)
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     if snapshot:
         await topic.snapshot()
     await topic.close("")

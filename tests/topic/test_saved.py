@@ -58,7 +58,7 @@ async def send(process: Process, name: str, *ids: int) -> int:
     link = min(opened.persisted[0], ids[0] - 1)
     rows = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: link}).encode()
     topic.admit(rows, 1, answers.append, NumbersCache())
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     assert isinstance(answers[0], Receipt), answers
     return opened.epochs[0]
 
@@ -124,7 +124,7 @@ async def test_a_topic_that_is_opened_again_is_what_it_was(process: Process, sta
     answers: list[Receipt | Refusal] = []
     rows = batch([("b", 4), ("b", 7), ("b", 8)], epochs={"b": owner}, links={"b": -1}).encode()
     live(process).admit(rows, 1, answers.append, NumbersCache())
-    await live(process).in_flight_now()
+    await live(process).flight.all_of_now()
     assert isinstance(answers[0], Receipt)
     assert answers[0].verdicts is not None
     assert answers[0].verdicts.tolist() == [DUP, DUP, 1]
@@ -152,7 +152,7 @@ async def test_what_is_in_flight_is_sent_again_and_once_there(process: Process) 
     assert len(answers) == 1
     again: list[Receipt | Refusal] = []
     live(process).admit(rows, 2, again.append, NumbersCache())
-    await live(process).in_flight_now()
+    await live(process).flight.all_of_now()
     assert isinstance(again[0], Receipt)
     assert known(process)[2] == 9
     late: list[Receipt | Refusal] = []

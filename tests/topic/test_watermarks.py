@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import os
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +66,12 @@ async def topic(stores: Callable[[], Store]) -> AsyncIterator[Topic]:
 
 
 async def import_marks(topic: TopicBase, marks: dict[bytes, int], at_once: int = 2) -> None:
-    importing = begin_import(topic)
-    names = sorted(marks)
-    for start in range(0, len(names), at_once):
-        some = names[start : start + at_once]
-        await importing.add(some, np.array([marks[name] for name in some]))
-    await importing.finish()
+    with closing(begin_import(topic)) as importing:
+        names = sorted(marks)
+        for start in range(0, len(names), at_once):
+            some = names[start : start + at_once]
+            await importing.add(some, np.array([marks[name] for name in some]))
+        await importing.finish()
 
 
 def exported(topic: TopicBase) -> dict[bytes, int]:
@@ -87,7 +89,7 @@ async def publish(topic: Topic, name: str, *ids: int, link: int | None = None) -
     before = min(opened.persisted[0], ids[0] - 1) if link is None else link
     encoded = batch([(name, i) for i in ids], epochs={name: opened.epochs[0]}, links={name: before}).encode()
     topic.admit(encoded, 1, answers.append, NumbersCache())
-    await topic.in_flight_now()
+    await topic.flight.all_of_now()
     assert isinstance(answers[0], Receipt)
     return [1] * len(ids) if answers[0].verdicts is None else answers[0].verdicts.tolist()
 
@@ -270,6 +272,36 @@ async def test_a_second_import_ends_the_first(topic: Topic) -> None:
     assert exported(topic) == MARKS
 
 
+@pytest.mark.parametrize("ends_in", ["a part", "the last part"])
+async def test_who_gives_up_while_a_part_is_on_its_way_has_imported_what_a_restart_finds(
+    stores: Callable[[], Store], ends_in: str
+) -> None:
+    """Nothing is kept of what can never be complete; but a last part may land all the same."""
+    log = FaultyLog(Storage(INCARNATION))
+    store = stores()
+    topic = new_topic(store, log)
+    await topic.recover()
+    running = asyncio.ensure_future(import_marks(topic, MARKS, at_once=1))
+    for _ in range(3 if ends_in == "the last part" else 2):
+        await until(lambda: log.in_flight > 0)
+        log.settle(1)
+    await until(lambda: log.in_flight > 0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    log.settle()
+    expected = MARKS if ends_in == "the last part" else {}
+    assert exported(topic) == expected
+    assert topic.import_parts._parts is None
+    assert topic.newest_import is None
+    log = log.crash(lands=0)
+    log.automatic = True
+    topic = new_topic(store, log)
+    await topic.recover()
+    assert exported(topic) == expected
+    await topic.close("")
+
+
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -400,7 +432,7 @@ async def test_retention_says_it_again_and_the_doctor_follows(stores: Callable[[
     for i in range(40):
         rows = batch([("filler", i)], epochs={"filler": epoch}, links={"filler": i - 1}, payloads=[bytes(500)])
         topic.admit(rows.encode(), 1, lambda _: None, NumbersCache())
-        await topic.in_flight_now()
+        await topic.flight.all_of_now()
     await topic.snapshot()
     await until(lambda: topic.log.first_index >= 20)
     await topic.close("")
@@ -472,4 +504,8 @@ async def test_a_brokers_import_that_is_not_finished_has_done_nothing(stores: Ca
     importing = begin_import(topic)
     await importing.add([b"a"], np.array([1]))
     assert len(topic.producers) == 0
+    held = weakref.ref(importing)
+    importing.close()
+    del importing
+    assert held() is None, "nor is it kept"
     await topic.drain()

@@ -138,6 +138,10 @@ class Client:
         """Where about so many bytes end, see `seqdedupe.client.Client.locate_bytes`."""
         return self._call(lambda client: client.locate_bytes(topic, from_index, size_bytes))
 
+    def position_at(self, topic: str, index: int) -> Position:
+        """The position of the message with this index, see `seqdedupe.client.Client.position_at`."""
+        return self._call(lambda client: client.position_at(topic, index))
+
     def _call(self, call: Callable[[_client.Client], Coroutine[Any, Any, T]]) -> T:
         return run(lambda: call(self._client))
 

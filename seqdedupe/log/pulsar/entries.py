@@ -40,9 +40,11 @@ CONTROL = "control"
 BATCH = "batch"
 
 MAX_ENTRY_BYTES = 5 * 1024 * 1024
-"""The `maxMessageSize` of a broker, as it is delivered: of an entry's payload."""
-MAX_METADATA_BYTES = 8 * 1024
-"""Of an entry's key and properties together: a broker takes 10 KiB with the rest of what it adds."""
+"""The `maxMessageSize` of a broker, as it is delivered: of payload, key, properties and all that the client adds."""
+_CLIENT_BYTES = 1024
+"""What the client adds to an entry at most: the name of its producer, IDs, times."""
+_PROPERTY_BYTES = 16
+"""What it adds to a property."""
 
 _MAX_INT64 = 2**63 - 1
 
@@ -187,7 +189,7 @@ def packed(owner: Owner, number: int, index: int, publish_time_ms: int, part: Pa
 
 def split(part: Part) -> list[Part]:
     """The same rows in batches that fit into an entry each, if they are not too large by themselves."""
-    if HEADER_BYTES + len(part.encoded) <= MAX_ENTRY_BYTES or part.rows == 1:
+    if HEADER_BYTES + len(part.encoded) + 2 * _CLIENT_BYTES <= MAX_ENTRY_BYTES or part.rows == 1:
         return [part]
     whole = batches.decode(part.encoded)
     middle = part.rows // 2
@@ -205,20 +207,14 @@ def encoded(batch: Batch) -> Part:
 
 def checked(message: Message) -> Message:
     """The message, if a broker takes it. Raises MESSAGE_TOO_LARGE."""
-    if len(message.payload or b"") > MAX_ENTRY_BYTES:
+    size = len(message.payload or b"") + len(message.key.encode()) + _CLIENT_BYTES
+    for name, value in message.properties.items():
+        size += len(name.encode()) + len(value.encode()) + _PROPERTY_BYTES
+    if size > MAX_ENTRY_BYTES:
         raise error(
-            "MESSAGE_TOO_LARGE", f"an entry is {len(message.payload or b'')} bytes long: at most {MAX_ENTRY_BYTES}"
+            "MESSAGE_TOO_LARGE",
+            f"an entry of the Pulsar topic takes {size} bytes with key and properties: at most {MAX_ENTRY_BYTES}",
         )
-    # No character takes more than four bytes.
-    metadata = len(message.key) + sum(map(len, message.properties)) + sum(map(len, message.properties.values()))
-    if 4 * metadata > MAX_METADATA_BYTES:
-        metadata = sum(len(text.encode()) for item in message.properties.items() for text in item)
-        metadata += len(message.key.encode())
-        if metadata > MAX_METADATA_BYTES:
-            raise error(
-                "MESSAGE_TOO_LARGE",
-                f"key and properties are {metadata} bytes long, ours included: at most {MAX_METADATA_BYTES}",
-            )
     return message
 
 

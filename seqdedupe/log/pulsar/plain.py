@@ -15,7 +15,6 @@ from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int64s
 from seqdedupe.limits import LINK_LEFT_OUT, NO_SEQUENCE_ID
 from seqdedupe.log.pulsar.entries import (
     INDEX,
-    MAX_ENTRY_BYTES,
     NUMBER,
     OWNER,
     PREFIX,
@@ -36,8 +35,8 @@ EVENT_TIME_MS = PREFIX + "event_time_ms"
 USER = PREFIX + "user."
 """Before the name of a property of the producer's that begins with PREFIX itself."""
 
-_SHORT_KEY = 1024
-"""Characters that fit beside our properties whatever they are."""
+_SURELY_TAKEN_BYTES = 1024 * 1024
+"""A payload and a key of so many are taken with our own properties, whatever these say."""
 
 _OURS_ALWAYS = 6
 """So many of our properties every row has."""
@@ -84,8 +83,7 @@ def messages_of(owner: Owner, number: int, index: int, encoded: bytes) -> Iterat
             for name, value in of_users[row]:
                 properties[USER + name if name.startswith(PREFIX) else name] = value
         message = Message(payload := payloads[row], properties, key, event_time_ms)
-        # Without properties of the producer's and with a short key nothing but the payload can be too large.
-        if of_users or len(key) > _SHORT_KEY or (payload and len(payload) > MAX_ENTRY_BYTES):
+        if of_users or len(key) + len(payload or b"") > _SURELY_TAKEN_BYTES:
             checked(message)
         yield message
 

@@ -21,7 +21,7 @@ from pyspark.sql.functions import spark_partition_id
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.failures import first_line, typed_failures
 from seqdedupe_spark.job.poison import FindMessageId, names_a_row, naming
 from seqdedupe_spark.job.range_task import Output, Report, Step, all_done, column_of
 from seqdedupe_spark.reading import message_id_at, read_range
@@ -139,7 +139,7 @@ class FrameTask:
         try:
             frame = self.transform(messages)
         except PySparkException as e:
-            raise error("INVALID_OUTPUT", f"the transformation cannot be planned: {str(e).splitlines()[0]}") from e
+            raise error("INVALID_OUTPUT", f"the transformation cannot be planned: {first_line(e)}") from e
         if not isinstance(frame, DataFrame):
             raise error("INVALID_OUTPUT", f"the transformation returned {type(frame).__name__}, not a DataFrame")
         return frame

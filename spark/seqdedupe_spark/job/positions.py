@@ -125,10 +125,18 @@ class Positions:
         place = self.source.starting if is_first else None
         found = listing.resolve(names if is_first else missing, place or "earliest", "startingOffsets")
         for name in missing:
+            self._check_start(listing, name, found[name])
+        for name in missing:
             store.replace(self.job, name, None, Stored(found[name], 0))
         if is_first:
             store.replace(self.job, FIRST_START, None, Stored(Position.start(0), 0))
         return store.positions(self.job)
+
+    def _check_start(self, listing: Listing, topic: str, start: Position) -> None:
+        """Raises INVALID_OPTION for a place that the topic lacks: once stored it would hold against a right one."""
+        loss = listing.find_loss(topic, start)
+        if loss is not None and (self.source.fail_on_data_loss or not loss.may_be_accepted):
+            raise error("INVALID_OPTION", f"startingOffsets: the job cannot begin after {start}: {loss.message}")
 
     def _look_at(self, listing: Listing, store: OutputStore, topic: str, stored: Stored) -> Standing | None:
         """Where one topic stands; None if it was deleted and that is accepted."""

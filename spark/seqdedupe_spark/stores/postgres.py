@@ -53,6 +53,8 @@ _CONNECTION: dict[str, Any] = {
 """What a DSN may say otherwise: without these a write into a network that swallows all would never end."""
 
 _SESSION = (
+    # With it a statement that has waited for another transaction looks at what that has made.
+    "SET default_transaction_isolation = 'read committed'; "
     f"SET idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_SECONDS}s'; "
     f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'; "
     "SET tcp_keepalives_idle = 30; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"
@@ -73,13 +75,16 @@ _OWN_TABLES = (
     "output_table text NOT NULL, deduplicate boolean NOT NULL)",
 )
 
+_OWN_NAMES = ("seqdedupe_positions", "seqdedupe_watermarks", "seqdedupe_jobs")
+
 _COLUMNS = (
     "SELECT attname, format_type(atttypid, atttypmod), attnotnull AND NOT atthasdef AND attidentity = '' "
     "FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
 )
 
-_BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED; "
-"""With it a statement that has waited for a position looks at what it has become."""
+_PERSISTENCE = "SELECT relpersistence FROM pg_class WHERE oid = to_regclass(%s)"
+
+_PERMANENT = "p"
 
 # Each of these fails with a division by zero, and takes the transaction with it, unless it changes one row.
 _INSERT = (
@@ -165,6 +170,7 @@ class PostgresStore(OutputStore):
             if not columns or not _columns_of(connection, ["seqdedupe_jobs"]):
                 _make_tables(connection, f"CREATE TABLE IF NOT EXISTS {quoted(*parts)} ({declared})")
                 columns = _columns_of(connection, parts)
+            _check_outlives_a_crash(connection, parts, *([name] for name in _OWN_NAMES))
         check_table(table, schema, columns, fits)
 
     def positions(self, job: str) -> dict[str, Stored]:
@@ -212,7 +218,7 @@ class PostgresStore(OutputStore):
                     with in_batch(number), _errors():
                         check_table(table, batch.schema, columns, fits)
                         if connection.info.transaction_status is TransactionStatus.IDLE:
-                            connection.execute(_BEGIN)
+                            connection.execute("BEGIN")
                         copy_in(connection, parts, batch, columns)
                     rows += len(batch)
             changed = [advance.changed_watermarks() for advance in advances]
@@ -258,7 +264,7 @@ def _commit(connection: Connection, statements: str, values: Sequence[object]) -
     It takes the locks that others wait for and lets go of them with no word from here in between: a writer that stalls
     holds none of them.
     """
-    begin = _BEGIN if connection.info.transaction_status is TransactionStatus.IDLE else ""
+    begin = "BEGIN; " if connection.info.transaction_status is TransactionStatus.IDLE else ""
     psycopg.ClientCursor(connection).execute((begin + statements + "COMMIT").encode(), values)
 
 
@@ -280,6 +286,15 @@ def _columns_of(connection: Connection, parts: Sequence[str]) -> dict[str, Colum
     """The columns of a table; none if it is missing."""
     rows = connection.execute(_COLUMNS, (quoted(*parts),)).fetchall()
     return {name: Column(declared, required) for name, declared, required in rows}
+
+
+def _check_outlives_a_crash(connection: Connection, *tables: Sequence[str]) -> None:
+    """Raises INVALID_OUTPUT if rows and positions would not be there together after the server has crashed."""
+    for parts in tables:
+        row = connection.execute(_PERSISTENCE, (quoted(*parts),)).fetchone()
+        if row and row[0] != _PERMANENT:
+            what = f"table {'.'.join(parts)} is unlogged or temporary: a crash would empty it, and not the other tables"
+            raise error("INVALID_OUTPUT", what, hint="ALTER TABLE … SET LOGGED, before the job begins.")
 
 
 def _roll_back(connection: Connection) -> None:

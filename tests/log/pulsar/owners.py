@@ -1,105 +1,102 @@
-"""Two owners of one topic at once, as a split of Pulsar's exclusive producers lets them in, and an oracle."""
+"""Processes that own a topic, or believe to, as an owner does by the rules; and an oracle of what is valid."""
 
 from itertools import pairwise
 
-from seqdedupe.log.pulsar.entries import INDEX, KIND, MARKER, NUMBER, OWNER, Entry, Message
+from seqdedupe.log.pulsar.entries import INDEX, KIND, MARKER, NUMBER, OWNER, Message
 from seqdedupe.log.pulsar.terms import Receipts, Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId
 from tests.batches import batch
+from tests.log.pulsar.standin import PulsarTopic
 from tests.log.pulsar.topics import INCARNATION, marker, owner, rows
-
-
-class Topic:
-    """What is stored, in order. Everybody may write."""
-
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self._ledger, self._entry = 10, 0
-
-    def add(self, message: Message) -> MessageId:
-        message_id = MessageId(self._ledger, self._entry)
-        self._entry += 1
-        self.entries.append(Entry(message, message_id, 1000))
-        return message_id
-
-    def roll_over(self) -> None:
-        self._ledger, self._entry = self._ledger + 1, 0
 
 
 class Process:
     """One that opens the topic for writing, appends, and confirms by the rule of receipts.
 
-    With `believes` every receipt confirms. Several appends are under way until `hear` is called.
+    With `believes` every receipt confirms. What it appends is on its way until its `producer` is told otherwise.
     """
 
-    def __init__(self, topic: Topic, name: str, *, believes: bool = False) -> None:
+    def __init__(self, topic: PulsarTopic, name: str, *, believes: bool = False) -> None:
         self.name = name
         self.confirmed: list[str] = []
         self.is_open = False
+        self.producer = topic.producer(name)
         self._topic = topic
         self._believes = believes
-        self._term = self._number = self._index = 0
-        self._under_way: list[tuple[Message, MessageId]] = []
-        self._sent = self._openings = 0
+        self._number = self._index = 0
+        self._under_way: list[Message] = []
+        self._term = self._sent = self._openings = 0
         self._whose = ""
 
-    def open(self, *, highest_term: int | None = None) -> None:
-        """Marks, with a term above the highest it has read, or above a stale one, until a marker takes ownership."""
-        self.hear()
-        self.is_open = True
-        while True:
-            term = (self._read(len(self._topic.entries)).owner.term if highest_term is None else highest_term) + 1
-            highest_term = None
+    def open(self, *, lands: int = 0, highest_term: int | None = None) -> None:
+        """Marks, with a term above the highest that it read, or above a stale one, until a marker takes ownership.
+
+        Of what it had on its way `lands` are stored before. What it finds then of its own is confirmed.
+        """
+        self.producer.end(lands)
+        self.is_open = False
+        while not self.is_open:
             self._openings += 1
             self._whose = f"{self.name}{self._openings}"
-            position = self._topic.add(marker(term, self._whose))
-            standing = self._read(len(self._topic.entries))
-            if standing.owner == owner(term, self._whose):
-                break
-        self._term, self._number, self._index = term, 1, standing.next_index
-        self._receipts = Receipts(position)
-
-    def _read(self, count: int) -> Standing:
-        terms = Terms(Standing.start(INCARNATION))
-        for entry in self._topic.entries[:count]:
-            terms.judge(entry.message)
-        return terms.standing
+            self._term = (self._read().owner.term if highest_term is None else highest_term) + 1
+            highest_term = None
+            self.producer = self._topic.producer(self.name)
+            self.producer.send(marker(self._term, self._whose))
+            self.producer.store()
+            self.producer.hear()
+            standing = self._read()
+            self.is_open = standing.owner == owner(self._term, self._whose)
+        self._settle()
+        self._number, self._index = 1, standing.next_index
+        self._receipts = Receipts(self._place_of(marker(self._term, self._whose)) or MessageId(-1, -1))
 
     def append(self) -> None:
-        """What it sends is stored, whoever owns the topic."""
+        """Hands over a message. It is on its way."""
         self._sent += 1
         payload = f"{self.name}{self._sent}".encode()
-        (message,) = rows(
-            self._term, self._number, self._index, batch([("p", self._index)], payloads=[payload]), self._whose
-        )
+        sent = batch([("p", self._index)], payloads=[payload])
+        (message,) = rows(self._term, self._number, self._index, sent, self._whose)
         self._number, self._index = self._number + 1, self._index + 1
-        self._under_way.append((message, self._topic.add(message)))
-
-    def send_again(self) -> None:
-        """The client connects again, and sends what it has no receipt for; the receipts are those of the copies."""
-        self._under_way = [(message, self._topic.add(message)) for message, _ in self._under_way]
+        self._under_way.append(message)
+        self.producer.send(message)
 
     def hear(self) -> None:
-        """The receipts come. What they do not confirm is looked for in the topic; an owner that lost stops."""
-        under_way, self._under_way = self._under_way, []
-        for message, message_id in under_way:
-            if not self._believes and not self._receipts.confirms(message_id):
-                found = self._look_for(message)
+        """Receipts come. What they do not confirm is looked for in the topic; an owner that has lost stops."""
+        for receipt in self.producer.hear():
+            message = self._under_way[0]
+            if not self._believes and not self._receipts.confirms(receipt):
+                found = self._place_of(message)
                 if found is None:
                     self.is_open = False
                     return
                 self._receipts.was_read(found)
-            self.confirmed.append((message.payload or b"").decode())
+            self._confirm(self._under_way.pop(0))
 
-    def _look_for(self, message: Message) -> MessageId | None:
+    def _settle(self) -> None:
+        """After an opening: what of the earlier one is in the topic is stored, and the rest never will be."""
+        under_way, self._under_way = self._under_way, []
+        for message in under_way:
+            if self._place_of(message) is not None:
+                self._confirm(message)
+
+    def _confirm(self, message: Message) -> None:
+        self.confirmed.append((message.payload or b"").decode())
+
+    def _read(self) -> Standing:
         terms = Terms(Standing.start(INCARNATION))
-        for entry in self._topic.entries:
+        for entry in self._topic.read():
+            terms.judge(entry.message)
+        return terms.standing
+
+    def _place_of(self, message: Message) -> MessageId | None:
+        terms = Terms(Standing.start(INCARNATION))
+        for entry in self._topic.read():
             if terms.judge(entry.message) is Verdict.VALID and entry.message == message:
                 return entry.message_id
         return None
 
 
-def valid_in(topic: Topic) -> list[tuple[int, Message]]:
+def valid_in(topic: PulsarTopic) -> list[tuple[int, Message]]:
     """The oracle: the places and messages of all valid entries, markers too."""
     terms = [
         int((entry.message.properties.get(OWNER) or "::0").split(":")[2])

@@ -14,7 +14,7 @@ from seqdedupe.format.columns import PUBLISH_TIME_MS, ROWS
 from seqdedupe.limits import LINK_LEFT_OUT
 from seqdedupe.log.pulsar import plain
 from seqdedupe.log.pulsar.collecting import Collector
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, MAX_METADATA_BYTES, PREFIX, Message
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PREFIX, Message
 from seqdedupe.log.pulsar.entries import ROWS as ROWS_PROPERTY
 from seqdedupe.log.pulsar.terms import Standing, Terms
 from tests.batches import batch
@@ -193,12 +193,15 @@ def test_the_publish_time_never_falls() -> None:
 
 
 def test_what_a_broker_would_not_take_is_refused() -> None:
-    fits = batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES)], keys=[bytes(100)])
+    fits = batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES - 3000)], keys=[b"k" * 1000])
     assert len(rows(1, 1, 0, fits)) == 1
     for bad in (
-        batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES + 1)]),
-        batch([("p", 1)], keys=[b"k" * MAX_METADATA_BYTES]),
-        batch([("p", 1)], row_properties=[{"a": "ü" * (MAX_METADATA_BYTES // 2)}]),
+        batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES)]),
+        batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES - 3000)], keys=[b"k" * 3000]),
+        batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES - 3000)], row_properties=[{"a": "ü" * 1500}]),
+        # In base64, twice.
+        batch([("p", 1)], keys=[b"\xff" * (2 * 1024 * 1024)]),
+        batch([("p", 1)], payloads=[bytes(3 * 1024 * 1024)], keys=[("ü" * 2**20).encode()]),
     ):
         with pytest.raises(InvalidRequestError) as refused:
             rows(1, 1, 0, bad)

@@ -12,45 +12,47 @@ from seqdedupe.log.pulsar.entries import ADDRESS, INDEX, KIND, NUMBER, OWNER, RO
 from seqdedupe.log.pulsar.terms import REMEMBERED_ENTRIES, Receipts, Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId
 from tests.batches import batch
-from tests.log.pulsar.owners import Process, Topic, payloads_of, valid_in
+from tests.log.pulsar.owners import Process, payloads_of, valid_in
+from tests.log.pulsar.standin import PulsarTopic
 from tests.log.pulsar.topics import INCARNATION, SETTINGS, marker, owner, packed, rows, stock, token
 
-ACTIONS = "aAbBs~|fh"
-"""a, b: that owner appends · A, B: it opens · s: B opens with a term it read before anything stood there · ~: both
-clients send again · |: the ledger rolls over · f: a stranger writes · h: receipts come."""
+ACTIONS = "aAbBxysS~|fh"
+"""a, b: that owner appends · x, y: the broker takes the oldest that a, or b, has on its way · A, B: it opens; of what
+it had on its way one lands · S: B opens with a term that it read before anything stood there · ~: both clients connect
+again · |: the ledger rolls over · f: a stranger writes · h: receipts come · s: the broker takes all that is sent."""
 
 
-def play(actions: str, *, believes: bool = False) -> tuple[Topic, list[Process]]:
-    """A history of two owners; at its end both hear of all that they have under way."""
-    topic = Topic()
+def play(actions: str, *, believes: bool = False, deduplicates: bool = False) -> tuple[PulsarTopic, list[Process]]:
+    """A history of two owners; at its end all that they have on its way is stored, and they hear of it."""
+    topic = PulsarTopic(deduplicates=deduplicates)
     a, b = owners = [Process(topic, name, believes=believes) for name in "ab"]
-    for action in actions:
-        if action == "|":
+    for action in actions + "sh":
+        acting = a if action in "aAx" else b
+        if action in "ab":
+            if acting.is_open:
+                acting.append()
+        elif action in "xy":
+            acting.producer.store(1)
+        elif action in "AB":
+            acting.open(lands=1)
+        elif action == "S":
+            b.open(highest_term=0)
+        elif action == "|":
             topic.roll_over()
         elif action == "f":
             topic.add(stock())
-        elif action == "s":
-            b.open(highest_term=0)
-        elif action in "AB":
-            (a if action == "A" else b).open()
-        elif action in "ab":
-            acting = a if action == "a" else b
-            if acting.is_open:
-                acting.append()
         else:
             for each in owners:
-                each.send_again() if action == "~" else each.hear()
-    for each in owners:
-        each.hear()
+                {"s": each.producer.store, "~": each.producer.connect_again, "h": each.hear}[action]()
     return topic, owners
 
 
-def judged(topic: Topic) -> tuple[Terms, list[Verdict]]:
+def judged(topic: PulsarTopic) -> tuple[Terms, list[Verdict]]:
     terms = Terms(Standing.start(INCARNATION))
-    return terms, [terms.judge(entry.message) for entry in topic.entries]
+    return terms, [terms.judge(entry.message) for entry in topic.read()]
 
 
-def check(topic: Topic, owners: list[Process]) -> None:
+def check(topic: PulsarTopic, owners: list[Process]) -> None:
     terms, verdicts = judged(topic)
     valid = valid_in(topic)
     assert [at for at, verdict in enumerate(verdicts) if verdict is Verdict.VALID] == [at for at, _ in valid]
@@ -65,40 +67,98 @@ def check(topic: Topic, owners: list[Process]) -> None:
     assert len(valid) + counts.void + counts.repeats + counts.foreign + counts.earlier == len(topic.entries)
 
 
-def test_two_owners_in_every_order() -> None:
-    """All histories of four actions after an owner's first append; each fault that they are about comes up."""
-    void = repeats = confirmed = 0
-    for actions in product("abBs~|h", repeat=4):
-        topic, owners = play("Aa" + "".join(actions))
+@pytest.mark.parametrize("deduplicates", [False, True])
+def test_two_owners_in_every_order(deduplicates: bool) -> None:
+    """All histories of four actions after an owner's appends; each fault that they are about comes up."""
+    void = repeats = confirmed = lost = 0
+    for actions in product("aBbx~|sh", repeat=4):
+        topic, owners = play("Aax" + "".join(actions), deduplicates=deduplicates)
         check(topic, owners)
         terms, _ = judged(topic)
         void, repeats = void + terms.counts.void, repeats + terms.counts.repeats
         confirmed += sum(len(each.confirmed) for each in owners)
-    assert min(void, repeats, confirmed) > 500
+        lost += not owners[0].is_open
+    assert min(void, confirmed, lost) > 500
+    assert repeats == 0 if deduplicates else repeats > 500
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text(ACTIONS, max_size=40))
-def test_two_owners_at_length(actions: str) -> None:
-    check(*play(actions))
+@given(st.text(ACTIONS, max_size=40), st.booleans())
+def test_two_owners_at_length(actions: str, deduplicates: bool) -> None:
+    check(*play(actions, deduplicates=deduplicates))
 
 
 def test_with_receipts_believed_something_acknowledged_is_void() -> None:
     """The control arm: a receipt proves that an entry is stored, not that it is anybody's."""
-    topic, (a, b) = play("AaBab", believes=True)
+    topic, (a, b) = play("AasBabs", believes=True)
     assert (a.confirmed, b.confirmed) == (["a1", "a2"], ["b1"])
     assert payloads_of(valid_in(topic)) == ["a1", "b1"]
-    topic, (a, b) = play("AaBab")
+    topic, (a, b) = play("AasBabs")
     assert (a.confirmed, b.confirmed) == (["a1"], ["b1"])
     assert not a.is_open
     assert b.is_open
 
 
+def test_with_receipts_believed_something_acknowledged_is_nowhere() -> None:
+    """The control arm of (-1, -1): what Pulsar's deduplication has seen need not be there. It forgot to store it."""
+    for believes in (True, False):
+        topic = PulsarTopic()
+        a = Process(topic, "a", believes=believes)
+        a.open()
+        a.append()
+        a.producer.store()
+        topic.entries.pop()
+        a.producer.connect_again()
+        a.producer.store()
+        a.hear()
+        assert a.confirmed == (["a1"] if believes else [])
+        assert payloads_of(valid_in(topic)) == []
+        assert a.is_open == believes
+
+
 def test_an_owner_that_has_lost_hears_of_it_with_its_next_receipt() -> None:
-    for between in ("", "|", "bb", "~"):
-        _, (a, _) = play("AaaB" + between + "a")
+    for between in ("", "|", "bby", "~", "f"):
+        _, (a, b) = play("AaashB" + between + "ax")
         assert a.confirmed == ["a1", "a2"]
         assert not a.is_open
+        assert b.is_open
+
+
+def test_what_was_on_its_way_when_another_took_over() -> None:
+    """It stands before the marker, and is the next owner's too to know of; or after it, and is nobody's."""
+    topic, (a, b) = play("AaaxBsh")
+    assert payloads_of(valid_in(topic)) == a.confirmed == ["a1"]
+    assert (a.is_open, b.is_open) == (False, True)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_what_was_settled_as_lost_does_not_land_later(marks: bool) -> None:
+    """The control arm reads without marking: what it did not find, and would send again, is stored after all."""
+    topic = PulsarTopic()
+    a, b = Process(topic, "a"), Process(topic, "b")
+    a.open()
+    a.append()
+    if marks:
+        b.open()
+    assert payloads_of(valid_in(topic)) == []
+    a.producer.store()
+    assert payloads_of(valid_in(topic)) == ([] if marks else ["a1"])
+
+
+def test_what_was_trimmed_is_noticed() -> None:
+    """A Reader jumps over it in silence. Whoever did not count would go on as if nothing had been there."""
+    topic, _ = play("AaasBbbs|bs")
+    standing, last = Standing.start(INCARNATION), None
+    for entry in topic.read():
+        terms = Terms(standing)
+        terms.judge(entry.message)
+        standing, last = terms.standing, entry.message_id
+        if standing.next_index == 1:
+            break
+    topic.trim(ledgers=1)
+    left = list(topic.read(last))
+    assert len(left) == 1
+    assert refused(Terms(standing), left[0].message) == "LOG_GAP"
 
 
 def test_receipts_confirm_in_one_ledger_without_a_gap() -> None:

@@ -17,7 +17,7 @@ from seqdedupe_spark.stores import postgres
 from seqdedupe_spark.stores.contract import OutputStore, Stored
 from seqdedupe_spark.stores.postgres import PostgresStore
 from tests.spark.stores.conformance import JOB, LIMIT_SECONDS, SCHEMA, TOPIC, at, ns, numbers, over, refused
-from tests.spark.stores.database import COMMIT, wait_for_the_end, waits
+from tests.spark.stores.database import COMMIT, until, wait_for_the_end, waits
 from tests.spark.stores.harnesses import PostgresHarness
 
 
@@ -172,6 +172,34 @@ def test_who_may_not_make_tables_can_use_those_that_are_there(harness: PostgresH
         assert ns(harness) == [0]
     finally:
         run(harness, f"DROP OWNED BY {role}", f"DROP ROLE {role}")
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+def test_tables_that_another_run_makes_first_are_seen_at_any_isolation(harness: PostgresHarness, level: str) -> None:
+    """Who waits for the other one to have made them looks again, whatever the database's default."""
+    name = harness.url.split("?")[0].rpartition("/")[2]
+    run(harness, f"ALTER DATABASE {name} SET default_transaction_isolation = '{level}'")
+    watcher = psycopg.connect(harness.url, autocommit=True)
+    with watcher, harness.factory() as late, psycopg.connect(harness.url) as first, ThreadPoolExecutor(1) as pool:
+        first.execute("SELECT pg_advisory_xact_lock(%s)", (postgres._PREPARE_LOCK,))
+        preparing = pool.submit(late.prepare, "flights", SCHEMA)
+        until(watcher, "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+        first.execute("CREATE TABLE flights (n bigint, text text)")
+        first.commit()
+        preparing.result(LIMIT_SECONDS)
+
+
+def test_a_table_that_a_crash_would_empty_is_refused(harness: PostgresHarness, store: OutputStore) -> None:
+    """Its rows would be gone, and the positions say that they are there; or the other way round."""
+    store.prepare("flights", SCHEMA)
+    for table in ("flights", "seqdedupe_positions", "seqdedupe_watermarks"):
+        run(harness, f"ALTER TABLE {table} SET UNLOGGED")
+        with refused("INVALID_OUTPUT", f"table {table} is unlogged"):
+            store.prepare("flights", SCHEMA)
+        run(harness, f"ALTER TABLE {table} SET LOGGED")
+    with refused("INVALID_OUTPUT", "temporary"):
+        store.prepare("pg_temp.flights", SCHEMA)
+    store.prepare("flights", SCHEMA)
 
 
 def test_a_server_that_cannot_be_reached_is_named_without_the_password() -> None:

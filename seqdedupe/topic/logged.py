@@ -1,0 +1,160 @@
+"""A topic on a log of ours: what its log says of it, where its messages stand, and changes on their way there."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from seqdedupe.format.columns import BASE_INDEX, ROWS
+from seqdedupe.format.jit import Int64s
+from seqdedupe.format.records import ownership
+from seqdedupe.log.contract import DamageFound, Log, last_of
+from seqdedupe.message_id import MessageId, Position
+from seqdedupe.store.db import Store
+from seqdedupe.store.snapshots import Loaded, Snapshots
+from seqdedupe.topic import control
+from seqdedupe.topic.control import Change, Purge
+from seqdedupe.topic.flight import Changing, Flight
+from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.recovery import RunsOf, Table
+from seqdedupe.topic.state import TopicBase
+
+
+class LoggedTopic(TopicBase):
+    """A topic of this process whose log is not a broker's own. Who owns the log is for `publishing` to know.
+
+    `on_state` is told each change of state, with one line why.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        log: Log,
+        store: Store,
+        snapshots: Snapshots,
+        loaded: Loaded | None,
+        *,
+        applied: Applied,
+        random_bytes: Callable[[int], bytes],
+        on_state: Callable[[Any], None],
+    ) -> None:
+        self.log = log
+        super().__init__(
+            name,
+            log.incarnation,
+            store,
+            snapshots,
+            loaded,
+            # Without a snapshot everything that is left in the log is read.
+            first_index=log.first_index,
+            applied=applied,
+            on_state=on_state,
+        )
+        self.flight = Flight()
+        self._random_bytes = random_bytes
+        self._known_term = 0
+        """The highest that a control record names."""
+        self.policy_stated = -1
+        """From this index on the log states the policy; -1: not known."""
+        self.import_parts = control.ImportParts()
+
+    @property
+    def first_index(self) -> int:
+        return self.log.first_index
+
+    @property
+    def damage_found(self) -> DamageFound:
+        return self.log.damage_found
+
+    @property
+    def log_bytes(self) -> int:
+        return self.log.size_bytes
+
+    @property
+    def last_position(self) -> Position:
+        return Position(self.incarnation, self.last_message_id, self.confirmed_index - 1, self.last_ownership)
+
+    @property
+    def certain_position(self) -> Position:
+        index = self.readable_index - 1
+        known = MessageId(*(int(column[0]) for column in self.log.known_message_ids(np.array([index]))))
+        if index < self.confirmed_index or known.ledger_id < 0:
+            return self.last_position
+        return Position(self.incarnation, known, index)
+
+    async def position_before(self, index: int) -> Position:
+        if index == self.confirmed_index:
+            return self.last_position
+        if index == 0:
+            return Position.start(self.incarnation)
+        location = await self.log.locate(index - 1)
+        return Position(self.incarnation, location.message_id, index - 1, location.ownership)
+
+    @property
+    def readable_index(self) -> int:
+        if self.knows_its_end:
+            return self.confirmed_index
+        return max(self.confirmed_index, self.log.certain_index)
+
+    # -- what its log says -------------------------------------------------------------------------------------
+
+    def _learn(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
+        """Records found in the log count from now on."""
+        for batches, changes in control.runs(chunk, table[:count], self.log.place):
+            if len(batches):
+                self.producers.replay(chunk, batches, len(batches))
+            for change, term, index in changes:
+                self._known_term = max(self._known_term, term)
+                self._apply(change, index)
+        # What is merged again may stand before the last message that is known.
+        self.confirmed_index = max(self.confirmed_index, int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS]))
+        for last in np.flatnonzero(table[:count, ROWS] > 0)[-1:].tolist():
+            self.last_ownership = ownership(table[last])
+            self.last_message_id = last_of(runs_of(last))
+
+    def _apply(self, change: Change, index: int) -> None:
+        """A control record is in the log, before the message with this index."""
+        if isinstance(change, Policy):
+            self._put_in_force(change)
+            # It may stand at the end of a segment that is dropped with the message before it.
+            self.policy_stated = index - 1
+        else:
+            control.apply(change, self.import_parts, self.producers, index)
+
+    # -- changes -----------------------------------------------------------------------------------------------
+
+    def append_change(self, change: Change) -> "asyncio.Future[None]":
+        """Hands a control record to the log. Done when it is durable and in force; raises why it is not.
+
+        Raises at once, and does nothing, unless the topic takes messages.
+        """
+        self.check_serving()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        body = control.encode(change, term=self.term, record_id=int.from_bytes(self._random_bytes(8), "little"))
+        self.log.append_control(body)
+        self.flight.add(Changing(body, change, done))
+        return done
+
+    async def set_policy(self, policy: Policy) -> None:
+        """Sets the policy, as a whole: durable and in force, between two frames, on return.
+
+        Raises why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever is cancelled here does not
+        know.
+        """
+        await self.append_change(policy)
+
+    @property
+    def newest_policy(self) -> Policy:
+        return self.flight.newest_policy or self.policy
+
+    def _in_use(self) -> list[Int64s]:
+        return self.flight.producer_rows()
+
+    async def _purge(self, numbers: Int64s) -> int:
+        names = self.producers.names_of(numbers)
+        await self.append_change(Purge(names))
+        return len(names)
+
+    def _renumber(self, new_numbers: Int64s) -> None:
+        self.flight.renumber(new_numbers)

@@ -1,0 +1,95 @@
+"""A Pulsar topic in memory that does what a real one was seen to do, on command; nothing is random.
+
+topic = PulsarTopic(deduplicates=False)
+a, b = topic.producer("a"), topic.producer("b")    both exclusive, at once: a split
+a.send(message)       it is on its way
+a.store(1)            the broker takes the oldest that is on its way; its receipt is on its way back
+a.hear()              the receipts that have come, in order
+a.connect_again()     receipts on their way are lost, and all without a receipt is sent again
+a.end(lands=2)        the producer is gone; of what was on its way the two oldest are stored
+topic.roll_over()     a new ledger
+topic.trim(ledgers=1) the oldest ledger is deleted
+topic.read(after)     as a Reader does: over what was trimmed it jumps, and says nothing
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.message_id import MessageId
+
+NO_RECEIPT = MessageId(-1, -1)
+"""What Pulsar's deduplication answers for an entry that it has seen."""
+
+
+class PulsarTopic:
+    """What is stored outlives everybody who writes."""
+
+    def __init__(self, *, deduplicates: bool = True) -> None:
+        self.entries: list[Entry] = []
+        self._deduplicates = deduplicates
+        self._highest: dict[str, int] = {}
+        self._ledger, self._entry, self._now_ms = 10, 0, 1000
+
+    def producer(self, name: str) -> "Producer":
+        """One more, whoever else there is. A name that was used before goes on with rising sequence IDs."""
+        return Producer(self, name, self._highest.get(name, -1) + 1)
+
+    def add(self, message: Message, name: str = "", sequence_id: int = -1) -> MessageId:
+        """The broker is given an entry; without a name it is a stranger's."""
+        if name and self._deduplicates:
+            if sequence_id <= self._highest.get(name, -1):
+                return NO_RECEIPT
+            self._highest[name] = sequence_id
+        message_id = MessageId(self._ledger, self._entry)
+        self._entry += 1
+        self._now_ms += 1
+        self.entries.append(Entry(message, message_id, self._now_ms, name, sequence_id))
+        return message_id
+
+    def roll_over(self) -> None:
+        # Ledgers of other topics lie between.
+        self._ledger, self._entry = self._ledger + 3, 0
+
+    def trim(self, ledgers: int) -> None:
+        gone = sorted({entry.message_id.ledger_id for entry in self.entries})[:ledgers]
+        self.entries = [entry for entry in self.entries if entry.message_id.ledger_id not in gone]
+
+    def read(self, after: MessageId | None = None) -> Iterator[Entry]:
+        return (entry for entry in self.entries if after is None or entry.message_id > after)
+
+
+class Producer:
+    """One of a client: it sends in order, and sends again what it has no receipt for."""
+
+    def __init__(self, topic: PulsarTopic, name: str, first_sequence_id: int) -> None:
+        self._topic = topic
+        self._name = name
+        self._next_sequence_id = first_sequence_id
+        self._pending: deque[tuple[int, Message]] = deque()
+        self._receipts: deque[MessageId] = deque()
+
+    def send(self, message: Message) -> None:
+        self._pending.append((self._next_sequence_id, message))
+        self._next_sequence_id += 1
+
+    def store(self, count: int | None = None) -> None:
+        """The broker takes so many (None: all) of those that it has not answered."""
+        on_their_way = list(self._pending)[len(self._receipts) :]
+        for sequence_id, message in on_their_way[:count]:
+            self._receipts.append(self._topic.add(message, self._name, sequence_id))
+
+    def connect_again(self) -> None:
+        self._receipts.clear()
+
+    def hear(self) -> list[MessageId]:
+        heard = list(self._receipts)
+        for _ in heard:
+            self._pending.popleft()
+        self._receipts.clear()
+        return heard
+
+    def end(self, lands: int = 0) -> None:
+        self.store(lands)
+        self._pending.clear()
+        self._receipts.clear()

@@ -1,0 +1,134 @@
+"""Entries as a real broker keeps them: what was handed over comes back, in both formats and to any consumer."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import _pulsar
+import numpy as np
+import pulsar
+import pytest
+
+from examples.pulsar import messages as example
+from pulsar_broker.standalone import Broker
+from seqdedupe.errors import InvalidRequestError
+from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Entry, Message
+from seqdedupe.message_id import MessageId
+from tests.batches import batch
+from tests.log.pulsar.topics import (
+    all_rows,
+    batches_in,
+    collected,
+    ids_in,
+    marker,
+    owner,
+    packed,
+    rows,
+)
+
+READ_TIMEOUT_MILLIS = 30_000
+
+HISTORY = [
+    batch(
+        [("p", 1), ("q", 5), ("p", 4), ("ü", 0)],
+        payloads=[b"one", None, b"", b"\0\xff"],
+        keys=[b"key", None, b"\xff", b""],
+        event_times_ms=np.array([5, 0, -7, 2**63 - 1], np.int64),
+        row_properties=[{"colour": "blue", "seqdedupe.index": "mine"}, None, {"ü\0": "", "": "x"}, {}],
+    ),
+    batch([("q", i) for i in range(6, 40)], links={"q": 5}),
+]
+
+
+@pytest.fixture(scope="module")
+def client(broker: Broker) -> Iterator[pulsar.Client]:
+    connected = pulsar.Client(broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+    yield connected
+    connected.close()
+
+
+def send(client: pulsar.Client, topic: str, messages: list[Message]) -> list[MessageId]:
+    producer = client.create_producer(topic, batching_enabled=False)
+    receipts = []
+    for message in messages:
+        builder = _pulsar.MessageBuilder()
+        if message.payload is None:
+            builder.set_null_value()
+        else:
+            builder.content(message.payload)
+        builder.properties(message.properties)
+        if message.key:
+            builder.partition_key(message.key)
+        if message.event_time_ms:
+            builder.event_timestamp(message.event_time_ms)
+        receipt = producer._producer.send(builder.build())
+        receipts.append(MessageId(receipt.ledger_id(), receipt.entry_id()))
+    producer.close()
+    return receipts
+
+
+def read(client: pulsar.Client, topic: str, count: int) -> list[Entry]:
+    reader = client.create_reader(topic, pulsar.MessageId.earliest)
+    found = []
+    for _ in range(count):
+        got: Any = reader.read_next(READ_TIMEOUT_MILLIS)._message
+        payload = None if got.has_null_value() else got.data()
+        message = Message(payload, got.properties(), got.partition_key(), got.event_timestamp())
+        at = got.message_id()
+        message_id = MessageId(at.ledger_id(), at.entry_id(), at.batch_index())
+        found.append(Entry(message, message_id, got.publish_timestamp()))
+    reader.close()
+    return found
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
+def test_what_was_handed_over_comes_back(client: pulsar.Client, topic: str, is_packed: bool) -> None:
+    first, second = HISTORY
+    sent = [marker(1), entries.control(owner(1), 1, 0, b"control")]
+    sent += [packed(1, 2, 0, first)] if is_packed else rows(1, 2, 0, first)
+    sent += [marker(2)]
+    sent += [packed(2, 1, 4, second)] if is_packed else rows(2, 1, 4, second)
+    receipts = send(client, topic, sent)
+    there = read(client, topic, len(sent))
+    assert [entry.message for entry in there] == sent
+    assert [entry.message_id for entry in there] == receipts
+    found = collected(there)
+    assert all_rows(batches_in(found)) == all_rows(HISTORY)
+    places = [(receipts[2], 4), (receipts[-1], 34)] if is_packed else []
+    expected = [at._replace(batch_index=row) for at, count in places for row in range(count)]
+    assert ids_in(found) == (expected or [*receipts[2:6], *receipts[7:]])
+    stock = example.Topic()
+    received = [
+        message
+        for entry in there
+        if stock.counts(entry.message.properties)
+        for message in example.messages(
+            entry.message.payload, entry.message.properties, entry.message.key, entry.message.event_time_ms
+        )
+    ]
+    assert [(m.producer, m.sequence_id, m.payload, m.key, m.event_time_ms, m.properties) for m in received] == [
+        (r.producer, r.sequence_id, r.payload, r.key, r.event_time_ms, r.properties) for r in all_rows(HISTORY)
+    ]
+
+
+def most(make: Callable[[int], list[Message]]) -> list[Message]:
+    """What is made with the largest payload that is not refused."""
+    low, high = 0, MAX_ENTRY_BYTES
+    while low + 1 < high:
+        middle = (low + high) // 2
+        try:
+            make(middle)
+            low = middle
+        except InvalidRequestError:
+            high = middle
+    return make(low)
+
+
+def test_the_largest_entries_that_are_made_are_taken(client: pulsar.Client, topic: str) -> None:
+    many = {f"{i}": "ü" * 10 for i in range(10_000)}
+    plain = most(lambda size: rows(1, 1, 0, batch([("p" * 255, 1)], payloads=[bytes(size)], keys=[b"\xff" * 9999])))
+    with_properties = most(lambda size: rows(1, 2, 1, batch([("p", 1)], payloads=[bytes(size)], row_properties=[many])))
+    in_a_batch = most(lambda size: [packed(1, 3, 2, batch([("p" * 255, 1)], payloads=[bytes(size)]))])
+    sent = [marker(1), *plain, *with_properties, *in_a_batch]
+    send(client, topic, sent)
+    assert [entry.message for entry in read(client, topic, len(sent))] == sent
