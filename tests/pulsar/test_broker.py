@@ -12,8 +12,10 @@ import pytest
 
 from pulsar_broker import distribution
 from pulsar_broker.distribution import Unavailable
-from pulsar_broker.standalone import Broker, is_healthy
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker, is_healthy
 from tests.processes import running
+
+pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 LIMIT_SECONDS = 100.0
 

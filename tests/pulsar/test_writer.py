@@ -7,7 +7,7 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import Broker
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer as writers
 from seqdedupe.log.pulsar.entries import Message
@@ -16,6 +16,8 @@ from seqdedupe.message_id import MessageId
 from tests.pulsar.conftest import StartBroker
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, Owner, until
+
+pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 NO_PLACE = MessageId(-1, -1)
 
