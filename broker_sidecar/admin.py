@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from broker_sidecar.listing import Listing
 from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.policies import Policies, policy_of
 from broker_sidecar.rpc import unary
@@ -39,6 +40,7 @@ class AdminService:
         self._transfer = Transfer(topics, streams)
         self._operate = Operate(own)
         self._policies = Policies(topics)
+        self._listing = Listing()
         self._began = time.monotonic()
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -86,18 +88,9 @@ class AdminService:
 
     async def _producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
         topic = self._topics.get(request.topic)
-        if request.offset < 0:
-            raise error("INVALID_REQUEST", f"offset is {request.offset}: it should be 0 or higher")
-        offset = min(request.offset, len(topic.producers))
-        names = topic.producers.names_from(offset, PAGE_ITEMS)
-        following = offset + len(names)
+        page, following = self._listing.page(topic.producers, request.offset, PAGE_ITEMS)
         return admin_pb2.ListProducersResponse(
-            producers=[
-                producer_proto(topic, name, number)
-                for number, name in enumerate(names, offset)
-                if topic.producers.is_known(number)
-            ],
-            next_offset=following if following < len(topic.producers) else 0,
+            producers=[producer_proto(topic, name, number) for number, name in page], next_offset=following
         )
 
     async def _producer(self, request: admin_pb2.GetProducerRequest) -> admin_pb2.GetProducerResponse:

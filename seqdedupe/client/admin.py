@@ -96,13 +96,13 @@ class Admin:
 
     async def producers(self, topic: str) -> list[admin_pb2.Producer]:
         """All producers of a topic in the order in which they first came. Raises NotFoundError."""
-        producers: list[admin_pb2.Producer] = []
+        producers: dict[str, admin_pb2.Producer] = {}
         request = admin_pb2.ListProducersRequest(topic=topic_name(topic))
         while True:
             page = await call(self._address, self._stub.ListProducers, request)
-            producers += page.producers
+            producers |= {producer.name: producer for producer in page.producers}
             if not page.next_offset:
-                return producers
+                return list(producers.values())
             request.offset = page.next_offset
 
     async def producer(self, topic: str, name: str) -> admin_pb2.Producer:

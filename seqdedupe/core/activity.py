@@ -23,13 +23,15 @@ MAX_STREAM = 2**31 - 1
 MAX_PERIODS = 255
 """Counting ends here."""
 
+_ROW = np.dtype([("idle", np.uint8), ("stream", np.int32)])
+"""As one array: a large one takes no memory before it is written to."""
+
 
 class Activity:
     """Of each producer the periods that it has been idle, and the stream that used it last; and the streams."""
 
     def __init__(self, capacity: int) -> None:
-        self._idle: Uint8s = np.zeros(capacity, np.uint8)
-        self._stream: Int32s = np.zeros(capacity, np.int32)
+        self._rows = np.zeros(capacity, _ROW)
         self._last_stream = NO_STREAM
         self._connected: dict[int, set[int]] = {}
         """By the streams' numbers, the producers that another stream has used since."""
@@ -37,8 +39,15 @@ class Activity:
     def grow(self, capacity: int) -> None:
         """There is room for so many producers; new ones are in use."""
         # See `Producers._grow`.
-        self._idle.resize(capacity, refcheck=False)
-        self._stream.resize(capacity, refcheck=False)
+        self._rows.resize(capacity, refcheck=False)
+
+    @property
+    def _idle(self) -> Uint8s:
+        return self._rows["idle"]
+
+    @property
+    def _stream(self) -> Int32s:
+        return self._rows["stream"]
 
     def connect(self) -> int:
         """A stream begins: its number. What it uses is in use until `disconnect`."""
@@ -85,11 +94,9 @@ class Activity:
 
     def keep(self, kept: Int64s, new_numbers: Int64s, capacity: int) -> None:
         """These go on under new numbers, in this order (`new_numbers`: by the old ones); the others are gone."""
-        for name in ("_idle", "_stream"):
-            column = getattr(self, name)
-            left = np.zeros(capacity, column.dtype)
-            left[: len(kept)] = column[kept]
-            setattr(self, name, left)
+        left = np.zeros(capacity, _ROW)
+        left[: len(kept)] = self._rows[kept]
+        self._rows = left
         for stream, shared in self._connected.items():
             left_numbers = new_numbers[np.fromiter(shared, np.int64, len(shared))]
             self._connected[stream] = set(left_numbers[left_numbers >= 0].tolist())

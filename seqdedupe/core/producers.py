@@ -42,6 +42,9 @@ class Producers:
 
     def __init__(self) -> None:
         self._number_of: dict[bytes, int] = {}
+        self._walked = 0
+        """So many names the last call of `names_from` has gone over."""
+        self._walk_anew()
         self.numbers: Int64s = _rows(_FIRST_CAPACITY)
         self.dirty: Uint8s = np.zeros(_FIRST_CAPACITY, np.uint8)
         self._ring: Int64s = np.zeros((RECENT_MESSAGES, 3), np.int64)
@@ -71,12 +74,24 @@ class Producers:
         return len(self) - (int(np.count_nonzero(self.empty())) if self._has_purged else 0)
 
     def names_from(self, first: int, count: int | None = None) -> list[bytes]:
-        """The names from this number on, at most `count`."""
+        """The names from this number on, at most `count`. To go on where the last call ended walks over no others."""
         backwards = len(self) - first
         if count is None or backwards <= count:
             # The newest ones: from the end, so that a million known names cost nothing.
             return list(islice(reversed(self._number_of), backwards))[::-1]
-        return list(islice(self._number_of, first, first + count))
+        if first < self._walked:
+            self._walk_anew()
+        try:
+            names = list(islice(self._walk, first - self._walked, first - self._walked + count))
+        except RuntimeError:
+            # Names have come since: Python goes on with no iterator over a table that has grown.
+            self._walk_anew()
+            names = list(islice(self._walk, first, first + count))
+        self._walked = first + count
+        return names
+
+    def _walk_anew(self) -> None:
+        self._walk, self._walked = iter(self._number_of), 0
 
     def names_of(self, numbers: Int64s) -> list[bytes]:
         """The names of the producers with these numbers, which rise."""
@@ -109,6 +124,7 @@ class Producers:
         Only before anything else came.
         """
         self._number_of = dict(zip(names, range(len(names)), strict=True))
+        self._walk_anew()
         self.numbers = _rows(max(len(names), _FIRST_CAPACITY))
         self.numbers[: len(names), PUSHED] = persisted
         self.numbers[: len(names), PERSISTED] = persisted
@@ -116,7 +132,7 @@ class Producers:
         self.numbers[: len(names), DURABLE_EPOCH] = epochs
         self.numbers[: len(names), STATED] = stated
         self.dirty = np.zeros(len(self.numbers), np.uint8)
-        self.activity.grow(len(self.numbers))
+        self.activity = Activity(len(self.numbers))
 
     def _grow(self, needed: int) -> None:
         old = len(self.dirty)
@@ -283,6 +299,7 @@ class Producers:
         self.dirty[: len(names)] = CHANGED
         self.activity.keep(np.concatenate([np.flatnonzero(stays), back]), new_numbers, capacity)
         self._number_of = names
+        self._walk_anew()
         self.generation += 1
         self._has_purged = False
         return new_numbers

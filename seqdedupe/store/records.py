@@ -81,11 +81,20 @@ def damaged(key: bytes, what: str) -> SeqdedupeError:
     return error("STORE_DAMAGED", f"the store's record {key.hex()} is damaged: {what}")
 
 
+_HINT_OLDER = (
+    "Start the version that wrote it. Or move the store folder away and start once with --rebuild-store, which makes "
+    "its records anew from the logs, if those can be read; what the store alone has is lost then: policies of "
+    "namespaces, and topics whose log is a broker's own."
+)
+
+
 def other_format(what: str, version: int) -> SeqdedupeError:
     """The error of something of another format version than this code reads."""
+    is_newer = version > FORMAT_VERSION
     return error(
-        "NEWER_FORMAT" if version > FORMAT_VERSION else "OLDER_FORMAT",
+        "NEWER_FORMAT" if is_newer else "OLDER_FORMAT",
         f"{what} has format version {version}, read is {FORMAT_VERSION}",
+        hint=None if is_newer else _HINT_OLDER,
         version=version,
         known_version=FORMAT_VERSION,
     )

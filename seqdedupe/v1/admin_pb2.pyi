@@ -907,7 +907,7 @@ class ListProducersRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     offset: _builtins.int
-    """How many to skip, 0 or higher."""
+    """0 for the first page, else the `next_offset` of the page before: it is opaque."""
     def __init__(
         self,
         *,
@@ -931,7 +931,9 @@ class ListProducersResponse(_message.Message):
     PRODUCERS_FIELD_NUMBER: _builtins.int
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     next_offset: _builtins.int
-    """What to give as `offset` for the next page; 0 if this is the last."""
+    """What to give as `offset` for the next page; 0 if this is the last. When names of forgotten producers have been freed
+    since, or the sidecar has started anew, the next page is the first one again: a name may come twice, none is left out.
+    """
     @_builtins.property
     def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Producer]:
         """In the order in which they first came."""

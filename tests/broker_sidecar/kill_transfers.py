@@ -119,6 +119,9 @@ class Trimmed:
         while not at.client.topic("t").first_index:
             assert time.monotonic() < until
             time.sleep(0.01)
+        # From here on nothing is dropped while it is read.
+        kept = admin_pb2.TopicPolicy(retention_size_in_mb=-1)
+        at.client.admin.SetTopicPolicy(admin_pb2.SetTopicPolicyRequest(topic="t", policy=kept))
 
     def publish(self) -> None:
         """One more message of p."""

@@ -127,6 +127,7 @@ def test_a_store_of_another_format_is_refused(
     with pytest.raises(DamagedError, match=f"has format version {version}") as raised:
         Store.open(folder)
     assert reason(raised) == refusal
+    assert ("--rebuild-store" in raised.value.hint) == (refusal == "OLDER_FORMAT")
 
 
 @pytest.mark.parametrize(("version", "refusal"), OTHER_FORMATS)

@@ -7,6 +7,7 @@ import pytest
 
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.saved import saved
 from tests.log.faulty import Storage
@@ -73,3 +74,17 @@ async def test_a_topic_that_never_forgot_says_nothing_of_it_whatever_its_policy(
     """What is gone is lost data then, and the client says so."""
     await scene.open("a")
     assert (await scene.resume("a")).forgotten == []
+
+
+async def test_a_first_frame_from_before_is_new_and_the_next_resume_does_not_tell(scene: Scene) -> None:
+    """The limit that the documentation names: an answer was lost, and a copy of the session's first frame came late."""
+    await scene.publish("a")
+    await scene.pass_timeout()
+    assert (await scene.resume("a")).forgotten == [0]
+    # Whatever is no first frame misses what it follows.
+    refusal = await scene.send(("a", 8), link=7)
+    assert isinstance(refusal, Refusal)
+    assert refusal.error.reason == "PREDECESSOR_MISSING"
+    assert isinstance(await scene.send(("a", 0)), Receipt)
+    opened = await scene.resume("a")
+    assert (opened.persisted, opened.forgotten) == ([0], [])
