@@ -187,6 +187,7 @@ REASONS: dict[str, Reason] = {
         "See why the log's files cannot be read (too many open files? a failing disk?); it is tried again.",
         250,
     ),
+    "NOT_OWNER": Reason(UnavailableError, "UNAVAILABLE", "Ask the sidecar that owns the topic.", 100),
     "QUEUE_FULL": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Send less at once, or use a stream, which waits.", 50
     ),

@@ -7,11 +7,13 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import Broker
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.admin import Admin, Publisher, TopicStats
 from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.policies import ensure_safe
+
+pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 LIMIT_SECONDS = 60
 

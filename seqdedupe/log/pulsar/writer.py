@@ -1,0 +1,291 @@
+"""The exclusive producer of a topic: entries in, their places out, in order and in bulk."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import _pulsar
+import pulsar
+import pulsar.asyncio
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar.entries import Message
+from seqdedupe.log.pulsar.unsettled import Unsettled
+from seqdedupe.message_id import MessageId
+
+PRODUCER_NAMES = 8
+"""So many names an instance has for the producers of a topic. One whose old producer has sends pending is busy."""
+MAX_IN_FLIGHT_ENTRIES = 5_000
+MAX_IN_FLIGHT_BYTES = 32 * 1024 * 1024
+SEND_TIMEOUT_SECONDS = 30.0
+"""Without any answer for so long, the outcome of what is in flight is unknown."""
+BUSY_ENTRIES = 64
+BUSY_PAUSE_SECONDS = 0.001
+"""With so many entries in flight answers are looked for at such intervals; otherwise each wakes the event loop."""
+COUNTER_BITS = 32
+"""Of a sequence ID. An opening that counts further goes on with the IDs of the next opening number, which is a second
+later, and by then long past."""
+
+_FORBIDDEN = (pulsar.Result.AuthenticationError, pulsar.Result.AuthorizationError)
+
+ClaimOpening = Callable[[int], Awaitable[int]]
+"""Given an opening number that Pulsar knows of, answers one above it and above all that it ever answered, durable."""
+
+
+class Settled(NamedTuple):
+    """What is known of the oldest unsettled appends."""
+
+    confirmed: Sequence[MessageId]
+    """So many more of them are stored and valid, and stand there."""
+    doubtful: MessageId | None = None
+    """The receipt of the next one, which proves nothing: read the topic up to it, and say `was_read`. Until then
+    nothing more is confirmed. (-1, -1) says no place: Pulsar's deduplication has seen the entry before, which may be
+    stored or have failed."""
+    failure: str | None = None
+    """Set once, and last: why the outcome of all others is unknown. Opening again and reading tells."""
+
+
+class Writer:
+    """One opening of a topic for writing. Everything is called on one event loop.
+
+    Pulsar's client sends again what it has in flight whenever it connects anew, so the topic must have Pulsar's own
+    deduplication in force; sequence IDs rise over all openings of a name. Nothing is decided here about what other
+    writers may have done: a receipt that follows the last confirmed one proves that they did nothing between.
+    """
+
+    def __init__(self, producer: Any, name_number: int, opening: int, settle: Callable[[Settled], None]) -> None:
+        """For `open_writer`."""
+        self.name_number = name_number
+        self.opening = opening
+        self._producer = producer
+        self._settle = settle
+        self._loop = asyncio.get_running_loop()
+        self._next_id = opening << COUNTER_BITS
+        self._waiting: deque[Message] = deque()
+        self._sent_bytes: deque[int] = deque()
+        self._in_flight_bytes = 0
+        self._unsettled = Unsettled()
+        self._doubtful: MessageId | None = None
+        self._ended = False
+        # Filled by threads of the client, emptied on the event loop.
+        self._answers: deque[tuple[int, Any, int, int]] = deque()
+        self._is_woken = False
+        self._next_answer = self._next_id
+        self._last_answer_time = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the producer is connected now. One that lost the topic to another writer never is again."""
+        return bool(self._producer.is_connected())
+
+    def append(self, message: Message) -> None:
+        """Hands over an entry. Returns at once; what is above the bounds in flight waits here.
+
+        After a failure nothing is sent any more: what is handed over then has failed with the others.
+        """
+        if self._ended:
+            return
+        self._waiting.append(message)
+        if len(self._waiting) == 1:
+            self._send()
+
+    def was_read(self, message_ids: Sequence[MessageId]) -> None:
+        """The topic was read and judged: so many of the oldest unsettled appends are valid, and stand there.
+
+        The caller settles them by that; `settle` goes on with what follows.
+        """
+        self._unsettled.was_read(message_ids)
+        self._doubtful = None
+        self._wake()
+
+    async def close(self) -> None:
+        """Lets go of the topic; `settle` is not called any more. What is in flight may be stored or not.
+
+        A broker that does not answer is waited for, as long as the client's operation time-out.
+        """
+        self._end()
+        try:
+            await self._producer.close()
+        except pulsar.asyncio.PulsarException:
+            # It was closed by the broker, or will be when the connection ends.
+            return
+
+    def _send(self) -> None:
+        while (
+            self._waiting
+            and len(self._sent_bytes) < MAX_IN_FLIGHT_ENTRIES
+            and self._in_flight_bytes < MAX_IN_FLIGHT_BYTES
+        ):
+            message = self._waiting.popleft()
+            number = self._next_id
+            built = _built(message, number)
+            if not self._sent_bytes:
+                self._last_answer_time = self._loop.time()
+                if self._timer is None:
+                    self._timer = self._loop.call_later(SEND_TIMEOUT_SECONDS, self._check_time)
+            size = len(message.payload or b"")
+            self._sent_bytes.append(size)
+            self._in_flight_bytes += size
+            self._next_id += 1
+            # What is below the client's producer for event loops, which wakes the loop for every message.
+            self._producer._producer.send_async(built, partial(self._answer, number))
+
+    def _answer(self, number: int, result: Any, message_id: Any) -> None:
+        # On a thread of the client, or within send_async.
+        self._answers.append((number, result, message_id.ledger_id(), message_id.entry_id()))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._is_woken or self._ended:
+            return
+        self._is_woken = True
+        try:
+            self._loop.call_soon_threadsafe(self._take_answers)
+        except RuntimeError:
+            # The loop is closed: nobody waits for answers any more.
+            self._ended = True
+
+    def _take_answers(self) -> None:
+        self._is_woken = False
+        if self._ended:
+            return
+        failure = None
+        if self._answers:
+            self._last_answer_time = self._loop.time()
+            if len(self._sent_bytes) >= BUSY_ENTRIES:
+                # Each waking costs more than many answers.
+                self._is_woken = True
+                self._loop.call_later(BUSY_PAUSE_SECONDS, self._take_answers)
+        while self._answers and failure is None:
+            number, result, ledger_id, entry_id = self._answers.popleft()
+            if result != pulsar.Result.Ok:
+                failure = f"Pulsar's client says {result.name}"
+            elif number != self._next_answer:
+                failure = f"Pulsar answered {number} where {self._next_answer} was due"
+            else:
+                self._next_answer += 1
+                self._in_flight_bytes -= self._sent_bytes.popleft()
+                self._unsettled.add(MessageId(ledger_id, entry_id))
+        self._report(failure)
+        if not self._ended:
+            self._send()
+
+    def _report(self, failure: str | None) -> None:
+        confirmed: list[MessageId] = []
+        doubtful = None
+        if self._doubtful is None:
+            confirmed = self._unsettled.confirm()
+            self._doubtful = doubtful = self._unsettled.doubtful
+        if failure is not None:
+            self._end()
+        if confirmed or doubtful is not None or failure is not None:
+            self._settle(Settled(confirmed, doubtful, failure))
+
+    def _check_time(self) -> None:
+        self._timer = None
+        if self._ended or not self._sent_bytes:
+            return
+        left = self._last_answer_time + SEND_TIMEOUT_SECONDS - self._loop.time()
+        if left > 0 or self._answers:
+            self._timer = self._loop.call_later(max(left, 0.0), self._check_time)
+        else:
+            self._report(f"Pulsar has not answered for {SEND_TIMEOUT_SECONDS:.0f} s")
+
+    def _end(self) -> None:
+        self._ended = True
+        self._waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+async def open_writer(
+    client: pulsar.asyncio.Client,
+    topic: str,
+    instance_name: str,
+    first_name_number: int,
+    claim_opening: ClaimOpening,
+    properties: Mapping[str, str],
+    settle: Callable[[Settled], None],
+) -> Writer:
+    """Takes the topic, if nobody else writes to it.
+
+    Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on, which should be the one
+    after that of the opening before; `properties` is what others see of it in the topic's statistics. `settle` is
+    called on the event loop, never from within `append` or `was_read`.
+
+    Raises NOT_OWNER if there is another writer, PULSAR_FORBIDS, LOG_REFUSED for all that may pass. If this is
+    cancelled, the producer is closed should it come to be.
+    """
+    busy: SeqdedupeError | None = None
+    for step in range(PRODUCER_NAMES):
+        name_number = (first_name_number + step) % PRODUCER_NAMES
+        try:
+            producer = await _opened(client, topic, f"seqdedupe-{instance_name}-{name_number}", properties)
+        except pulsar.asyncio.PulsarException as e:
+            if e.error() != pulsar.Result.ProducerBusy:
+                raise _refused(topic, e) from e
+            busy = _refused(topic, e)
+            continue
+        try:
+            opening = await claim_opening(max(producer.last_sequence_id(), 0) >> COUNTER_BITS)
+        except BaseException:
+            await producer.close()
+            raise
+        return Writer(producer, name_number, opening, settle)
+    raise busy or error("INTERNAL", "an instance has no producer names")
+
+
+async def _opened(client: pulsar.asyncio.Client, topic: str, name: str, properties: Mapping[str, str]) -> Any:
+    opening = asyncio.ensure_future(
+        client.create_producer(
+            topic,
+            producer_name=name,
+            properties=dict(properties),
+            # Never with fencing: two that fence each other at once both get in.
+            access_mode=pulsar.ProducerAccessMode.Exclusive,
+            # In a batch Pulsar's deduplication knows the first sequence ID only.
+            batching_enabled=False,
+            max_pending_messages=MAX_IN_FLIGHT_ENTRIES,
+            block_if_queue_full=False,
+            # The client's own time-out begins anew with every connection.
+            send_timeout_millis=0,
+        )
+    )
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_unwanted)
+        raise
+
+
+def _close_unwanted(opening: "asyncio.Future[Any]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()._producer.close_async(lambda _: None)
+
+
+def _built(message: Message, sequence_id: int) -> Any:
+    builder = _pulsar.MessageBuilder()
+    if message.payload is None:
+        builder.set_null_value()
+    else:
+        builder.content(message.payload)
+    builder.properties(message.properties)
+    if message.key:
+        builder.partition_key(message.key)
+    if message.event_time_ms:
+        builder.event_timestamp(message.event_time_ms)
+    builder.sequence_id(sequence_id)
+    return builder.build()
+
+
+def _refused(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeError:
+    result = failure.error()
+    if result in (pulsar.Result.ProducerFenced, pulsar.Result.ProducerBusy):
+        return error("NOT_OWNER", f"another writer holds {topic} ({result.name})")
+    if result in _FORBIDDEN:
+        return error("PULSAR_FORBIDS", f"writing to {topic}: {failure}")
+    return error("LOG_REFUSED", f"{topic} cannot be opened for writing: Pulsar's client says {failure}")

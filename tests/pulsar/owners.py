@@ -1,0 +1,179 @@
+"""Openings of a topic, and what stands in it, for tests of the writer."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import pulsar
+import pulsar.asyncio
+
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.entries import Message
+from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar.writer import COUNTER_BITS, Settled, Writer, open_writer
+from seqdedupe.message_id import MessageId
+
+LIMIT_SECONDS = 90.0
+
+_openings = itertools.count(1000)
+
+
+class Stored(NamedTuple):
+    """An entry as a stock reader has it."""
+
+    message_id: MessageId
+    payload: bytes
+    opening: int
+    """The upper half of its sequence ID."""
+
+
+def quiet() -> pulsar.ConsoleLogger:
+    return pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+
+
+async def until(holds: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while True:
+            result = holds()
+            if result if isinstance(result, bool) else await result:
+                return
+            await asyncio.sleep(0.01)
+
+
+class Cluster:
+    """A broker as it is reached without a line, with its admin URL; readers and stock producers."""
+
+    def __init__(self, service_url: str, admin_url: str) -> None:
+        self.service_url = service_url
+        self.url = AdminUrl(admin_url)
+        self.admin = Admin(self.url)
+
+    async def create(self, topic: str, *, deduplicates: bool = True) -> None:
+        """A topic that keeps everything."""
+        await self.admin.create_topic(topic, {})
+        await self.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1})
+        if deduplicates:
+            await self.admin.set_policy(topic, "deduplicationEnabled", True)
+
+            async def is_on() -> bool:
+                return (await self.admin.stats(topic)).deduplicates
+
+            await until(is_on)
+
+    async def until_received(self, topic: str, entries: int) -> None:
+        """Until so many were stored since the topic was loaded."""
+        path = topic.replace("://", "/") + "/stats"
+
+        async def are_received() -> bool:
+            return int((await self.url.get(path))["msgInCounter"]) >= entries
+
+        await until(are_received)
+
+    async def until_nobody_writes(self, topic: str) -> None:
+        async def is_free() -> bool:
+            return not (await self.admin.stats(topic)).publishers
+
+        await until(is_free)
+
+    async def read(self, topic: str) -> list[Stored]:
+        return await asyncio.to_thread(self._read, topic)
+
+    def _read(self, topic: str) -> list[Stored]:
+        client = pulsar.Client(self.service_url, logger=quiet())
+        try:
+            reader = client.create_reader(topic, pulsar.MessageId.earliest)
+            stored = []
+            while reader.has_message_available():
+                stored.append(_stored(reader.read_next(timeout_millis=30_000)))
+            return stored
+        finally:
+            client.close()
+
+
+def _stored(message: Any) -> Stored:
+    head = f"Message(prod={message.producer_name()}, seq="
+    text = str(message._message)
+    assert text.startswith(head)
+    sequence_id = int(text[len(head) :].partition(",")[0])
+    place = message.message_id()
+    return Stored(MessageId(place.ledger_id(), place.entry_id()), message.data(), sequence_id >> COUNTER_BITS)
+
+
+class Owner:
+    """Who wants the topic, over a client of its own; what its writer has settled."""
+
+    def __init__(self, service_url: str, topic: str, instance_name: str = "one") -> None:
+        self.client = pulsar.asyncio.Client(service_url, operation_timeout_seconds=10, logger=quiet())
+        self.topic = topic
+        self.instance_name = instance_name
+        self.confirmed: list[MessageId] = []
+        self.doubtful: MessageId | None = None
+        self.failure: str | None = None
+        self.known: list[int] = []
+        """The opening numbers that Pulsar knew."""
+        self.opening = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
+        await self.client.close()
+
+    async def open(self, first_name_number: int = 0, marker: bytes = b"marker") -> Writer:
+        """Opens and marks, and takes the marker for read where its receipt says."""
+        self.confirmed, self.doubtful, self.failure = [], None, None
+        writer = await open_writer(
+            self.client,
+            self.topic,
+            self.instance_name,
+            first_name_number,
+            self._claim,
+            {"address": self.instance_name},
+            self._settle,
+        )
+        writer.append(Message(marker, {}))
+        self.was_read(writer, [await self.doubt()])
+        return writer
+
+    async def doubt(self) -> MessageId:
+        """The next receipt that proves nothing."""
+        await until(lambda: self.doubtful is not None or self.failure is not None)
+        assert self.doubtful is not None, self.failure
+        return self.doubtful
+
+    async def open_when_free(self, first_name_number: int = 0, marker: bytes = b"marker") -> Writer:
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while True:
+                try:
+                    return await self.open(first_name_number, marker)
+                except SeqdedupeError as e:
+                    if e.reason not in ("NOT_OWNER", "LOG_REFUSED"):
+                        raise
+                await asyncio.sleep(0.05)
+
+    def was_read(self, writer: Writer, message_ids: list[MessageId]) -> None:
+        self.confirmed += message_ids
+        self.doubtful = None
+        writer.was_read(message_ids)
+
+    async def until_confirmed(self, entries: int) -> None:
+        """Markers included."""
+        await until(lambda: len(self.confirmed) >= entries or self.doubtful is not None or self.failure is not None)
+        assert (len(self.confirmed), self.doubtful, self.failure) == (entries, None, None)
+
+    async def _claim(self, known: int) -> int:
+        self.known.append(known)
+        self.opening = max(next(_openings), known + 1)
+        return self.opening
+
+    def _settle(self, settled: Settled) -> None:
+        assert asyncio.get_running_loop()
+        assert self.failure is None, "something is settled after a failure"
+        assert not (settled.confirmed and self.doubtful), "something is confirmed beyond a doubt"
+        self.confirmed += settled.confirmed
+        self.doubtful = settled.doubtful or self.doubtful
+        self.failure = settled.failure
