@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import address_option, echo, json_text, printable
-from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, error
+from seqdedupe.command import address_option, echo, json_text, printable, say
+from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
 
 Command = Callable[..., Any]
@@ -61,6 +61,15 @@ def _near_name(topic: str, client: Client) -> str | None:
     names = [known.name.removeprefix(_SHORT_NAMES) for known in client.admin.topics()]
     long_names = [name for name in names if min(len(name), len(wanted)) >= _SHORTEST_NEAR_NAME]
     return next(iter(difflib.get_close_matches(wanted, long_names, 1, max(0.0, 1 - 1.5 / len(wanted)))), None)
+
+
+def tell_waiting(topic: str, as_json: bool, why: UnavailableError) -> None:
+    """Says what the command waits for: from the client's thread, once each time."""
+    if as_json:
+        found = {"topic": topic_name(topic), "reason": why.reason, "message": why.message}
+        click.echo(json_text({"waiting": found}), err=True)
+    else:
+        say("seqdedupe", f"waiting: {why}")
 
 
 def print_json(value: Any) -> None:

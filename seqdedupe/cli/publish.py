@@ -4,13 +4,14 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import click
 
 from seqdedupe.cli.json_lines import JsonPath
-from seqdedupe.cli.options import common, connect_to, print_json
+from seqdedupe.cli.options import common, connect_to, print_json, tell_waiting
 from seqdedupe.cli.resume import RECORD_PROPERTY, Resume
 from seqdedupe.cli.source import STANDARD_INPUT, Form, Source
 from seqdedupe.cli.verify import verify
@@ -97,7 +98,8 @@ def publish(
         if verifies:
             _verify(source, topic, name, address, as_json=as_json)
             return
-        with connect_to(address, topic) as client, client.producer(topic, name) as producer:
+        waiting = partial(tell_waiting, topic, as_json)
+        with connect_to(address, topic) as client, client.producer(topic, name, on_waiting=waiting) as producer:
             resume = Resume(client, producer, numbers_are_ids=source.numbers_are_ids, trust_source=trust_source)
             run = _Publishing(producer, source, resume, with_numbers=not source.numbers_are_ids)
             run.publish()

@@ -10,14 +10,13 @@ from itertools import islice
 import click
 
 from seqdedupe.cli.message_columns import Condition, json_line
-from seqdedupe.cli.options import common, connect_to
+from seqdedupe.cli.options import common, connect_to, tell_waiting
 from seqdedupe.client import Message
 from seqdedupe.client.blocking import Reader
 from seqdedupe.client.reader import Start
-from seqdedupe.command import json_text, printable, say, standard_output
-from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.command import printable, standard_output
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import Position
-from seqdedupe.names import topic_name
 
 MAX_INDEX = 2**63 - 1
 
@@ -95,7 +94,7 @@ def read(
         if not follow and limit is None:
             client.ends(topic)  # a topic that does not know its end says so in time
         left = limit
-        waiting = partial(_tell_waiting, topic, as_json)
+        waiting = partial(tell_waiting, topic, as_json)
         with client.reader(topic, start, follow=follow, skip_damaged=skip_damaged, on_waiting=waiting) as reader:
             told = 0
             for stored in reader.batches():
@@ -110,15 +109,6 @@ def read(
                     if not left:
                         return
             _tell_skipped(reader, told, as_json)
-
-
-def _tell_waiting(topic: str, as_json: bool, why: UnavailableError) -> None:
-    """Says what the command waits for: from the client's thread, once each time."""
-    if as_json:
-        found = {"topic": topic_name(topic), "reason": why.reason, "message": why.message}
-        click.echo(json_text({"waiting": found}), err=True)
-    else:
-        say("seqdedupe", f"waiting: {why}")
 
 
 def _tell_skipped(reader: Reader, told: int, as_json: bool) -> int:

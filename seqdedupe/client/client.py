@@ -11,7 +11,8 @@ from seqdedupe.client.admin import Admin
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS, call, check_not_forked, new_channel, typed_errors
 from seqdedupe.client.producer import Producer
-from seqdedupe.client.reader import OnWaiting, Reader, Start
+from seqdedupe.client.reader import Reader, Start
+from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
@@ -68,9 +69,16 @@ class Client:
         if channel is not None:
             await channel.close()
 
-    def producer(self, topic: str, name: str, config: ProducerConfig = ProducerConfig()) -> Producer:  # noqa: B008
+    def producer(
+        self,
+        topic: str,
+        name: str,
+        config: ProducerConfig = ProducerConfig(),  # noqa: B008
+        *,
+        on_waiting: OnWaiting | None = None,
+    ) -> Producer:
         """A producer, to be entered, see `Producer`."""
-        return Producer(self._address, topic, name, config)
+        return Producer(self._address, topic, name, config, on_waiting)
 
     def reader(
         self,

@@ -13,6 +13,7 @@ from seqdedupe.client.connection import check_not_forked
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.receipts import BatchReceipt, PendingBatch, Receipt
 from seqdedupe.client.session import Session
+from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import producer_name, topic_name
@@ -21,12 +22,19 @@ from seqdedupe.names import producer_name, topic_name
 class ProducerBase:
     """What a producer is, for tasks and for threads alike. It is made by `Client.producer`."""
 
-    def __init__(self, address: SidecarAddress, topic: str, name: str, config: ProducerConfig) -> None:
+    def __init__(
+        self,
+        address: SidecarAddress,
+        topic: str,
+        name: str,
+        config: ProducerConfig,
+        on_waiting: OnWaiting | None = None,
+    ) -> None:
         self.topic = topic_name(topic)
         self.name = name
         self._encoded_name = producer_name(name)
         self._config = config
-        self._session = Session(address, self.topic, name, config)
+        self._session = Session(address, self.topic, name, config, on_waiting)
         self._builder = self._new_builder()
         self._must_pause = True  # before the next message: wait for room, or raise
         self._state = "new"
@@ -91,6 +99,8 @@ class Producer(ProducerBase):
     `last_sequence_id` says from where to go on.
 
     Messages are gathered into batches, and `send` waits while too many are in flight, as `ProducerConfig` says.
+    `on_waiting` is called, on the event loop, once each time that nothing has had a receipt for a second because the
+    sidecar cannot be reached or takes nothing: with why.
     A producer belongs to one event loop; tasks of it may share it.
     """
 
@@ -98,8 +108,15 @@ class Producer(ProducerBase):
     _must_yield = False  # once a batch: a sender that never waits would keep the loop from sending anything
     _waiting = 0  # sends that pause: none may pass them
 
-    def __init__(self, address: SidecarAddress, topic: str, name: str, config: ProducerConfig) -> None:
-        super().__init__(address, topic, name, config)
+    def __init__(
+        self,
+        address: SidecarAddress,
+        topic: str,
+        name: str,
+        config: ProducerConfig,
+        on_waiting: OnWaiting | None = None,
+    ) -> None:
+        super().__init__(address, topic, name, config, on_waiting)
         self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:

@@ -1,8 +1,7 @@
 """The reader: a topic's messages in order, none skipped, none doubled, over broken connections and restarts."""
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -13,6 +12,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import decode
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
 from seqdedupe.client.stored import Message, StoredBatch
+from seqdedupe.client.waiting import OnWaiting, Waiting
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.message_ids import MessageIds
@@ -24,10 +24,6 @@ Start = Position | MessageId | int | Literal["earliest", "latest"]
 """After a position or a message ID, at an index, with the first message left, or with the next one published.
 
 A message ID alone has to be one of the embedded log, whose index it says; of other logs it takes a position."""
-
-OnWaiting = Callable[[UnavailableError], None]
-
-SAY_WAITING_SECONDS = 1.0
 
 _READ_STREAM = "/seqdedupe.v1.ReadService/ReadStream"
 _FIRST_DELAY_SECONDS = 0.02
@@ -72,8 +68,7 @@ class Reader:
         self.skipped: list[range] = []
         """With `skip_damaged`, the indexes of messages that were passed over, in order."""
         self._skip_damaged = skip_damaged
-        self._on_waiting = on_waiting
-        self._lost_at: float | None = None  # since when nothing was answered; None: something was
+        self._waiting = Waiting(on_waiting)
         self._address = address
         self._start = start
         self._follow = follow
@@ -169,21 +164,13 @@ class Reader:
                         return False
             except UnavailableError as e:
                 await self._disconnect()
-                self._say_waiting(e)
+                self._waiting.waits(e)
                 await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except BaseException:
                 # Cancelled or refused: what was under way is void, a later call starts from the position.
                 await self._disconnect()
                 raise
         return False
-
-    def _say_waiting(self, why: UnavailableError) -> None:
-        now = asyncio.get_running_loop().time()
-        if self._lost_at is None:
-            self._lost_at = now
-        if self._on_waiting is not None and now - self._lost_at >= SAY_WAITING_SECONDS:
-            self._lost_at = math.inf  # said
-            self._on_waiting(why)
 
     def take_record(self) -> bool:
         """Takes a batch in hand that was received already; false if there is none. Not while `fetch` is under way."""
@@ -281,7 +268,7 @@ class Reader:
             if self._is_at_stop:
                 return False
             raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream before its end")
-        self._lost_at = None
+        self._waiting.goes_on()
         self._check_incarnation(answer.incarnation)
         if answer.HasField("skipped"):
             self._skip(answer.skipped.first_index, answer.skipped.next_index)

@@ -13,6 +13,7 @@ from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_
 from seqdedupe.client.frames import decode_answer, encode_frames, receipt_columns, refusal_error
 from seqdedupe.client.outbox import Frame, Outbox
 from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.waiting import OnWaiting, Waiting
 from seqdedupe.errors import NEVER, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2
@@ -48,6 +49,7 @@ class Session:
         topic: str,
         name: str,
         config: ProducerConfig,
+        on_waiting: OnWaiting | None = None,
     ) -> None:
         self.persisted = -1
         self.persisted_position: Position | None = None
@@ -58,6 +60,7 @@ class Session:
         self._topic = topic
         self._name = name
         self._config = config
+        self._waiting = Waiting(on_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._epochs: list[int] = []
         self._started: asyncio.Future[None] | None = None
@@ -209,6 +212,7 @@ class Session:
                     await self._wait_for_something_to_send()
                     continue
                 self.outbox.held_up(e)
+                self._waiting.waits(e)
                 if not self._epochs and loop.time() > give_up_at:
                     self._fail(e)
                     return
@@ -329,11 +333,14 @@ class Session:
             self._backoff.reset()
             self._resumed_in_vain = False
             self.outbox.held_up(None)
+            self._waiting.goes_on()
         for refusal in answer.refusals:
             why = refusal_error(refusal)
             if not self._resumed_in_vain and self.outbox.asks_for_resume(refusal.frame, why):
                 self._resumed_in_vain = True
                 raise why
             self.outbox.refused(refusal.frame, why)
+            if isinstance(self.outbox.last_refusal, UnavailableError):
+                self._waiting.waits(self.outbox.last_refusal)
         self._update_room()
         self._work.set()

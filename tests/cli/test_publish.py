@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -382,8 +383,9 @@ def test_an_error_says_what_is_durable_and_json_errors_are_json(
     os.mkfifo(tmp_path / "slow")
     original, producers = Client.producer, list[Producer]()
 
-    def producer(client: Client, topic: str, name: str) -> Producer:
-        producers.append(original(client, topic, name, ProducerConfig(delivery_timeout_seconds=1.0)))
+    def producer(client: Client, topic: str, name: str, **options: Any) -> Producer:
+        config = ProducerConfig(delivery_timeout_seconds=1.0)
+        producers.append(original(client, topic, name, config, **options))
         return producers[0]
 
     monkeypatch.setattr(Client, "producer", producer)

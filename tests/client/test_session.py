@@ -27,8 +27,8 @@ from seqdedupe.client import (
     SeqdedupeError,
     UnavailableError,
     Verdict,
+    waiting,
 )
-from seqdedupe.client import reader as reader_module
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _id_column
 from seqdedupe.client.session import FULL_MESSAGE_BYTES
 from seqdedupe.errors import NEVER, ConfigurationError
@@ -427,7 +427,7 @@ async def test_a_reader_passes_over_nothing(
 
 
 async def test_a_reader_says_once_what_it_waits_for(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "SAY_WAITING_SECONDS", 0.2)
+    monkeypatch.setattr(waiting, "SAY_WAITING_SECONDS", 0.2)
     said: list[str] = []
     refusals = [2, 2]  # so many more after each has been said
 
@@ -567,6 +567,28 @@ async def test_a_delivery_timeout_carries_the_last_refusal(fake: FakeSidecar) ->
         # Nothing can be sent any more, though the sidecar would answer.
         await until(lambda: fake.open_streams == 0)
         await producer.abort()
+
+
+async def test_a_producer_says_once_each_time_why_nothing_becomes_durable(
+    fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SAY_WAITING_SECONDS", 0.2)
+    said: list[str] = []
+
+    def on_frame(frame: Frame) -> list[Response]:
+        is_refused = len(said) == frame.batch.sequence_ids[0] or refusals[0] > 0
+        refusals[0] = 2 if len(said) == frame.batch.sequence_ids[0] else refusals[0] - 1
+        return [fake.refusal(frame, "LOG_REFUSED", 10)] if is_refused else [fake.stored(frame)]
+
+    refusals = [0]  # so many more after it has been said
+    fake.on_frame = on_frame
+    async with (
+        Client(fake.address) as client,
+        client.producer("t", "p", ONE_BY_ONE, on_waiting=lambda why: said.append(why.reason)) as producer,
+    ):
+        for number in range(2):
+            assert (await (await producer.send(b""))).sequence_id == number
+            assert said == ["LOG_REFUSED"] * (number + 1)
 
 
 async def test_time_in_which_the_process_stood_still_is_made_up_for(fake: FakeSidecar) -> None:

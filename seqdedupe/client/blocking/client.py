@@ -14,7 +14,8 @@ from seqdedupe.client.blocking.reader import Reader
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
-from seqdedupe.client.reader import OnWaiting, Start
+from seqdedupe.client.reader import Start
+from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.message_id import Position
 from seqdedupe.v1 import admin_pb2
 
@@ -109,9 +110,16 @@ class Client:
         """Lets go of this object's connection. Producers and readers are closed by themselves."""
         run(self._client.close)
 
-    def producer(self, topic: str, name: str, config: ProducerConfig = ProducerConfig()) -> Producer:  # noqa: B008
+    def producer(
+        self,
+        topic: str,
+        name: str,
+        config: ProducerConfig = ProducerConfig(),  # noqa: B008
+        *,
+        on_waiting: OnWaiting | None = None,
+    ) -> Producer:
         """A producer, to be entered, see `Producer`."""
-        return Producer(self._address, topic, name, config)
+        return Producer(self._address, topic, name, config, on_waiting)
 
     def reader(
         self,

@@ -15,6 +15,7 @@ from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Propertie
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.producer import ProducerBase
 from seqdedupe.client.receipts import BatchResult, PendingBatch, Published
+from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.errors import error
 
 
@@ -87,8 +88,15 @@ os.register_at_fork(after_in_child=_after_fork)
 class Producer(ProducerBase):
     """As `seqdedupe.client.Producer`, with calls that block. Threads may share it."""
 
-    def __init__(self, address: SidecarAddress, topic: str, name: str, config: ProducerConfig) -> None:
-        super().__init__(address, topic, name, config)
+    def __init__(
+        self,
+        address: SidecarAddress,
+        topic: str,
+        name: str,
+        config: ProducerConfig,
+        on_waiting: OnWaiting | None = None,
+    ) -> None:
+        super().__init__(address, topic, name, config, on_waiting)
         self._lock = threading.RLock()  # for what is gathered; the loop's thread must never wait for it
         self._room = threading.Condition()  # held for moments only
         # The first pair is written under the lock, the second by the loop's thread.

@@ -7,8 +7,9 @@ from typing import Self
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.reader import OnWaiting, Start
+from seqdedupe.client.reader import Start
 from seqdedupe.client.stored import Message, StoredBatch
+from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.message_id import Position
 
 

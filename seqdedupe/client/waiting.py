@@ -1,0 +1,32 @@
+"""Who waits for the sidecar says so, once each time."""
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from seqdedupe.errors import UnavailableError
+
+OnWaiting = Callable[[UnavailableError], None]
+
+SAY_WAITING_SECONDS = 1.0
+
+
+class Waiting:
+    """Calls `on_waiting`, on the event loop, once each time that something has waited for SAY_WAITING_SECONDS."""
+
+    def __init__(self, on_waiting: OnWaiting | None) -> None:
+        self._on_waiting = on_waiting
+        self._since: float | None = None
+
+    def waits(self, why: UnavailableError) -> None:
+        """It waits, or waits on."""
+        now = asyncio.get_running_loop().time()
+        if self._since is None:
+            self._since = now
+        if self._on_waiting is not None and now - self._since >= SAY_WAITING_SECONDS:
+            self._since = math.inf  # said
+            self._on_waiting(why)
+
+    def goes_on(self) -> None:
+        """What it waited for is there."""
+        self._since = None
