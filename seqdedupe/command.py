@@ -67,10 +67,7 @@ def run_command(
         return INTERRUPTED if e.reason == "INTERRUPTED" else failed
     except OSError as e:
         message = f"{e.filename}: {e.strerror}" if e.filename and e.strerror else str(e)
-        if as_json:
-            _say_json(reason="OS_ERROR", message=message, hint="")
-        else:
-            say(name, f"{message} [OS_ERROR]")
+        say_foreign(name, "OS_ERROR", message, as_json=as_json)
         return failed
 
 
@@ -91,6 +88,14 @@ def say_failure(name: str, failure: SeqdedupeError, *, as_json: bool) -> None:
         retry_delay_ms=None if failure.retry_delay_ms == NEVER else failure.retry_delay_ms,
         numbers=failure.numbers,
     )
+
+
+def say_foreign(name: str, reason: str, message: str, *, as_json: bool) -> None:
+    """The same of an error that is not of our tree: `reason` says whose it is."""
+    if as_json:
+        _say_json(reason=reason, message=message, hint="")
+    else:
+        say(name, f"{message} [{reason}]")
 
 
 def _say_json(**values: Any) -> None:

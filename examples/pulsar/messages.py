@@ -37,18 +37,19 @@ class Topic:
 
     def counts(self, properties: dict[str, str]) -> bool:
         """Whether the entry holds messages that count. Raises ValueError where entries before it are missing."""
-        owner, kind = properties.get("seqdedupe.owner"), properties.get("seqdedupe.kind")
-        if owner is None:
+        place, kind = properties.get("seqdedupe.entry"), properties.get("seqdedupe.kind")
+        if place is None:
             return False
+        owner, number, _ = place.rsplit(":", 2)
         version, _, term, _ = owner.split(":")
         if version != "1":
             raise ValueError(f"an entry has format version {version}")
-        number = int(properties["seqdedupe.entry"])
+        entry = int(number)
         if (kind == "marker" and int(term) > self._term) or not self._owner:
-            self._owner, self._term, self._next = owner, int(term), number
-        if owner != self._owner or number < self._next:
+            self._owner, self._term, self._next = owner, int(term), entry
+        if owner != self._owner or entry < self._next:
             return False
-        if number > self._next:
+        if entry > self._next:
             raise ValueError(f"entry {self._next} of term {term} is missing")
         self._next += 1
         return kind in (None, "batch")
@@ -61,10 +62,11 @@ def messages(payload: bytes | None, properties: dict[str, str], key: str, event_
         yield from _of_batch(record)
         return
     exact = properties.get("seqdedupe.key_base64")
+    sequence_id, _epoch, _link, _complete_up_to, _rows, producer = properties["seqdedupe.message"].split(":", 5)
     yield Received(
-        int(properties["seqdedupe.index"]),
-        properties["seqdedupe.producer"],
-        int(properties["seqdedupe.sequence_id"]),
+        int(properties["seqdedupe.entry"].rsplit(":", 1)[1]),
+        producer,
+        int(sequence_id),
         payload,
         base64.b64decode(exact) if exact is not None else key.encode() or None,
         int(properties.get("seqdedupe.event_time_ms", event_time_ms)),

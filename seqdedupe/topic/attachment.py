@@ -25,7 +25,7 @@ NO_ADMISSION = -1
 NO_ROW = -1
 """Of a handle that was released, when its producer is gone."""
 FIRST_HANDLES = 64
-"""There is room for; it doubles."""
+"""There is room for; it grows by an eighth."""
 ADMISSION_BYTES = 24
 """What one in flight takes, about: handle, IDs, and whether it passes."""
 CHECK_BYTES = 704
@@ -135,8 +135,8 @@ class Attachment:
                 new_producer_name(shown)
         end = self._handles + len(names)
         if end > (room := len(self._rows_of)):
-            # In place: there may be millions, and no view of it is kept. What smaller steps leave would lie about.
-            self._rows_of.resize(max(end, 2 * room), refcheck=False)
+            # In place, as `Producers` grows: there may be millions. No view of it is kept.
+            self._rows_of.resize(max(end, room + room // 8), refcheck=False)
             self._is_live.resize(len(self._rows_of), refcheck=False)
         self._rows_of[self._handles : end] = numbers = self._producers.add_all(names)
         self._producers.activity.use(numbers)

@@ -1,5 +1,6 @@
 """Running a Spark command: what Spark raises is an error of one line too."""
 
+import sys
 from collections.abc import Sequence
 
 import click
@@ -7,7 +8,7 @@ from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untype
 from pyspark.errors import PySparkException
 
 from seqdedupe import command as commands
-from seqdedupe.command import FAILED, say
+from seqdedupe.command import FAILED
 
 
 def run_command(
@@ -20,5 +21,6 @@ def run_command(
         what = e.java_exception.toString()
     except (PySparkException, Py4JError) as e:
         what = str(e).strip()
-    say(name, f"Spark: {what.splitlines()[0]}")
+    as_json = commands.says_json(sys.argv[1:] if arguments is None else arguments)
+    commands.say_foreign(name, "SPARK_ERROR", f"Spark: {what.splitlines()[0]}", as_json=as_json)
     return failed

@@ -25,6 +25,8 @@ PATIENCE_SECONDS = 30.0
 SAY_SECONDS = 60.0
 """So often a line says what is waited for; the first time after a twelfth of it."""
 
+_GO_ON = "To go on with what is left set failOnDataLoss to false (a reader job: --no-fail-on-data-loss)."
+
 _said: dict[str, float] = {}
 """When that was said last in this process, by reason: waits follow each other while a sidecar is away."""
 
@@ -55,7 +57,7 @@ class Loss:
 
     def error(self) -> SeqdedupeError:
         """To be raised where nothing may be lost."""
-        return error(self.reason, self.message, topic=self.topic)
+        return error(self.reason, self.message, hint=_GO_ON if self.may_be_accepted else None, topic=self.topic)
 
 
 class Waiting:

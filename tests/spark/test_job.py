@@ -359,6 +359,21 @@ def test_a_topic_made_anew_is_read_from_its_start_if_loss_is_accepted(
     assert running.run_round().read == 0
 
 
+def test_what_may_be_accepted_says_how(address: str, database: Database, topic: str) -> None:
+    """The reasons' own hints are those of other readers: that the name is mistyped, to start again."""
+    publish(address, topic, 5)
+    job(address, database, topic).run()
+    with Client(address) as client:
+        client.admin.delete_topic(topic)
+        with pytest.raises(NotFoundError) as deleted:
+            job(address, database, topic).run()
+        client.admin.create_topic(topic)
+    with pytest.raises(PositionError) as anew:
+        job(address, database, topic).run()
+    for raised in (deleted, anew):
+        assert "--no-fail-on-data-loss" in raised.value.hint
+
+
 def test_a_topic_deleted_is_an_error_or_a_single_warning(
     address: str, database: Database, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:

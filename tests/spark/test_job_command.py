@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
+from pyspark.errors import PySparkException
 
 from seqdedupe.cli.job import job
 from seqdedupe.client.blocking import Client
@@ -56,6 +58,21 @@ def run(*arguments: str) -> tuple[int, str, str]:
         with runner.isolation() as (out, err, _):
             status = run_command(reader_job.cli, "seqdedupe_spark.reader_job")
             return status, out.getvalue().decode(), err.getvalue().decode()
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_what_spark_raises_has_a_reason_too(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    @click.command()
+    @click.option("--json", is_flag=True)
+    def fail(json: bool) -> None:
+        raise PySparkException("\nThe session\nis lost")
+
+    assert run_command(fail, "job", arguments=["--json"] if as_json else []) == 1
+    told = capsys.readouterr().err
+    if as_json:
+        assert json.loads(told) == {"error": {"reason": "SPARK_ERROR", "message": "Spark: The session", "hint": ""}}
+    else:
+        assert told == "job: Spark: The session [SPARK_ERROR]\n"
 
 
 def test_follows_as_a_streaming_query_until_it_is_told_to_stop(

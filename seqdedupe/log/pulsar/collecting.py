@@ -8,7 +8,7 @@ from seqdedupe.format import columns, records
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, header, marker_body
 from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Entries, Run, Runs
-from seqdedupe.log.pulsar.entries import BATCH, CONTROL, KIND, ROWS, Entry, damaged, encoded, read_marker
+from seqdedupe.log.pulsar.entries import BATCH, CONTROL, KIND, Entry, damaged, encoded, read_marker
 from seqdedupe.log.pulsar.plain import Rows
 from seqdedupe.log.pulsar.terms import Terms, Verdict
 
@@ -75,9 +75,9 @@ class Collector:
         return Entries(raw, table, runs)
 
     def _add_row(self, entry: Entry) -> None:
-        if ROWS in entry.message.properties:
+        if not self._rows.add(entry.message):
             self._end_rows()
-        self._rows.add(entry.message)
+            self._rows.add(entry.message)
         ledger_id, entry_id, _ = entry.message_id
         if len(self._rows) == 1:
             self._publish_time_ms = max(self._publish_time_ms, entry.publish_time_ms)

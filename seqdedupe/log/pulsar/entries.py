@@ -23,9 +23,7 @@ FORMAT_VERSION = 1
 
 PREFIX = "seqdedupe."
 """Of our properties' names."""
-OWNER = PREFIX + "owner"
-NUMBER = PREFIX + "entry"
-INDEX = PREFIX + "index"
+ENTRY = PREFIX + "entry"
 KIND = PREFIX + "kind"
 ROWS = PREFIX + "rows"
 TOKEN = PREFIX + "token"
@@ -48,7 +46,7 @@ _PROPERTY_BYTES = 16
 
 _MAX_INT64 = 2**63 - 1
 
-_OWNER = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19}):([0-9a-f]{16})", re.ASCII)
+_PLACE = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19}):([0-9a-f]{16}):(\d{1,19}):(-1|\d{1,19})", re.ASCII)
 _VERSION = re.compile(r"(\d{1,9}):", re.ASCII)
 
 
@@ -86,20 +84,33 @@ class Owner(NamedTuple):
     """The first eight bytes of the marker's token, as an unsigned number."""
 
     def __str__(self) -> str:
-        """What stands in OWNER, with the version of the format in front."""
-        return f"{FORMAT_VERSION}:{self.incarnation}:{self.term}:{self.ownership:016x}"
+        """What ENTRY begins with: the version of the format, and these."""
+        return f"{FORMAT_VERSION}:{self.incarnation}:{self.term}:{self.ownership:016x}:"
+
+
+class Place(NamedTuple):
+    """What ENTRY says."""
+
+    owner: Owner
+    number: int
+    index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
+
+    def __str__(self) -> str:
+        return f"{self.owner}{self.number}:{self.index}"
 
     @staticmethod
-    def parse(text: str) -> "Owner | None":
+    def parse(text: str) -> "Place | None":
         """What `str()` gave; None if this is something else. Raises NEWER_FORMAT."""
         version = _VERSION.match(text)
         if version and int(version[1]) > FORMAT_VERSION:
             raise error("NEWER_FORMAT", f"an entry has format version {version[1]}; this one reads {FORMAT_VERSION}")
-        parts = _OWNER.fullmatch(text)
+        parts = _PLACE.fullmatch(text)
         if not parts or int(parts[1]) != FORMAT_VERSION:
             return None
         owner = Owner(int(parts[2]), int(parts[3]), int(parts[4], 16))
-        return owner if owner.term and max(owner.incarnation, owner.term) <= _MAX_INT64 else None
+        if not owner.term or max(owner.incarnation, owner.term) > _MAX_INT64:
+            return None
+        return Place(owner, int(parts[5]), int(parts[6]))
 
 
 class EntryFormat(Enum):
@@ -140,12 +151,11 @@ class Part(NamedTuple):
 
 
 def marker(incarnation: int, term: int, token: bytes, settings: Settings) -> Message:
-    """The entry with which an ownership begins. Its number is 0. It names no index: its writer need not know one."""
+    """The entry with which an ownership begins. Its number is 0. It has no index (-1): its writer need not know one."""
     return Message(
         b"",
         {
-            OWNER: str(Owner(incarnation, term, ownership_of(token))),
-            NUMBER: "0",
+            ENTRY: str(Place(Owner(incarnation, term, ownership_of(token)), 0, -1)),
             KIND: MARKER,
             TOKEN: token.hex(),
             FORMAT: settings.format.value,
@@ -158,7 +168,7 @@ def marker(incarnation: int, term: int, token: bytes, settings: Settings) -> Mes
 
 def control(owner: Owner, number: int, next_index: int, body: bytes) -> Message:
     """The entry of a control record, an encoded `Control`. Raises MESSAGE_TOO_LARGE."""
-    properties = {OWNER: str(owner), NUMBER: str(number), INDEX: str(next_index), KIND: CONTROL}
+    properties = {ENTRY: str(Place(owner, number, next_index)), KIND: CONTROL}
     return checked(Message(body, properties))
 
 
@@ -178,9 +188,7 @@ def packed(owner: Owner, number: int, index: int, publish_time_ms: int, part: Pa
         key=NO_KEY,
     )
     properties = {
-        OWNER: str(owner),
-        NUMBER: str(number),
-        INDEX: str(index),
+        ENTRY: str(Place(owner, number, index)),
         KIND: BATCH,
         ROWS: str(part.rows),
     }

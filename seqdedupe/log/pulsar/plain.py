@@ -12,24 +12,10 @@ import numpy as np
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int64s
-from seqdedupe.limits import LINK_LEFT_OUT, NO_SEQUENCE_ID
-from seqdedupe.log.pulsar.entries import (
-    INDEX,
-    NUMBER,
-    OWNER,
-    PREFIX,
-    ROWS,
-    Message,
-    Owner,
-    checked,
-    damaged,
-)
+from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.log.pulsar.entries import ENTRY, PREFIX, Message, Owner, checked, damaged
 
-PRODUCER = PREFIX + "producer"
-SEQUENCE_ID = PREFIX + "sequence_id"
-EPOCH = PREFIX + "epoch"
-LINK = PREFIX + "link"
-COMPLETE_UP_TO = PREFIX + "complete_up_to"
+MESSAGE = PREFIX + "message"
 KEY_BASE64 = PREFIX + "key_base64"
 EVENT_TIME_MS = PREFIX + "event_time_ms"
 USER = PREFIX + "user."
@@ -37,9 +23,6 @@ USER = PREFIX + "user."
 
 _SURELY_TAKEN_BYTES = 1024 * 1024
 """A payload and a key of so many are taken with our own properties, whatever these say."""
-
-_OURS_ALWAYS = 6
-"""So many of our properties every row has."""
 
 
 def messages_of(owner: Owner, number: int, index: int, encoded: bytes) -> Iterator[Message]:
@@ -52,7 +35,7 @@ def messages_of(owner: Owner, number: int, index: int, encoded: bytes) -> Iterat
     rows = len(batch)
     producers = batch.producer_indexes.tolist() or [0] * rows
     before = batch.previous_sequence_ids.tolist()
-    names, epochs = batch.names(), [str(epoch) for epoch in batch.epochs.tolist()]
+    names, epochs = batch.names(), batch.epochs.tolist()
     complete = batch.complete_up_to.tolist() or [NO_SEQUENCE_ID] * len(names)
     owner_text = str(owner)
     payloads, keys = _values(batch.payloads, rows), _values(batch.keys, rows)
@@ -60,20 +43,11 @@ def messages_of(owner: Owner, number: int, index: int, encoded: bytes) -> Iterat
     of_users = _properties(batch)
     for row, (producer, sequence_id) in enumerate(zip(producers, batch.sequence_ids.tolist(), strict=True)):
         properties = {
-            OWNER: owner_text,
-            NUMBER: str(number + row),
-            INDEX: str(index + row),
-            PRODUCER: names[producer],
-            SEQUENCE_ID: str(sequence_id),
-            EPOCH: epochs[producer],
+            ENTRY: f"{owner_text}{number + row}:{index + row}",
+            MESSAGE: f"{sequence_id}:{epochs[producer]}:{before[producer]}:{complete[producer]}:{0 if row else rows}:"
+            f"{names[producer]}",
         }
-        if not row:
-            properties[ROWS] = str(rows)
-        if before[producer] != LINK_LEFT_OUT:
-            properties[LINK] = str(before[producer])
         before[producer] = sequence_id
-        if complete[producer] != NO_SEQUENCE_ID:
-            properties[COMPLETE_UP_TO] = str(complete[producer])
         key, event_time_ms = "", times[row]
         if (given := keys[row]) is not None:
             key = _native_key(given, properties)
@@ -137,17 +111,18 @@ class Rows:
     def __len__(self) -> int:
         return len(self._sequence_ids)
 
-    def add(self, message: Message) -> None:
-        """Takes a row. Raises LOG_DAMAGED if it is none, or none of this batch."""
+    def add(self, message: Message) -> bool:
+        """Takes a row; False, and it is not taken, if another batch begins with it. Raises LOG_DAMAGED."""
         properties = message.properties
         try:
-            name = properties[PRODUCER]
-            sequence_id = int(properties[SEQUENCE_ID])
-            said = int(properties[EPOCH]), int(properties.get(COMPLETE_UP_TO, NO_SEQUENCE_ID))
-            link = int(properties.get(LINK, LINK_LEFT_OUT))
+            *numbers, name = properties[MESSAGE].split(":", 5)
+            sequence_id, epoch, link, complete_up_to, rows = map(int, numbers)
             key, event_time_ms = _own_key(message), int(properties.get(EVENT_TIME_MS, message.event_time_ms))
         except (KeyError, ValueError) as e:
-            raise damaged(f"the message with index {properties[INDEX]} does not say {e}") from e
+            raise damaged(f"the message {properties[ENTRY]} does not say what it should: {e}") from e
+        if rows and self._sequence_ids:
+            return False
+        said = epoch, complete_up_to
         producer = self._names.get(name)
         if producer is None:
             producer = self._names[name] = len(self._names)
@@ -155,7 +130,7 @@ class Rows:
             self._links.append(link)
             self._last.append(sequence_id)
         elif said != self._said[producer] or link != self._last[producer]:
-            raise damaged(f"the message with index {properties[INDEX]} does not go on with the batch before it")
+            raise damaged(f"the message {properties[ENTRY]} does not go on with its batch")
         else:
             self._last[producer] = sequence_id
         self._indexes.append(producer)
@@ -164,6 +139,7 @@ class Rows:
         self._keys.append(key)
         self._times.append(event_time_ms)
         self._properties.append(_of_user(properties))
+        return True
 
     def batch(self) -> Batch:
         """The batch of all rows that were taken, of which there is at least one. Raises LOG_DAMAGED."""
@@ -206,13 +182,11 @@ def _own_key(message: Message) -> bytes | None:
         raise ValueError(f"a key in {KEY_BASE64}: {e}") from e
 
 
-_OURS = frozenset(
-    (OWNER, NUMBER, INDEX, ROWS, PRODUCER, SEQUENCE_ID, EPOCH, LINK, COMPLETE_UP_TO, KEY_BASE64, EVENT_TIME_MS),
-)
+_OURS = frozenset((ENTRY, MESSAGE, KEY_BASE64, EVENT_TIME_MS))
 
 
 def _of_user(properties: dict[str, str]) -> dict[str, str] | None:
     """The properties that the producer gave."""
-    if len(properties) <= _OURS_ALWAYS + (LINK in properties) + (ROWS in properties):
+    if len(properties) == 2:
         return None
     return {name.removeprefix(USER): value for name, value in properties.items() if name not in _OURS} or None

@@ -14,15 +14,14 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.entries import (
     BATCH,
     CONTROL,
-    INDEX,
+    ENTRY,
     KIND,
     MARKER,
-    NUMBER,
-    OWNER,
     ROWS,
     Marker,
     Message,
     Owner,
+    Place,
     damaged,
     read_marker,
 )
@@ -31,6 +30,10 @@ from seqdedupe.message_id import MessageId
 REMEMBERED_ENTRIES = 16_384
 """So many of the newest entries a repeat is compared with. A client sends again only what it has in flight: an owner
 has never more under way."""
+
+
+_NOTHING = "\0"
+"""Begins no place."""
 
 
 class Verdict(Enum):
@@ -89,7 +92,7 @@ class Terms:
         self.marker: Marker | None = None
         """The last that took ownership, if it was met here."""
         self.owner, self._next_number, self.next_index = standing
-        self._text = str(self.owner) if self.owner.term else ""
+        self._text = str(self.owner) if self.owner.term else _NOTHING
         self._unseen_below = self._next_number
         self._remembered: deque[int] = deque(maxlen=REMEMBERED_ENTRIES)
 
@@ -105,17 +108,15 @@ class Terms:
         can stand here, NEWER_FORMAT.
         """
         properties = message.properties
-        text = properties.get(OWNER)
-        if text is None or text != self._text:
+        text = properties.get(ENTRY, "")
+        if not text.startswith(self._text):
             return self._of_another(message, text)
         try:
-            number = int(properties[NUMBER])
+            number, index = map(int, text.removeprefix(self._text).split(":"))
             kind = properties.get(KIND)
-            # A marker says no index; a second copy of it was passed.
-            index = int(properties[INDEX]) if kind != MARKER else self.next_index
             rows = 1 if kind is None else int(properties[ROWS]) if kind == BATCH else 0
         except (KeyError, ValueError) as e:
-            raise damaged(f"an entry of term {self.owner.term} does not say {e}") from e
+            raise damaged(f"an entry of term {self.owner.term} does not say what it should: {e}") from e
         if number < self._next_number:
             return self._repeat(number, message)
         if number > self._next_number or index > self.next_index:
@@ -135,14 +136,15 @@ class Terms:
         self.next_index += rows
         return Verdict.VALID
 
-    def _of_another(self, message: Message, text: str | None) -> Verdict:
-        owner = Owner.parse(text) if text is not None else None
-        if owner is None:
+    def _of_another(self, message: Message, text: str) -> Verdict:
+        place = Place.parse(text)
+        if place is None:
             if not self.owner.term:
                 self.counts.earlier += 1
                 return Verdict.EARLIER
             self.counts.foreign += 1
             return Verdict.FOREIGN
+        owner = place.owner
         if owner.incarnation != self.owner.incarnation:
             raise damaged(f"an entry of incarnation {owner.incarnation} stands in that of {self.owner.incarnation}")
         if owner.term <= self.owner.term:
@@ -150,7 +152,7 @@ class Terms:
             return Verdict.VOID
         if message.properties.get(KIND) != MARKER:
             raise gap(f"the marker of term {owner.term} is missing", self.next_index)
-        if message.properties.get(NUMBER) != "0":
+        if place.number:
             raise damaged(f"the marker of term {owner.term} is not the first entry of its owner")
         self.marker = read_marker(message, owner)
         self.owner, self._text = owner, str(owner)

@@ -56,5 +56,5 @@ def _position(client: Client, topic: str, place: str) -> Position:
     except InvalidRequestError as e:
         raise error("INVALID_OPTION", f"to: {e.message}") from e
     if loss := planning.find_loss(topic, position, ends):
-        raise loss.error()
+        raise error(loss.reason, loss.message, topic=topic)
     return position

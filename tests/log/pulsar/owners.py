@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from seqdedupe.log.pulsar.entries import INDEX, KIND, MARKER, NUMBER, OWNER, Message
+from seqdedupe.log.pulsar.entries import ENTRY, KIND, MARKER, Message
 from seqdedupe.log.pulsar.terms import Receipts, Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId
 from tests.batches import batch
@@ -99,9 +99,7 @@ class Process:
 def valid_in(topic: PulsarTopic) -> list[tuple[int, Message]]:
     """The oracle: the places and messages of all valid entries, markers too."""
     terms = [
-        int((entry.message.properties.get(OWNER) or "::0").split(":")[2])
-        if entry.message.properties.get(KIND) == MARKER
-        else 0
+        int(entry.message.properties[ENTRY].split(":")[2]) if entry.message.properties.get(KIND) == MARKER else 0
         for entry in topic.entries
     ]
     takes = [at for at, term in enumerate(terms) if term and term > max([0, *terms[:at]])]
@@ -110,12 +108,12 @@ def valid_in(topic: PulsarTopic) -> list[tuple[int, Message]]:
         seen = set()
         for at in range(start, end):
             message = topic.entries[at].message
-            said = message.properties.get(OWNER), message.properties.get(NUMBER)
-            if said[0] == topic.entries[start].message.properties[OWNER] and said not in seen:
-                seen.add(said)
+            *of_owner, number, _ = message.properties.get(ENTRY, "::").split(":")
+            if of_owner == topic.entries[start].message.properties[ENTRY].split(":")[:4] and number not in seen:
+                seen.add(number)
                 found.append((at, message))
     return found
 
 
 def payloads_of(valid: list[tuple[int, Message]]) -> list[str]:
-    return [(message.payload or b"").decode() for _, message in valid if INDEX in message.properties]
+    return [(message.payload or b"").decode() for _, message in valid if message.payload]

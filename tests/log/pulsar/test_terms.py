@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import ADDRESS, INDEX, KIND, NUMBER, OWNER, ROWS, TOKEN, Message
+from seqdedupe.log.pulsar.entries import ADDRESS, ENTRY, KIND, TOKEN, Message
 from seqdedupe.log.pulsar.terms import REMEMBERED_ENTRIES, Receipts, Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId
 from tests.batches import batch
@@ -56,7 +56,7 @@ def check(topic: PulsarTopic, owners: list[Process]) -> None:
     terms, verdicts = judged(topic)
     valid = valid_in(topic)
     assert [at for at, verdict in enumerate(verdicts) if verdict is Verdict.VALID] == [at for at, _ in valid]
-    indexes = [int(message.properties[INDEX]) for _, message in valid if INDEX in message.properties]
+    indexes = [int(message.properties[ENTRY].split(":")[5]) for _, message in valid if message.payload]
     assert indexes == list(range(len(indexes)))
     assert terms.next_index == len(indexes)
     found = payloads_of(valid)
@@ -231,23 +231,25 @@ def test_a_log_without_its_beginning_is_a_gap() -> None:
     ("bad", "reason"),
     [
         pytest.param(message_of(2, 3, 1), "LOG_DAMAGED", id="an index again"),
-        pytest.param(with_properties(NEXT, entry=None), "LOG_DAMAGED", id="no number"),
-        pytest.param(with_properties(NEXT, index=None), "LOG_DAMAGED", id="no index"),
-        pytest.param(with_properties(NEXT, index="two"), "LOG_DAMAGED", id="an index that is none"),
-        pytest.param(with_properties(NEXT, index="-2"), "LOG_DAMAGED", id="an index below 0"),
+        pytest.param(with_properties(NEXT, entry=f"{owner(2)}:2"), "LOG_DAMAGED", id="no number"),
+        pytest.param(with_properties(NEXT, entry=f"{owner(2)}3"), "LOG_DAMAGED", id="no index"),
+        pytest.param(with_properties(NEXT, entry=f"{owner(2)}3:two"), "LOG_DAMAGED", id="an index that is none"),
+        pytest.param(with_properties(NEXT, entry=f"{owner(2)}3:-2"), "LOG_DAMAGED", id="an index below 0"),
         pytest.param(with_properties(NEXT, kind="marker"), "LOG_DAMAGED", id="a second marker"),
         pytest.param(with_properties(NEXT, kind="batch", rows="0"), "LOG_DAMAGED", id="no rows"),
         pytest.param(with_properties(NEXT, kind="batch", rows="-1"), "LOG_DAMAGED", id="fewer rows than none"),
-        pytest.param(with_properties(NEXT, kind="batch", rows=None), "LOG_DAMAGED", id="rows that it does not say"),
+        pytest.param(with_properties(NEXT, kind="batch"), "LOG_DAMAGED", id="rows that it does not say"),
         pytest.param(with_properties(NEXT, kind="cursor"), "NEWER_FORMAT", id="a kind to come"),
-        pytest.param(with_properties(NEXT, owner="2:1:1:" + "0" * 16), "NEWER_FORMAT", id="a format to come"),
-        pytest.param(with_properties(NEXT, owner="1:1:9:" + "0" * 16), "LOG_DAMAGED", id="another incarnation"),
+        pytest.param(with_properties(NEXT, entry="2:hello"), "NEWER_FORMAT", id="a format to come"),
+        pytest.param(with_properties(NEXT, entry=f"1:1:9:{'0' * 16}:3:2"), "LOG_DAMAGED", id="another incarnation"),
         pytest.param(with_properties(marker(3), token=None), "LOG_DAMAGED", id="a marker without token"),
         pytest.param(with_properties(marker(3), token="00" * 16), "LOG_DAMAGED", id="a marker of another token"),
         pytest.param(with_properties(marker(3), token="zz"), "LOG_DAMAGED", id="a token that is none"),
         pytest.param(with_properties(marker(3), format="round"), "LOG_DAMAGED", id="a marker of no format"),
         pytest.param(with_properties(marker(3), partitions="many"), "LOG_DAMAGED", id="partitions that are no number"),
-        pytest.param(with_properties(marker(3), entry="1"), "LOG_DAMAGED", id="a marker after its owner's entries"),
+        pytest.param(
+            with_properties(marker(3), entry=f"{owner(3)}1:-1"), "LOG_DAMAGED", id="a marker after its owner's entries"
+        ),
     ],
 )
 def test_what_cannot_stand_there_is_damage(bad: Message, reason: str) -> None:
@@ -256,8 +258,8 @@ def test_what_cannot_stand_there_is_damage(bad: Message, reason: str) -> None:
 
 def test_others_are_counted_and_passed_over() -> None:
     terms = Terms(Standing.start(INCARNATION))
-    unreadable = Message(b"", {OWNER: "hello"})
-    no_term = Message(b"", {OWNER: f"1:{INCARNATION}:0:{'0' * 16}"})
+    unreadable = Message(b"", {ENTRY: "hello"})
+    no_term = Message(b"", {ENTRY: f"1:{INCARNATION}:0:{'0' * 16}:1:0"})
     for message in (stock(), unreadable, no_term):
         assert terms.judge(message) is Verdict.EARLIER
     for message in FIRST:
@@ -315,5 +317,4 @@ def test_what_a_marker_says() -> None:
     properties = marker(4).properties
     assert properties[TOKEN] == token(4).hex()
     assert properties[ADDRESS] == "host:6680"
-    assert (properties[KIND], properties[NUMBER]) == ("marker", "0")
-    assert not {INDEX, ROWS} & properties.keys()
+    assert (properties[KIND], properties[ENTRY]) == ("marker", f"{owner(4)}0:-1")
