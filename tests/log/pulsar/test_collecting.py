@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 from google.protobuf.message import Message as Proto
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from seqdedupe.errors import DamagedError
 from seqdedupe.format.columns import OWNERSHIP, TERM
-from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar import entries, plain
 from seqdedupe.log.pulsar.entries import BATCH, KIND, MAX_ENTRY_BYTES, ROWS, Message
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, read_pb2
@@ -229,3 +231,63 @@ def test_no_tag_is_asked_for() -> None:
     assert isinstance(record, Proto)
     assert packed(1, 1, 0, batch([("p", 1)])).properties[KIND] == BATCH
     assert np.array_equal(collected(stored([marker(1)])).table[:, TERM], [1])
+
+
+WHOLE = [
+    stock(),
+    *topic_of(is_packed=False),
+    marker(3),
+    packed(3, 1, 5, batch([("p", 8), ("q", 2)], links={"p": 7, "q": 1})),
+    entries.control(owner(3), 2, 7, CONTROL),
+]
+TEXTS = st.sampled_from(["", "0", "-1", "1:2", "batch", "control", "marker", str(2**63), "1e3", "²", "\0"]) | st.text(
+    max_size=5
+)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> list[Message]:
+    """A topic of both formats in which one entry or two are something else, or elsewhere."""
+    messages = list(WHOLE)
+    for _ in range(draw(st.integers(1, 2))):
+        at = draw(st.integers(0, len(messages) - 1))
+        message = messages[at]
+        name = draw(st.sampled_from([*message.properties, "seqdedupe.kind", "seqdedupe.rows", plain.KEY_BASE64]))
+        said = message.properties.get(name, "")
+        parts = said.split(":")
+        parts[draw(st.integers(0, len(parts) - 1))] = draw(TEXTS)
+        match draw(st.integers(0, 4)):
+            case 0:
+                messages[at] = message._replace(properties={**message.properties, name: ":".join(parts)})
+            case 1:
+                messages[at] = message._replace(properties={**message.properties, name: draw(TEXTS)})
+            case 2:
+                payload = bytearray(message.payload or b"\0")
+                payload[draw(st.integers(0, len(payload) - 1)) if payload else 0 :] = draw(st.binary(max_size=3))
+                messages[at] = message._replace(payload=bytes(payload))
+            case 3:
+                messages.insert(draw(st.integers(0, len(messages))), message)
+            case _:
+                del messages[at]
+    return messages
+
+
+@settings(max_examples=300, deadline=None)
+@given(mutated())
+def test_whatever_stands_there_is_read_or_is_damage(messages: list[Message]) -> None:
+    assert outcome_of(messages) in ("read", "LOG_GAP", "LOG_DAMAGED", "NEWER_FORMAT")
+
+
+def outcome_of(messages: list[Message]) -> str:
+    reading = collector()
+    try:
+        for entry in stored(messages):
+            reading.add(entry)
+        reading.take()
+    except DamagedError as e:
+        return e.reason
+    return "read"
+
+
+def test_what_is_mutated_can_be_read() -> None:
+    assert outcome_of(WHOLE) == "read"

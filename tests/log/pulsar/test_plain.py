@@ -191,6 +191,7 @@ def test_what_a_broker_would_not_take_is_refused() -> None:
         batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES)]),
         batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES - 3000)], keys=[b"k" * 3000]),
         batch([("p", 1)], payloads=[bytes(MAX_ENTRY_BYTES - 3000)], row_properties=[{"a": "ü" * 1500}]),
+        batch([("p", 1)], row_properties=[{"a": "x" * MAX_ENTRY_BYTES}]),
         # In base64, twice.
         batch([("p", 1)], keys=[b"\xff" * (2 * 1024 * 1024)]),
         batch([("p", 1)], payloads=[bytes(3 * 1024 * 1024)], keys=[("ü" * 2**20).encode()]),
