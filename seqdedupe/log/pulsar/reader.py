@@ -1,0 +1,111 @@
+"""A topic's entries in their order, as they were and as they come."""
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import pulsar
+import pulsar.asyncio
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar.entries import ENTRY, Entry, Message
+from seqdedupe.message_id import MessageId
+
+READ_STEP_ENTRIES = 500
+"""So many are taken at once at most: a few milliseconds of the event loop."""
+_AT_ONCE_MS = 0
+
+
+class Reader:
+    """Reads from one place on, for as long as it is wanted. Everything is called on one event loop.
+
+    What Pulsar has trimmed it leaves out in silence, and after a broker's crash it may give entries again: whoever
+    reads checks numbers and indexes (`Terms`).
+    """
+
+    def __init__(self, reader: Any) -> None:
+        """For `open_reader`."""
+        self._reader = reader
+        self._next: asyncio.Future[Any] | None = None
+
+    async def read(self) -> list[Entry]:
+        """The next entries, at least one, for which it waits. Nothing is lost if this is cancelled.
+
+        Raises LOG_UNREADABLE: then a new reader is needed.
+        """
+        # A message that comes when nobody waits any more would be gone.
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._reader.read_next())
+        try:
+            message = await asyncio.shield(self._next)
+        except pulsar.asyncio.PulsarException as e:
+            self._next = None
+            raise _unreadable(self._reader.topic(), e) from e
+        self._next = None
+        entries = [_entry(message._message)]
+        while len(entries) < READ_STEP_ENTRIES:
+            # What is below the client's reader for event loops, which wakes the loop for every message.
+            try:
+                entries.append(_entry(self._reader._reader.read_next(_AT_ONCE_MS)))
+            except pulsar.PulsarException:
+                # None is there yet; whatever else it is, the next waiting tells.
+                break
+        return entries
+
+    async def close(self) -> None:
+        """Who waits in `read` gets LOG_UNREADABLE."""
+        # Else it was closed by the broker, or will be when the connection ends.
+        with suppress(pulsar.asyncio.PulsarException):
+            await self._reader.close()
+        waiting = self._next
+        if waiting is not None:
+            await asyncio.wait([waiting])
+            # Looked at, should nobody be waiting in `read`.
+            waiting.exception()
+
+
+async def open_reader(client: pulsar.asyncio.Client, topic: str, start: MessageId | None, queue_entries: int) -> Reader:
+    """A reader whose first entry is the one at `start`, or the first one that is left: where that was trimmed, or None.
+
+    So many entries are fetched ahead, whatever their size. Raises LOG_UNREADABLE.
+    """
+    place = pulsar.MessageId.earliest if start is None else pulsar.MessageId(-1, *start)
+    try:
+        reader = await client.create_reader(
+            topic, place, receiver_queue_size=queue_entries, start_message_id_inclusive=True
+        )
+    except pulsar.asyncio.PulsarException as e:
+        raise _unreadable(topic, e) from e
+    return Reader(reader)
+
+
+def _entry(native: Any) -> Entry:
+    place = native.message_id()
+    properties = native.properties()
+    message = Message(
+        None if native.has_null_value() else native.data(),
+        properties,
+        native.partition_key(),
+        native.event_timestamp(),
+    )
+    message_id = MessageId(place.ledger_id(), place.entry_id(), place.batch_index())
+    if ENTRY in properties:
+        return Entry(message, message_id, native.publish_timestamp())
+    producer_name = native.producer_name()
+    return Entry(message, message_id, native.publish_timestamp(), producer_name, _sequence_id(native, producer_name))
+
+
+def _sequence_id(native: Any, producer_name: str) -> int:
+    """-1 if the client does not show it: it has no call for that, and prints it."""
+    head = f"Message(prod={producer_name}, seq="
+    text = str(native)
+    digits = text[len(head) :].partition(",")[0]
+    return int(digits) if text.startswith(head) and digits.isdecimal() else -1
+
+
+def _unreadable(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeError:
+    return error(
+        "LOG_UNREADABLE",
+        f"{topic} cannot be read: Pulsar's client says {failure}",
+        hint="See whether the Pulsar cluster serves, and whether the sidecar may read the topic; it is tried again.",
+    )
