@@ -5,7 +5,7 @@ import sys
 import time
 from types import FrameType
 
-from pulsar_broker.distribution import VERSION, Unavailable, get
+from pulsar_broker.distribution import Unavailable, get
 from pulsar_broker.standalone import Broker
 
 _POLL_SECONDS = 0.2
@@ -37,7 +37,7 @@ def main() -> None:
         sys.exit(__doc__)
     try:
         if sys.argv[1:]:
-            print(f"Pulsar {VERSION} is in {get()}")
+            print(f"Pulsar is in {get()}")
         else:
             _serve()
     except Unavailable as e:
