@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from broker_sidecar import kernels
 from seqdedupe.testing import Sidecar
@@ -18,6 +19,10 @@ warm.install()
 
 # A suite that is no test file of its own: it says what was compared when a test fails.
 pytest.register_assert_rewrite("tests.log.conformance")
+
+# How long an example takes is the machine's business.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 StartSidecar = Callable[..., Sidecar]
 

@@ -40,6 +40,7 @@ def test_the_program_publishes_and_reads_back(sidecar: Sidecar) -> None:
         assert f"{first + 99} order-service {first + 99} b'order {first + 99}'" in ran.stdout
 
 
+@pytest.mark.timeout(300)  # two of them are Spark jobs
 def test_the_commands_do_what_they_are_shown_for(sidecar: Sidecar, tmp_path: Path) -> None:
     shown = [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
     commands = [shlex.split(line.partition("#")[0]) for line in shown if not line.startswith("make")]

@@ -53,6 +53,8 @@ def test_it_is_a_child_of_this_process(tmp_path: Path) -> None:
         assert process.wait() == -signal.SIGKILL
 
 
-def test_in_another_environment_it_starts_cold(tmp_path: Path) -> None:
-    with running(SERVE, cwd=tmp_path, env=os.environ | {"PYTHONPATH": "x"}, stderr=subprocess.DEVNULL) as process:
-        assert not is_warm(process)
+@pytest.mark.parametrize("place", ["elsewhere", str(warm.ROOT / "spark")])
+def test_where_something_else_may_be_imported_it_starts_cold(place: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([place, os.environ.get("PYTHONPATH", "")])}
+    with running(SERVE, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as process:
+        assert is_warm(process) is (place != "elsewhere")

@@ -31,6 +31,8 @@ MAINS = {"command": "seqdedupe.cli.main", "sidecar": "broker_sidecar.__main__"}
 """What can start warm: the modules of their functions `main`."""
 
 _READ_LATE = ("SEQDEDUPE_", "PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST")
+_SPARKS = ("SPARK_", "PYSPARK_")
+"""What a session in the tests' process leaves in its environment, beside folders of this repository in PYTHONPATH."""
 _MAX_REQUEST_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _INHERITED = -1
@@ -113,7 +115,10 @@ class _Server:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if not name.startswith(_READ_LATE)}
+    early = {name: value for name, value in environment.items() if not name.startswith(_READ_LATE + _SPARKS)}
+    places = early.pop("PYTHONPATH", "").split(os.pathsep)
+    elsewhere = [place for place in places if place and not Path(place).is_relative_to(ROOT)]
+    return early | ({"PYTHONPATH": os.pathsep.join(elsewhere)} if elsewhere else {})
 
 
 @contextmanager

@@ -151,7 +151,6 @@ def run(cases: int, phases: tuple[Phase, ...]) -> None:
     """Runs the property; a failure prints the sequence and how to replay it."""
     settings(
         max_examples=cases,
-        deadline=None,
         database=None,
         phases=phases,
         print_blob=True,

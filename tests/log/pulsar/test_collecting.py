@@ -272,7 +272,7 @@ def mutated(draw: st.DrawFn) -> list[Message]:
     return messages
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(mutated())
 def test_whatever_stands_there_is_read_or_is_damage(messages: list[Message]) -> None:
     assert outcome_of(messages) in ("read", "LOG_GAP", "LOG_DAMAGED", "NEWER_FORMAT")

@@ -92,7 +92,7 @@ def through_the_client(message: Message) -> Message:
 
 @pytest.mark.parametrize("way", [itself, through_the_client])
 def test_what_was_stored_comes_back(way: Callable[[Message], Message]) -> None:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(histories())
     def holds(history: list[Batch]) -> None:
         messages = messages_of(history)

@@ -82,7 +82,7 @@ def test_two_owners_in_every_order(deduplicates: bool) -> None:
     assert repeats == 0 if deduplicates else repeats > 500
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(ACTIONS, max_size=40), st.booleans())
 def test_two_owners_at_length(actions: str, deduplicates: bool) -> None:
     check(*play(actions, deduplicates=deduplicates))
