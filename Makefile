@@ -13,7 +13,7 @@ demo: $(READY)
 pulsar: $(READY)
 	@$(BIN)/python -m pulsar_broker
 
-# Without Pulsar its tests are skipped; SEQDEDUPE_TEST_PULSAR=required makes that a failure.
+# Without Pulsar its tests are skipped; TEST_PULSAR=required makes that a failure.
 test: $(READY)
 	@$(BIN)/python -m pulsar_broker get || true
 	$(BIN)/python -m pytest -n auto --dist loadfile

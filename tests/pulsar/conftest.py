@@ -25,12 +25,12 @@ def distribution_or_why_not() -> Path | str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what needs a broker where there can be none, unless SEQDEDUPE_TEST_PULSAR says `required`."""
+    """Skips what needs a broker where there can be none, unless TEST_PULSAR says `required`."""
     if "pulsar_home" not in getattr(item, "fixturenames", ()):
         return
     found = distribution_or_why_not()
     if isinstance(found, str):
-        if os.environ.get("SEQDEDUPE_TEST_PULSAR") == "required":
+        if os.environ.get("TEST_PULSAR") == "required":
             pytest.fail(found)
         # From here and not from the fixture, so that the summary has one line for all.
         pytest.skip(found)
