@@ -361,6 +361,10 @@ def test_a_producer_is_reset_to_none(run: Run, tmp_path: Path) -> None:
     publish = ("publish", str(file), "--topic", "reset-to-none", "--producer", "p")
     run(*publish)
     run("reset-producer", "reset-to-none", "p", "-1")
+    # It has sent something: only that counts no more. A name that nobody has used is told the same.
+    for name in ("p", "mistyped"):
+        said = run("message-state", "reset-to-none", name, "0").stdout
+        assert b"no sequence ID of it counts in this topic: persisted -1, pushed -1" in said
     assert b"1 NotDup" in run(*publish).stdout
     assert b"-1 is not in the range" in run("message-state", "reset-to-none", "p", "-1", status=2).stderr
 
