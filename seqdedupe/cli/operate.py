@@ -49,7 +49,9 @@ def message_state(topic: str, producer: str, sequence_id: int, address: str, as_
     if found.publish_time_ms:
         lines.append(("published", f"{found.publish_time_ms} ms since 1970"))
     numbers = f"persisted {found.persisted}, pushed {found.pushed}"
-    lines.append(("producer", numbers if found.pushed >= 0 else f"has sent nothing to this topic: {numbers}"))
+    if found.pushed < 0:
+        numbers = f"no sequence ID of it counts in this topic: {numbers}"
+    lines.append(("producer", numbers))
     for name, value in lines:
         echo(f"{name:<14}{printable(str(value))}")
 

@@ -64,12 +64,13 @@ def _near_name(topic: str, client: Client) -> str | None:
 
 
 def tell_waiting(topic: str, as_json: bool, why: UnavailableError) -> None:
-    """Says what the command waits for: from the client's thread, once each time."""
-    if as_json:
-        found = {"topic": topic_name(topic), "reason": why.reason, "message": why.message}
-        click.echo(json_text({"waiting": found}), err=True)
-    else:
-        say("seqdedupe", f"waiting: {why}")
+    """Says what the command waits for: from the client's thread, once each time. If nobody reads that, it waits on."""
+    with suppress(OSError):
+        if as_json:
+            found = {"topic": topic_name(topic), "reason": why.reason, "message": why.message}
+            click.echo(json_text({"waiting": found}), err=True)
+        else:
+            say("seqdedupe", f"waiting: {why}")
 
 
 def print_json(value: Any) -> None:

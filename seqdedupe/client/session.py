@@ -233,6 +233,9 @@ class Session:
         async with new_channel(self._address) as channel:
             with typed_errors(self._address):
                 await self._open(channel)
+            if not len(self.outbox):
+                # There will be no receipt that says so.
+                self._waiting.goes_on()
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_PUBLISH_STREAM)()
             tasks = [asyncio.create_task(work) for work in (self._write(call), self._read(call), self._watch())]
             try:

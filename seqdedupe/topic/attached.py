@@ -242,6 +242,8 @@ class AttachedTopic(TopicBase):
             return np.intersect1d(numbers, producers.due(DUE_PERIODS, int(numbers[0]), int(numbers[-1]) + 1))
 
         def forget(forgotten: Int64s) -> None:
+            if not len(forgotten):
+                return
             still = due()
             producers.purge(still, self.confirmed_index)
             self.counters.purged += len(still)

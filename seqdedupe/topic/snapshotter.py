@@ -150,7 +150,8 @@ class Snapshotter:
         term, position, policy, opaque = self._describe()
         changed, persisted, epochs, stated = self._producers.collect_dirty(forgotten)
         known = len(self._producers)
-        has_forgotten = self._producers.has_forgotten
+        forgets = forgotten is not None and len(forgotten) > 0
+        has_forgotten = self._producers.has_forgotten or forgets
         try:
             delta = Delta(
                 term=term,

@@ -9,6 +9,7 @@ from pyspark.errors import PySparkException
 
 from seqdedupe import command as commands
 from seqdedupe.command import FAILED
+from seqdedupe_spark.failures import first_line
 
 
 def run_command(
@@ -20,7 +21,7 @@ def run_command(
     except Py4JJavaError as e:
         what = e.java_exception.toString()
     except (PySparkException, Py4JError) as e:
-        what = str(e).strip()
+        what = str(e)
     as_json = commands.says_json(sys.argv[1:] if arguments is None else arguments)
-    commands.say_foreign(name, "SPARK_ERROR", f"Spark: {what.splitlines()[0]}", as_json=as_json)
+    commands.say_foreign(name, "SPARK_ERROR", f"Spark: {first_line(what)}", as_json=as_json)
     return failed

@@ -23,6 +23,6 @@ def typed_failures() -> Iterator[None]:
         raise error(found[2], found[1]) from e
 
 
-def first_line(failure: PySparkException) -> str:
+def first_line(text: str) -> str:
     """What Spark says, in a line: a plan or a traceback may follow it, and a line break stand before it."""
-    return str(failure).strip().partition("\n")[0]
+    return text.strip().partition("\n")[0]

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.cli.main import main
-from seqdedupe.cli.options import print_table
+from seqdedupe.cli.options import print_table, tell_waiting
 from seqdedupe.cli.topics import _print_topic
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import json_text, printable
+from seqdedupe.errors import error
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
@@ -84,6 +85,18 @@ def test_reading_says_once_that_the_sidecar_is_lost(tmp_path: Path, as_json: boo
     else:
         assert said.startswith(b"seqdedupe: waiting: ")
         assert sidecar.address.encode() in said
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_command_waits_on_where_nobody_reads_what_for(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
+    """It is said on the client's event loop: what ended there would end the producer with it."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        tell_waiting("t", as_json, error("UNREACHABLE", "gone"))  # type: ignore[arg-type]
+        with pytest.raises(BrokenPipeError):
+            stderr.close()
 
 
 def test_a_broken_pipe_is_quiet(run: Run, tmp_path: Path, environment: dict[str, str]) -> None:
@@ -348,6 +361,10 @@ def test_a_producer_is_reset_to_none(run: Run, tmp_path: Path) -> None:
     publish = ("publish", str(file), "--topic", "reset-to-none", "--producer", "p")
     run(*publish)
     run("reset-producer", "reset-to-none", "p", "-1")
+    # It has sent something: only that counts no more. A name that nobody has used is told the same.
+    for name in ("p", "mistyped"):
+        said = run("message-state", "reset-to-none", name, "0").stdout
+        assert b"no sequence ID of it counts in this topic: persisted -1, pushed -1" in said
     assert b"1 NotDup" in run(*publish).stdout
     assert b"-1 is not in the range" in run("message-state", "reset-to-none", "p", "-1", status=2).stderr
 

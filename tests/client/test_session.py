@@ -36,6 +36,7 @@ from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 from tests.client.fake_sidecar import INCARNATION, FakeSidecar, Refused, fake_sidecar
 from tests.client.helpers import until
+from tests.client.proxy import Proxy
 
 Frame = publish_pb2.Frame
 Response = publish_pb2.PublishStreamResponse
@@ -589,6 +590,26 @@ async def test_a_producer_says_once_each_time_why_nothing_becomes_durable(
         for number in range(2):
             assert (await (await producer.send(b""))).sequence_id == number
             assert said == ["LOG_REFUSED"] * (number + 1)
+
+
+async def test_a_producer_with_nothing_to_send_that_is_connected_again_waits_for_nothing(
+    fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is lost then, with no receipt in between, is another time."""
+    monkeypatch.setattr(waiting, "SAY_WAITING_SECONDS", 0.2)
+    said: list[str] = []
+    async with (
+        Proxy(fake.address) as proxy,
+        Client(proxy.address) as client,
+        client.producer("t", "p", on_waiting=lambda why: said.append(why.reason)),
+    ):
+        for streams in (1, 2):
+            await until(lambda: len(fake.messages) == streams)  # noqa: B023
+            proxy.refuses = True
+            proxy.cut()
+            await until(lambda: len(said) == streams)  # noqa: B023
+            proxy.refuses = False
+    assert said == ["UNREACHABLE"] * 2
 
 
 async def test_time_in_which_the_process_stood_still_is_made_up_for(fake: FakeSidecar) -> None:

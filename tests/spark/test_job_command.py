@@ -60,6 +60,15 @@ def run(*arguments: str) -> tuple[int, str, str]:
             return status, out.getvalue().decode(), err.getvalue().decode()
 
 
+def test_what_spark_raises_may_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    def fail() -> None:
+        raise PySparkException("")
+
+    assert run_command(fail, "job", arguments=[]) == 1
+    assert capsys.readouterr().err == "job: Spark: [SPARK_ERROR]\n"
+
+
 @pytest.mark.parametrize("as_json", [True, False])
 def test_what_spark_raises_has_a_reason_too(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     @click.command()

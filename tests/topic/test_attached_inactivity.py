@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -327,4 +328,42 @@ async def test_while_no_broker_is_attached_no_time_counts(store: Store) -> None:
     assert broker.known() == {"a": 7}
     await broker.pass_timeout(1)
     assert broker.known() == {}
+    await broker.topic.delete()
+
+
+async def test_the_snapshot_that_forgets_says_that_somebody_was(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may end before the next one is taken, which frees the names."""
+    broker = Broker(store)
+    assert broker.publish("gone", 7) == NOT_DUP
+    await broker.topic.snapshot()
+    broker.start()
+    stored: list[bool] = []
+    original = broker.topic.snapshotter.forget
+
+    async def forget(*calls: Any) -> None:
+        await original(*calls)
+        loaded = Snapshots(store, 1).load()
+        assert loaded is not None
+        assert not (loaded.persisted >= 0).any()
+        stored.append(loaded.has_forgotten)
+
+    assert not broker.topic.producers.has_forgotten
+    monkeypatch.setattr(broker.topic.snapshotter, "forget", forget)
+    await broker.pass_timeout()
+    assert stored == [True]
+    await broker.topic.delete()
+
+
+async def test_who_came_back_before_the_snapshot_that_would_forget_was_not_forgotten(store: Store) -> None:
+    broker = Broker(store)
+    assert broker.publish("back", 7) == NOT_DUP
+    broker.release("back")
+    await broker.pass_timeout(DUE_PERIODS - 1)
+    async with broker.topic.snapshotter.stands_still():
+        looking = asyncio.ensure_future(broker.pass_timeout(1))
+        await turns(10)
+        assert broker.publish("back", 7) == DUP
+    await looking
+    assert broker.known() == {"back": 7}
+    assert not broker.topic.producers.has_forgotten
     await broker.topic.delete()

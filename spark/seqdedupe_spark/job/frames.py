@@ -139,7 +139,7 @@ class FrameTask:
         try:
             frame = self.transform(messages)
         except PySparkException as e:
-            raise error("INVALID_OUTPUT", f"the transformation cannot be planned: {first_line(e)}") from e
+            raise error("INVALID_OUTPUT", f"the transformation cannot be planned: {first_line(str(e))}") from e
         if not isinstance(frame, DataFrame):
             raise error("INVALID_OUTPUT", f"the transformation returned {type(frame).__name__}, not a DataFrame")
         return frame
