@@ -1,6 +1,6 @@
 """Random interleavings of everything that producers, logs, stores and crashes do: see `world`.
 
-`SEQDEDUPE_CASES=100000 pytest tests/property` runs more of them. A failure shows its seed, the fewest steps that still
+`TEST_CASES=100000 pytest tests/property` runs more of them. A failure shows its seed, the fewest steps that still
 fail, and what happened in them; `python -m tests.property.run --seed N --cases 1` runs it again.
 """
 
@@ -18,7 +18,7 @@ from tests.property.judge import Judge
 from tests.property.run import first_failure, many_cases, report, run_steps
 from tests.property.world import World
 
-CASES = int(os.environ.get("SEQDEDUPE_CASES", "3000"))
+CASES = int(os.environ.get("TEST_CASES", "3000"))
 PARTS = 8
 SEEDS = 2**40
 

@@ -1,6 +1,6 @@
 """A real PostgreSQL for tests: `from tests.spark.postgres import postgres_url as postgres_url` in a conftest.
 
-It is started from the system's package, once in a process that runs tests, unless SEQDEDUPE_TEST_POSTGRES is the URL of
+It is started from the system's package, once in a process that runs tests, unless TEST_POSTGRES is the URL of
 one where databases may be made.
 """
 
@@ -21,7 +21,7 @@ import psycopg
 import pytest
 
 START_TIMEOUT_SECONDS = 30.0
-_VARIABLE = "SEQDEDUPE_TEST_POSTGRES"
+_VARIABLE = "TEST_POSTGRES"
 
 
 class PostgresServer:
