@@ -178,8 +178,17 @@ class Log(Protocol):
     def damage_found(self) -> DamageFound:
         """What was found by a scrub in the background. What readers meet is not counted."""
 
-    async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
+    def check(self, batch: bytes) -> None:
+        """Whether `append` can take a batch, by what its rows are: asked before anything is decided about it.
+
+        Raises MESSAGE_TOO_LARGE.
+        """
+
+    async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         """Shuts earlier writers out and writes a marker with this term and token, durable on return.
+
+        Answers 0, or in a log where only a higher term takes ownership, the term that stands there and is not lower:
+        then the marker counts for nothing, no replay shows it, and the log has to be opened again with a higher one.
 
         From now on `settle` is called, on the event loop and never from within an append, for what is appended;
         never again for what an earlier opening left. Raises `UnavailableError` (LOG_REFUSED) if the log cannot be
@@ -196,7 +205,8 @@ class Log(Protocol):
     def append_control(self, body: bytes) -> None:
         """Hands over a control record, in one order with the batches. Otherwise as `append`.
 
-        `body` is an encoded `Control` of at most MAX_BATCH_BYTES.
+        `body` is an encoded `Control` of at most MAX_BATCH_BYTES. A log that cannot hold so much raises
+        MESSAGE_TOO_LARGE, and has taken nothing.
         """
 
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:

@@ -4,6 +4,8 @@ What leaves here is finished: the batch to append, with the index that it gets, 
 stored; or a refusal.
 """
 
+from collections.abc import Callable
+
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import (
@@ -24,14 +26,16 @@ def admit(
     next_index: int,
     applied: Applied,
     lone: bool,
+    check_log: Callable[[bytes], None],
 ) -> tuple[Frame | None, Receipt | Refusal]:
     """What is to be appended of a frame (None: nothing) and what to answer once that is stored, or at once.
 
-    New rows count as pushed from now on, and get indexes from `next_index`. `lone`: links may be left out. Nothing is
-    raised for what is wrong with the frame.
+    New rows count as pushed from now on, and get indexes from `next_index`. `lone`: links may be left out. `check_log`
+    raises if the log cannot take a batch. Nothing is raised for what is wrong with the frame.
     """
     try:
         frame = check(encoded, producers, cache)
+        check_log(frame.encoded)
     except SeqdedupeError as e:
         return None, Refusal(number, e)
     gapless = applied.gap is GapPolicy.REJECT

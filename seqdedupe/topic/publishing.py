@@ -173,7 +173,14 @@ class Topic(LoggedTopic):
             reply(Refusal(frame, e))
             return
         new, answer = admission.admit(
-            encoded, frame, self.producers, cache, next_index=self.next_index, applied=self.applied, lone=lone
+            encoded,
+            frame,
+            self.producers,
+            cache,
+            next_index=self.next_index,
+            applied=self.applied,
+            lone=lone,
+            check_log=self.log.check,
         )
         if isinstance(answer, Refusal):
             self.counters.refused += 1

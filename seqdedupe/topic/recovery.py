@@ -130,13 +130,13 @@ async def take_over(
         if term > MAX_TERM:
             raise error("INTERNAL", f"the topic {name} has had {MAX_TERM} owners: that is the last term")
         token = random_bytes(TOKEN_BYTES)
-        await log.open_for_writing(term, token, settle)
+        standing_term = await log.open_for_writing(term, token, settle)
         await replay.run()
         _check_end(replay, confirmed_index, name)
-        if token not in replay.tokens:
+        if token not in replay.tokens and not standing_term:
             raise damaged(log, "the marker that was just written is not in it", replay.next_index)
         highest = max((t for other, t in replay.tokens.items() if other != token), default=0)
-        highest = max(highest, known_term())
+        highest = max(highest, known_term(), standing_term)
         if highest < term:
             logger.info(
                 "recovered topic %s in term %d: %d messages read, up to index %d",

@@ -27,6 +27,7 @@ from seqdedupe.errors import DamagedError, error
 from seqdedupe.format import headers, records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.tag import key_of
+from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import DamageFound, Entries, Failure, Location, Outcome, Records, Retention, Run, Runs
 from seqdedupe.message_id import MessageId
 
@@ -57,6 +58,7 @@ class Storage:
         self.records: list[bytes] = []
         self.next_index = 0
         self.first_index = 0
+        self.term = 0
         self.writer: FaultyLog | None = None
         self._ledger_rows = ledger_rows
         self._packed = packed
@@ -87,7 +89,7 @@ class Storage:
 
     def add_marker(self, term: int, token: bytes) -> None:
         """Stores a marker."""
-        self._ownership = headers.ownership_of(token)
+        self._ownership, self.term = headers.ownership_of(token), term
         self._add(headers.marker_record(term, token, next_index=self.next_index, key=KEY, **self._place()))
 
     def _add_entry(self, tag: int, body: bytes, rows: int, column_bytes: int) -> None:
@@ -156,18 +158,28 @@ class Storage:
 class FaultyLog:
     """Satisfies `seqdedupe.log.contract.Log`. See the module for the commands.
 
+    `takes_higher_terms_only`: a marker whose term is not higher counts for nothing, as in a topic of Pulsar's.
     `automatic` stores and reports every append at the loop's next turn, as a log without faults does.
     `retention` makes `may_trim_to` allow all it may; otherwise nothing. `opening_allowed` is an event that
     holds `open_for_writing` back while it is cleared.
     """
 
     def __init__(
-        self, storage: Storage, *, automatic: bool = False, retention: bool = False, replay_records: int = 3
+        self,
+        storage: Storage,
+        *,
+        automatic: bool = False,
+        retention: bool = False,
+        replay_records: int = 3,
+        takes_higher_terms_only: bool = False,
     ) -> None:
         self.storage = storage
         self.incarnation = storage.incarnation
         self.automatic = automatic
         self.retention = retention
+        self.takes_higher_terms_only = takes_higher_terms_only
+        self.max_batch_bytes = MAX_BATCH_BYTES
+        """`check` refuses what is larger."""
         self.replay_records = replay_records
         self.opening_allowed = asyncio.Event()
         self.opening_allowed.set()
@@ -256,6 +268,7 @@ class FaultyLog:
             automatic=self.automatic,
             retention=self.retention,
             replay_records=self.replay_records,
+            takes_higher_terms_only=self.takes_higher_terms_only,
         )
 
     def _fail(self, failure: Failure, why: str, report: bool) -> None:
@@ -301,7 +314,11 @@ class FaultyLog:
     def damage_found(self) -> DamageFound:
         return DamageFound()
 
-    async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
+    def check(self, batch: bytes) -> None:
+        if len(batch) > self.max_batch_bytes:
+            raise error("MESSAGE_TOO_LARGE", f"a batch of {len(batch)} bytes")
+
+    async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         if self._dead:
             raise error("INTERNAL", "a log of a process that has ended is used")
         # From here on nothing more is heard of an earlier opening.
@@ -320,9 +337,12 @@ class FaultyLog:
             other._shut_out(0, report=True)
         self._land()
         self.storage.writer = self
+        if self.takes_higher_terms_only and term <= self.storage.term:
+            return self.storage.term
         self.storage.add_marker(term, token)
         self._lands, self._failure, self._why = 0, None, ""
         self._settle = settle
+        return 0
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         if self._failure is not None or self._dead:

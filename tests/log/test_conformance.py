@@ -46,10 +46,12 @@ class EmbeddedHarness(LogHarness):
 
 class FaultyHarness(LogHarness):
     def __init__(self, *, packed: bool = False) -> None:
+        self.takes_higher_terms_only = packed
         self._storage = Storage(INCARNATION, lambda: self.now_ms, packed=packed)
 
     async def open(self) -> Log:
-        return FaultyLog(self._storage, automatic=True, retention=True)
+        higher_only = self.takes_higher_terms_only
+        return FaultyLog(self._storage, automatic=True, retention=True, takes_higher_terms_only=higher_only)
 
     def refuse_writes(self, log: Log) -> None:
         assert isinstance(log, FaultyLog)

@@ -30,17 +30,18 @@ class TakesMoreAfterARefusal(FaultyLog):
 class DoesNotFence(FaultyLog):
     """What an earlier opening left is stored after the marker of the next one."""
 
-    async def open_for_writing(self, term: int, token: bytes, settle: Settle) -> None:
+    async def open_for_writing(self, term: int, token: bytes, settle: Settle) -> int:
         late = list(self._in_flight)
-        await super().open_for_writing(term, token, settle)
+        standing_term = await super().open_for_writing(term, token, settle)
         for batch in late:
             self.storage.add(*batch)
+        return standing_term
 
 
 class TellsTheOldOwner(FaultyLog):
     _first: Settle | None = None
 
-    async def open_for_writing(self, term: int, token: bytes, settle: Settle) -> None:
+    async def open_for_writing(self, term: int, token: bytes, settle: Settle) -> int:
         self._first = first = self._first or settle
 
         def both(outcome: Outcome) -> None:
@@ -48,13 +49,14 @@ class TellsTheOldOwner(FaultyLog):
             if first is not settle:
                 first(outcome)
 
-        await super().open_for_writing(term, token, both)
+        return await super().open_for_writing(term, token, both)
 
 
 class WritesNoMarker(FaultyLog):
-    async def open_for_writing(self, term: int, token: bytes, settle: Settle) -> None:
-        await super().open_for_writing(term, token, settle)
+    async def open_for_writing(self, term: int, token: bytes, settle: Settle) -> int:
+        standing_term = await super().open_for_writing(term, token, settle)
         self.storage.records.pop()
+        return standing_term
 
 
 class ReplaysFromOneTooLate(FaultyLog):

@@ -11,6 +11,7 @@ import pytest
 
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
+from seqdedupe.format.columns import TERM
 from seqdedupe.log.contract import Entries
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
@@ -179,6 +180,45 @@ async def test_a_frame_found_in_the_log_is_answered_with_where_it_stands(store: 
     await until(lambda: bool(answers))
     assert isinstance(answers[0], Receipt)
     assert answers[0].first_index == 2
+    await topic.close("")
+
+
+@pytest.mark.parametrize("takes_higher_terms_only", [False, True])
+async def test_after_an_owner_of_a_higher_term_a_still_higher_one_is_taken(
+    store: Store, takes_higher_terms_only: bool
+) -> None:
+    storage = Storage(INCARNATION)
+    log = FaultyLog(storage, takes_higher_terms_only=takes_higher_terms_only)
+    topic = make_topic(store, log)
+    await topic.recover()
+    answers = await publish(topic, 1, 2)
+    log.fence(term=9, lands=1)
+    await until(lambda: topic.state is State.SERVING)
+    assert (topic.term, storage.term) == (10, 10)
+    assert [type(answer) for answer in answers] == [Receipt, Refusal]
+    markers = sum(storage.places(record)[TERM] > 0 for record in storage.records)
+    assert markers == (3 if takes_higher_terms_only else 4)
+    answers = await publish(topic, 3)
+    log.settle()
+    assert [type(answer) for answer in answers] == [Receipt]
+    assert end_index(topic) == 2
+    await topic.close("")
+
+
+async def test_what_the_log_cannot_take_is_refused_and_changes_nothing(store: Store) -> None:
+    log = FaultyLog(Storage(INCARNATION))
+    topic = make_topic(store, log)
+    await topic.recover()
+    log.max_batch_bytes = 20
+    (answer,) = await publish(topic, 1)
+    assert isinstance(answer, Refusal)
+    assert answer.error.reason == "MESSAGE_TOO_LARGE"
+    assert log.in_flight == 0
+    log.max_batch_bytes = 1000
+    answers = await publish(topic, 1)
+    log.settle()
+    assert [type(answer) for answer in answers] == [Receipt]
+    assert end_index(topic) == 1
     await topic.close("")
 
 

@@ -119,9 +119,13 @@ class EmbeddedLog:
 
     # Writing.
 
-    async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> None:
+    def check(self, batch: bytes) -> None:
+        """Everything is taken that a frame may hold."""
+
+    async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         self._opening = opening = Opening(self._writer, self._shared.committer().queue.put, term, token, settle)
         await opening.ready
+        return 0
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         self._append((batch, rows, column_bytes))
