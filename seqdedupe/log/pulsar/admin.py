@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.errors import InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.log.pulsar.http import AdminUrl
 
 
@@ -38,6 +38,15 @@ class Admin:
     async def create_topic(self, topic: str, properties: Mapping[str, str]) -> None:
         """Makes a topic that is not partitioned, with these properties. Raises TOPIC_EXISTS."""
         await self._url.call("PUT", _path(topic), dict(properties), conflict="TOPIC_EXISTS")
+
+    async def create_subscription(self, topic: str, name: str) -> None:
+        """Makes a durable subscription at the first message that is left; one of that name stays where it is."""
+        path = f"{_path(topic)}/subscription/{quote(name, safe='')}"
+        try:
+            await self._url.call("PUT", path, {"ledgerId": -1, "entryId": -1}, conflict="TOPIC_EXISTS")
+        except InvalidRequestError as e:
+            if e.reason != "TOPIC_EXISTS":
+                raise
 
     async def delete_topic(self, topic: str) -> None:
         """Deletes a topic with its messages and subscriptions. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if somebody is

@@ -47,7 +47,7 @@ class Collector:
                 self._add_row(entry)
             else:
                 self._end_rows()
-                self._publish_time_ms = max(self._publish_time_ms, entry.publish_time_ms)
+                self._publish_time_ms = max(self._publish_time_ms, entry.message.event_time_ms or entry.publish_time_ms)
                 self._add_record(kind, entry)
         elif verdict is Verdict.EARLIER and entry.producer_name and entry.sequence_id >= 0:
             highest = self.earlier.get(entry.producer_name, entry.sequence_id)

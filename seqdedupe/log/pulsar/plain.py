@@ -93,6 +93,11 @@ def _properties(batch: Batch) -> list[list[tuple[str, str]]]:
     return [pairs[start:end] for start, end in pairwise(offsets)]
 
 
+def begins_batch(message: Message) -> bool:
+    """Whether a row is the first of its batch, as far as it says."""
+    return message.properties.get(MESSAGE, "").split(":", 5)[4:5] != ["0"]
+
+
 class Rows:
     """Rows of one batch that were read one after the other: all of them, or from some row on, or up to some row."""
 

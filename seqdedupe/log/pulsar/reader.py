@@ -52,6 +52,13 @@ class Reader:
                 break
         return entries
 
+    async def is_at_end(self) -> bool:
+        """Whether nothing more is there now. Not while somebody waits in `read`. Raises LOG_UNREADABLE."""
+        try:
+            return not await self._reader.has_message_available()
+        except pulsar.asyncio.PulsarException as e:
+            raise _unreadable(self._reader.topic(), e) from e
+
     async def close(self) -> None:
         """Who waits in `read` gets LOG_UNREADABLE."""
         # Else it was closed by the broker, or will be when the connection ends.

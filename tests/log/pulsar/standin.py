@@ -12,8 +12,9 @@ topic.trim(ledgers=1) the oldest ledger is deleted
 topic.read(after)     as a Reader does: over what was trimmed it jumps, and says nothing
 """
 
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.message_id import MessageId
@@ -25,27 +26,39 @@ NO_RECEIPT = MessageId(-1, -1)
 class PulsarTopic:
     """What is stored outlives everybody who writes."""
 
-    def __init__(self, *, deduplicates: bool = True) -> None:
+    def __init__(self, *, deduplicates: bool = True, clock_ms: Callable[[], int] | None = None) -> None:
         self.entries: list[Entry] = []
         self._deduplicates = deduplicates
         self._highest: dict[str, int] = {}
         self._ledger, self._entry, self._now_ms = 10, 0, 1000
+        self._clock_ms = clock_ms
+        self._stores_nothing = False
 
     def producer(self, name: str) -> "Producer":
         """One more, whoever else there is. A name that was used before goes on with rising sequence IDs."""
-        return Producer(self, name, self._highest.get(name, -1) + 1)
+        return Producer(self, name, self.highest(name) + 1)
+
+    def highest(self, name: str) -> int:
+        """The highest sequence ID of a name; -1 if it is not known."""
+        return self._highest.get(name, -1)
 
     def add(self, message: Message, name: str = "", sequence_id: int = -1) -> MessageId:
         """The broker is given an entry; without a name it is a stranger's."""
+        if self._stores_nothing:
+            return NO_RECEIPT
         if name and self._deduplicates:
-            if sequence_id <= self._highest.get(name, -1):
+            if sequence_id <= self.highest(name):
                 return NO_RECEIPT
             self._highest[name] = sequence_id
         message_id = MessageId(self._ledger, self._entry)
         self._entry += 1
-        self._now_ms += 1
+        self._now_ms = self._clock_ms() if self._clock_ms else self._now_ms + 1
         self.entries.append(Entry(message, message_id, self._now_ms, name, sequence_id))
         return message_id
+
+    def forget_from_now_on(self) -> None:
+        """Takes all that comes for seen before, and stores nothing: as it does when a write to its disk has failed."""
+        self._stores_nothing = True
 
     def roll_over(self) -> None:
         # Ledgers of other topics lie between.
@@ -56,7 +69,15 @@ class PulsarTopic:
         self.entries = [entry for entry in self.entries if entry.message_id.ledger_id not in gone]
 
     def read(self, after: MessageId | None = None) -> Iterator[Entry]:
-        return (entry for entry in self.entries if after is None or entry.message_id > after)
+        at = 0 if after is None else bisect_right(self.entries, after, key=lambda entry: entry.message_id)
+        return iter(self.entries[at:])
+
+    def next(self, after: MessageId | None, start: MessageId) -> Entry | None:
+        """The first entry that is left after one, and not before another one."""
+        at = bisect_left(self.entries, start, key=lambda entry: entry.message_id)
+        if after is not None:
+            at = max(at, bisect_right(self.entries, after, key=lambda entry: entry.message_id))
+        return self.entries[at] if at < len(self.entries) else None
 
 
 class Producer:

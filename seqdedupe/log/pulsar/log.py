@@ -1,0 +1,289 @@
+"""A Pulsar topic as a log: one writer at a time, entries judged by the rule of terms, whoever reads them.
+
+What the log knows of its topic begins with the first entry and is read once when it is opened; from then on it grows by
+what is confirmed. Nothing is trimmed here yet: what Pulsar keeps is what there is.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pulsar.asyncio
+
+from seqdedupe import batch as batches
+from seqdedupe.batch import Int32s, Int64s
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.headers import ownership_of
+from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
+from seqdedupe.log.pulsar import entries, plain
+from seqdedupe.log.pulsar.content import Content
+from seqdedupe.log.pulsar.entries import EntryFormat, Message, Owner, Part, Settings
+from seqdedupe.log.pulsar.opening import Opening
+from seqdedupe.log.pulsar.places import Point
+from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
+from seqdedupe.message_id import MessageId
+
+SURELY_TAKEN_BYTES = 1024 * 1024
+"""A batch of so many has no row that is too large, whatever it consists of."""
+PLAIN_QUEUE_ENTRIES = 500
+PACKED_QUEUE_ENTRIES = 10
+"""Entries that a reader fetches ahead: Pulsar's client bounds them by number only."""
+
+_NOWHERE = MessageId(-1, -1)
+_WIDEST_NUMBER = 2**62
+_WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all logs of a sidecar have in common."""
+
+    client: pulsar.asyncio.Client
+    instance_name: str
+    """No other sidecar has it."""
+    address: str
+    """Where this sidecar can be reached: it stands in markers and in the topic's statistics."""
+    clock_ms: Callable[[], int]
+    claim_opening: Callable[[str, int], Awaitable[int]]
+    """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever
+    answered for the topic, durable."""
+
+
+class PulsarLog:
+    """One topic's log, which satisfies `seqdedupe.log.contract.Log`. Made by `PulsarLogs.open`.
+
+    An append that fails has an unknown outcome, always. Of a batch whose append failed the first rows may be stored,
+    as a batch of their own. Whoever finds another writer in the topic gets NOT_OWNER from `open_for_writing`.
+    """
+
+    def __init__(self, shared: Shared, topic: str, incarnation: int, settings: Settings) -> None:
+        self.incarnation = incarnation
+        self.is_closed = False
+        self._shared = shared
+        self._topic = topic
+        self._settings = settings
+        self._is_plain = settings.format is EntryFormat.PLAIN
+        queue_entries = PLAIN_QUEUE_ENTRIES if self._is_plain else PACKED_QUEUE_ENTRIES
+        self._content = Content(shared.client, topic, incarnation, queue_entries)
+        self._certain_index = 0
+        self._last_ms = 0
+        self._name_number = 0
+        self._writer: Writer | None = None
+        self._opening: Opening | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def _end(self) -> Point:
+        return self._content.places.end
+
+    @property
+    def place(self) -> str:
+        return self._topic
+
+    @property
+    def first_index(self) -> int:
+        return 0
+
+    @property
+    def certain_index(self) -> int:
+        return self._certain_index
+
+    @property
+    def size_bytes(self) -> int:
+        return self._end.size_bytes
+
+    @property
+    def damage_found(self) -> DamageFound:
+        return DamageFound()
+
+    # Writing.
+
+    def check(self, batch: bytes) -> None:
+        if len(batch) <= SURELY_TAKEN_BYTES:
+            return
+        for _ in self._messages(
+            _WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, entries.encoded(batches.decode(batch))
+        )[1]:
+            pass
+
+    def _messages(
+        self, owner: Owner, number: int, index: int, now_ms: int, part: Part
+    ) -> tuple[list[int], Iterator[Message]]:
+        """How many messages each entry of a batch has, and the entries."""
+        if self._is_plain:
+            return [1] * part.rows, plain.messages_of(owner, number, index, part.encoded)
+        parts = entries.split(part)
+
+        def packed() -> Iterator[Message]:
+            at = index
+            for k, one in enumerate(parts):
+                yield entries.packed(owner, number + k, at, now_ms, one)._replace(event_time_ms=now_ms)
+                at += one.rows
+
+        return [one.rows for one in parts], packed()
+
+    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+        if (opening := self._open_now()).failed:
+            return
+        now_ms, part = self._now_ms(), Part(batch, rows, column_bytes)
+        each, messages = self._messages(opening.owner, opening.next_number, opening.next_index, now_ms, part)
+        opening.append(messages, each, now_ms)
+
+    def append_control(self, body: bytes) -> None:
+        if (opening := self._open_now()).failed:
+            return
+        now_ms = self._now_ms()
+        message = entries.control(opening.owner, opening.next_number, opening.next_index, body)
+        opening.append([message._replace(event_time_ms=now_ms)], [0], now_ms)
+
+    def _open_now(self) -> Opening:
+        if self._opening is None:
+            raise error("INTERNAL", "an append to a log that is not open for writing")
+        return self._opening
+
+    def _now_ms(self) -> int:
+        """The clock, which never goes back within a topic."""
+        self._last_ms = max(self._last_ms, self._end.publish_time_ms, self._shared.clock_ms())
+        return self._last_ms
+
+    async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
+        await self._let_go()
+        owner = Owner(self.incarnation, term, ownership_of(token))
+        opening: Opening | None = None
+        failed = ""
+        marked: asyncio.Future[MessageId] = asyncio.get_running_loop().create_future()
+
+        def hear(settled: Settled) -> None:
+            nonlocal failed
+            if opening is not None:
+                self._hear(opening, settled)
+                return
+            failed = settled.failure or failed
+            if not marked.done():
+                marked.set_result(settled.doubtful or _NOWHERE)
+
+        try:
+            self._writer = writer = await open_writer(
+                self._shared.client,
+                self._topic,
+                self._shared.instance_name,
+                self._name_number,
+                partial(self._shared.claim_opening, self._topic),
+                {"address": self._shared.address},
+                hear,
+            )
+            self._name_number = writer.name_number + 1
+            marker = entries.marker(self.incarnation, term, token, self._settings)
+            writer.append(marker._replace(event_time_ms=self._now_ms()))
+            receipt = await marked
+            if not failed:
+                found = await self._content.read_on(receipt)
+                self._certain_index = self._end.standing.next_index
+            if failed:
+                raise error("LOG_REFUSED", f"{self._topic} cannot be written: {failed}")
+            if self._end.standing.owner != owner:
+                if self._end.standing.owner.term < term:
+                    raise error("LOG_REFUSED", f"{self._topic} has not taken the marker of term {term}")
+                await self._let_go()
+                return self._end.standing.owner.term
+        except BaseException:
+            await self._let_go()
+            raise
+        self._opening = opening = Opening(owner, writer, self._content.places, settle)
+        writer.was_read([found[-1].message_id])
+        return 0
+
+    async def _let_go(self) -> None:
+        """Of the topic, whoever takes it then. What is in flight may be stored or not, and nobody is told."""
+        self._opening = None
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+            self._reading = None
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            await writer.close()
+
+    def _hear(self, opening: Opening, settled: Settled) -> None:
+        """What the writer of an opening tells."""
+        if opening is not self._opening or opening.failed:
+            return
+        if settled.confirmed:
+            opening.confirm(settled.confirmed, self._shared.clock_ms())
+            self._certain_index = opening.settled_index
+            opening.tell()
+        if settled.failure is not None:
+            opening.fail(settled.failure)
+        elif settled.doubtful is not None:
+            self._reading = asyncio.get_running_loop().create_task(self._clear_up(opening, settled.doubtful))
+
+    async def _clear_up(self, opening: Opening, receipt: MessageId) -> None:
+        """Reads the topic up to an append whose receipt proves nothing."""
+        try:
+            found = await self._content.read_on(receipt)
+        except SeqdedupeError as e:
+            opening.fail(f"it cannot be found out: {e}")
+            return
+        if opening.failed:
+            return
+        own = [one for one in found if one.owner == opening.owner]
+        if own:
+            opening.found([one.runs for one in own])
+            self._certain_index = opening.settled_index
+            opening.tell()
+        owner = self._end.standing.owner
+        if owner != opening.owner:
+            opening.fail(f"another owner has the topic, in term {owner.term}")
+        elif not own:
+            opening.fail("Pulsar has answered an entry that is not in the topic")
+        elif not opening.failed:
+            opening.writer.was_read([one.message_id for one in own])
+
+    # Reading.
+
+    async def catch_up(self) -> None:
+        """Reads what stands after all that is known. For a log that is not open for writing."""
+        await self._content.read_on(None)
+        self._certain_index = self._end.standing.next_index
+
+    @property
+    def earlier(self) -> dict[str, int]:
+        """After a replay from the beginning: the highest sequence ID of each producer that published before the first
+        marker, as far as the client shows them."""
+        return self._content.earlier
+
+    def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
+        return self._content.replay(from_index)
+
+    async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
+        return await self._content.read(from_index, stop_index, max_bytes)
+
+    async def next_readable(self, from_index: int) -> int:
+        return self._content.next_readable(from_index)
+
+    async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
+        return await self._content.locate_time(publish_time_ms, stop_index)
+
+    async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
+        return await self._content.locate_bytes(from_index, size_bytes, stop_index)
+
+    async def locate(self, index: int) -> Location:
+        return await self._content.locate(index)
+
+    def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        return self._content.known_message_ids(indexes)
+
+    # Retention.
+
+    async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
+        """Nothing yet."""
+        return 0
+
+    async def trim(self, below_index: int) -> None:
+        """Nothing is dropped yet."""
+
+    async def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            await self._let_go()

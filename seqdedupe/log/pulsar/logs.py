@@ -1,0 +1,106 @@
+"""All Pulsar topics that are logs of a sidecar: what says so stands in the properties of the topic itself."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.log.contract import LogName
+from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, PREFIX, EntryFormat, Settings
+from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.policies import ensure_safe
+
+INCARNATION = PREFIX + "incarnation"
+"""A property of the topic."""
+_MODE_IDS = "SEQUENCE_ID"
+
+
+class PulsarLogs:
+    """The logs of some namespaces of a cluster. Satisfies `seqdedupe.log.contract.Logs`.
+
+    New topics get `entry_format`. Each log keeps its messages by a durable subscription,
+    `seqdedupe-<instance name>`, which stays where the topic begins. With `may_change_policies` a topic's own policies
+    are set where they are not safe (`policies.ensure_safe`).
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        admin: Admin,
+        namespaces: Sequence[str],
+        entry_format: EntryFormat,
+        *,
+        may_change_policies: bool,
+    ) -> None:
+        self._shared = shared
+        self._admin = admin
+        self._namespaces = namespaces
+        self._entry_format = entry_format
+        self._may_change_policies = may_change_policies
+        self._topics: dict[int, str] = {}
+        """By incarnation, as they were found last."""
+
+    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
+        """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used."""
+        properties = {
+            INCARNATION: str(incarnation),
+            FORMAT: self._entry_format.value,
+            MODE: _MODE_IDS,
+            PARTITIONS: "0",
+        }
+        try:
+            await self._admin.create_topic(topic, properties)
+        except SeqdedupeError as e:
+            if e.reason != "TOPIC_EXISTS" or (await self._admin.properties(topic)).get(INCARNATION) != str(incarnation):
+                raise
+        await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
+        await self._admin.create_subscription(topic, f"seqdedupe-{self._shared.instance_name}")
+        self._topics[incarnation] = topic
+
+    async def list(self) -> list[LogName]:
+        """See `Logs.list`. Each topic is asked for its properties."""
+        await self._look()
+        return sorted(LogName(incarnation, topic) for incarnation, topic in self._topics.items())
+
+    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> PulsarLog:
+        """See `Logs.open`. The topic is read from its first entry on. Raises UNSAFE_TOPIC_POLICY too."""
+        if incarnation not in self._topics:
+            await self._look()
+        topic = self._topics.get(incarnation)
+        if topic is None:
+            raise error("LOG_DAMAGED", f"no topic in {', '.join(self._namespaces)} is the log {incarnation}")
+        properties = await self._admin.properties(topic)
+        await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
+        log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties))
+        await log.catch_up()
+        return log
+
+    async def delete(self, incarnation: int) -> None:
+        """See `Logs.delete`. The topic goes with its subscriptions. Raises TOPIC_IN_USE if somebody is connected."""
+        await self._look()
+        topic = self._topics.pop(incarnation, None)
+        if topic is not None:
+            with suppress(NotFoundError):
+                await self._admin.delete_topic(topic)
+
+    async def close(self) -> None:
+        """See `Logs.close`. The client is its owner's."""
+
+    async def _look(self) -> None:
+        """Which topics are logs."""
+        found = {}
+        for namespace in self._namespaces:
+            for topic in await self._admin.topics(namespace):
+                # It may have been deleted meanwhile.
+                with suppress(NotFoundError):
+                    incarnation = (await self._admin.properties(topic)).get(INCARNATION, "")
+                    if incarnation.isdecimal():
+                        found[int(incarnation)] = topic
+        self._topics = found
+
+    def _settings(self, topic: str, properties: Mapping[str, str]) -> Settings:
+        try:
+            entry_format, partitions = EntryFormat(properties[FORMAT]), int(properties[PARTITIONS])
+            return Settings(entry_format, properties[MODE], partitions, self._shared.address)
+        except (KeyError, ValueError) as e:
+            raise error("LOG_DAMAGED", f"the properties of {topic} do not say {e}") from e

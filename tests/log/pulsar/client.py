@@ -1,0 +1,164 @@
+"""Pulsar's client over topics in memory, for the log: as much of it as our writer and reader look at."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pulsar
+import pulsar.asyncio
+
+from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.message_id import MessageId
+from tests.log.pulsar.standin import PulsarTopic
+
+Answer = Callable[[pulsar.Result, pulsar.MessageId], None]
+
+
+class StandInClient:
+    """To one topic. `refuses`: what it is given from now on is answered with Timeout and is nowhere, and nobody gets
+    the topic."""
+
+    def __init__(self, topic: PulsarTopic) -> None:
+        self.topic = topic
+        self.excludes = True
+        """Whether there is one writer at a time."""
+        self.before: Callable[[Message], None] = lambda message: None
+        """Is called before an entry is stored."""
+        self.loses: Callable[[Message], bool] = lambda message: False
+        """Whether an entry fails by itself, and is nowhere; what comes after it is stored all the same."""
+        self.refuses = False
+        self.writer: StandInProducer | None = None
+        self.receipt_of: Callable[[MessageId], MessageId] = lambda message_id: message_id
+        """What is told of where an entry stands."""
+
+    async def create_producer(self, _: str, *, producer_name: str, **__: Any) -> "StandInProducer":
+        await asyncio.sleep(0)
+        if self.refuses:
+            raise pulsar.asyncio.PulsarException(pulsar.Result.Timeout)
+        if self.writer is not None and self.excludes:
+            raise pulsar.asyncio.PulsarException(pulsar.Result.ProducerFenced)
+        self.writer = StandInProducer(self, producer_name)
+        return self.writer
+
+    async def create_reader(
+        self, _: str, start: pulsar.MessageId, *, receiver_queue_size: int, start_message_id_inclusive: bool
+    ) -> "StandInReader":
+        await asyncio.sleep(0)
+        assert start_message_id_inclusive
+        return StandInReader(self.topic, MessageId(start.ledger_id(), start.entry_id()))
+
+
+class StandInProducer:
+    def __init__(self, client: StandInClient, name: str) -> None:
+        self._producer = self
+        self._client = client
+        self._name = name
+
+    def last_sequence_id(self) -> int:
+        return self._client.topic.highest(self._name)
+
+    def send_async(self, built: Any, answer: Answer) -> None:
+        asyncio.get_running_loop().call_soon(self._store, built, answer)
+
+    def _store(self, built: Any, answer: Answer) -> None:
+        place, result = MessageId(-1, -1), pulsar.Result.Timeout
+        sequence_id = int(str(built).partition("seq=")[2].partition(",")[0])
+        payload = None if built.has_null_value() else built.data()
+        message = Message(payload, built.properties(), built.partition_key(), built.event_timestamp())
+        self._client.before(message)
+        takes = self._client.writer is self or not self._client.excludes
+        if takes and not self._client.refuses and not self._client.loses(message):
+            place, result = self._client.topic.add(message, self._name, sequence_id), pulsar.Result.Ok
+            place = self._client.receipt_of(place)
+        answer(result, pulsar.MessageId(-1, place.ledger_id, place.entry_id, -1))
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        if self._client.writer is self:
+            self._client.writer = None
+
+
+class StandInReader:
+    def __init__(self, topic: PulsarTopic, start: MessageId) -> None:
+        self._reader = self._native = _Native(topic, start)
+
+    def topic(self) -> str:
+        return "a topic in memory"
+
+    async def read_next(self) -> Any:
+        while (found := self._native.next()) is None:  # noqa: ASYNC110 (nobody tells)
+            await asyncio.sleep(0.001)
+        return _Wrapped(found)
+
+    async def has_message_available(self) -> bool:
+        await asyncio.sleep(0)
+        return self._native.has_next()
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+
+class _Wrapped:
+    def __init__(self, message: "_Read") -> None:
+        self._message = message
+
+
+class _Native:
+    def __init__(self, topic: PulsarTopic, start: MessageId) -> None:
+        self._topic = topic
+        self._start = start
+        self._after: MessageId | None = None
+
+    def _next(self) -> Entry | None:
+        return self._topic.next(self._after, self._start)
+
+    def has_next(self) -> bool:
+        return self._next() is not None
+
+    def next(self) -> "_Read | None":
+        entry = self._next()
+        if entry is None:
+            return None
+        self._after = entry.message_id
+        return _Read(entry)
+
+    def read_next(self, _: int) -> "_Read":
+        found = self.next()
+        if found is None:
+            raise pulsar.Timeout
+        return found
+
+
+class _Read:
+    """A message as the client's reader gives it."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+
+    def message_id(self) -> pulsar.MessageId:
+        place = self._entry.message_id
+        return pulsar.MessageId(-1, place.ledger_id, place.entry_id, place.batch_index)
+
+    def properties(self) -> dict[str, str]:
+        return dict(self._entry.message.properties)
+
+    def has_null_value(self) -> bool:
+        return self._entry.message.payload is None
+
+    def data(self) -> bytes:
+        return self._entry.message.payload or b""
+
+    def partition_key(self) -> str:
+        return self._entry.message.key
+
+    def event_timestamp(self) -> int:
+        return self._entry.message.event_time_ms
+
+    def publish_timestamp(self) -> int:
+        return self._entry.publish_time_ms
+
+    def producer_name(self) -> str:
+        return self._entry.producer_name
+
+    def __str__(self) -> str:
+        return f"Message(prod={self._entry.producer_name}, seq={self._entry.sequence_id}, "

@@ -1,0 +1,307 @@
+"""The log over a topic in memory, held against the suite; and what it makes of what no broker can be made to do."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
+from seqdedupe.limits import MAX_PAYLOAD_BYTES
+from seqdedupe.log.contract import Failure, Log
+from seqdedupe.log.pulsar.entries import KIND, MARKER, Entry, EntryFormat, Message, Settings
+from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.plain import MESSAGE
+from seqdedupe.message_id import MessageId
+from tests.log.batches import encoded_batch
+from tests.log.conformance import LogConformance, LogHarness, Owner, ids_of, parsed, replayed, what
+from tests.log.pulsar.client import StandInClient
+from tests.log.pulsar.owners import valid_in
+from tests.log.pulsar.standin import NO_RECEIPT, PulsarTopic
+from tests.log.pulsar.topics import INCARNATION, stock
+
+TOPIC = "persistent://public/default/t"
+BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
+
+
+class StandInHarness(LogHarness):
+    failure = Failure.UNKNOWN
+    trims = False
+    takes_higher_terms_only = True
+
+    def __init__(self, entry_format: EntryFormat) -> None:
+        self.topic = PulsarTopic(clock_ms=lambda: self.now_ms)
+        self.client = StandInClient(self.topic)
+        self._openings = itertools.count(1)
+        self._settings = Settings(entry_format, "SEQUENCE_ID", 0, "host:6680")
+
+    def log(self) -> PulsarLog:
+        async def claim(_: str, known: int) -> int:
+            return next(number for number in self._openings if number > known)
+
+        client: Any = self.client
+        shared = Shared(client, "one", "host:6680", lambda: self.now_ms, claim)
+        return PulsarLog(shared, TOPIC, INCARNATION, self._settings)
+
+    async def open(self) -> PulsarLog:
+        log = self.log()
+        await log.catch_up()
+        return log
+
+    def refuse_writes(self, log: Log) -> None:
+        self.client.refuses = True
+
+    def allow_writes(self, log: Log) -> None:
+        self.client.refuses = False
+
+
+class TestPulsarLog(LogConformance):
+    @pytest.fixture(params=EntryFormat, ids=lambda entry_format: entry_format.value)
+    def harness(self, request: pytest.FixtureRequest) -> LogHarness:
+        return StandInHarness(request.param)
+
+
+def is_message(message: Message, first_id: int) -> bool:
+    """Whether an entry is the message of that sequence ID, or a batch of it alone."""
+    return KIND not in message.properties and message.properties.get(MESSAGE, "").startswith(f"{first_id}:")
+
+
+def the_owners(harness: StandInHarness) -> list[int]:
+    """The sequence IDs of all valid messages, by the oracle."""
+    found = []
+    for _, message in valid_in(harness.topic):
+        if MESSAGE in message.properties:
+            found.append(int(message.properties[MESSAGE].partition(":")[0]))
+    return found
+
+
+@BOTH
+async def test_a_ledger_that_rolls_over_splits_the_message_ids_of_a_batch(entry_format: EntryFormat) -> None:
+    harness = StandInHarness(entry_format)
+    log = await harness.open()
+    owner = await Owner(log, 1).open()
+    stored = itertools.count()
+    harness.client.before = lambda _: harness.topic.roll_over() if next(stored) % 3 == 2 else None
+    for i in range(5):
+        owner.append(10 * i, 4)
+        owner.append_control(i + 1)
+    await owner.until_stored(10)
+    ledgers = {entry.message_id.ledger_id for entry in harness.topic.entries}
+    assert len(ledgers) > 3
+    told = [one for runs in owner.runs for one in ids_of(runs)]
+    assert told == sorted(set(told))
+    assert [(await log.locate(index)).message_id for index in range(20)] == told
+    assert any(len(runs) > 1 for runs in owner.runs) or entry_format is EntryFormat.PACKED
+    await log.close()
+
+
+async def test_receipts_without_a_place_are_read_back() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    owner = await Owner(log, 1).open()
+    harness.client.receipt_of = lambda _: NO_RECEIPT
+    for i in range(5):
+        owner.append(2 * i, 2)
+    await owner.until_stored(5)
+    harness.client.receipt_of = lambda message_id: message_id
+    owner.append(10, 2)
+    await owner.until_stored(6)
+    told = [one for runs in owner.runs for one in ids_of(runs)]
+    assert told == [entry.message_id for entry in harness.topic.entries[1:]]
+    await log.close()
+
+
+async def test_a_receipt_of_what_is_not_there_is_an_unknown_outcome() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    owner = await Owner(log, 1).open()
+    owner.append(0, 1)
+    await owner.until_stored(1)
+    # What Pulsar's deduplication took for seen, and never stored.
+    harness.topic.forget_from_now_on()
+    owner.append(1, 1)
+    owner.append(2, 1)
+    assert await owner.until_failed() is Failure.UNKNOWN
+    assert owner.stored == 1
+    await log.close()
+
+
+async def test_of_two_that_both_write_the_earlier_one_learns_it_from_its_next_receipt() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    harness.client.excludes = False
+    old_log, new_log = await harness.open(), await harness.open()
+    old = await Owner(old_log, 1).open()
+    old.append(0, 1)
+    await old.until_stored(1)
+    new = await Owner(new_log, 2).open()
+    old.append(100, 1)
+    assert await old.until_failed() is Failure.UNKNOWN
+    assert old.stored == 1
+    new.append(1, 1)
+    await new.until_stored(1)
+    assert the_owners(harness) == [0, 1]
+    assert [what(record) for record in await replayed(new_log)] == [
+        ("marker", 1, 0),
+        ("batch", 0, 1),
+        ("marker", 2, 0),
+        ("batch", 1, 1),
+    ]
+    # It is told which term stands, and that its own marker counts for nothing.
+    assert await old_log.open_for_writing(2, b"another token...", old._settle) == 2
+    assert old_log.certain_index == 2
+    for log in (old_log, new_log):
+        await log.close()
+
+
+async def test_a_failed_send_ends_the_opening_and_what_it_leaves_out_is_a_gap() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    owner = await Owner(log, 1).open()
+    owner.append(0, 1)
+    await owner.until_stored(1)
+    harness.client.loses = lambda message: is_message(message, 1)
+    for first_id in (1, 2, 3):
+        owner.append(first_id, 1)
+    assert await owner.until_failed() is Failure.UNKNOWN
+    owner.append(4, 1)
+    assert owner.stored == 1
+    assert len(harness.topic.entries) == 4, "what comes after it should have been stored all the same"
+    with pytest.raises(DamagedError, match="LOG_GAP"):
+        await Owner(log, 2).open()
+    # What was confirmed is read as ever.
+    assert [record.base_index for record in parsed(await log.read(0, 1, 1))] == [0]
+    await log.close()
+
+
+async def test_an_owner_that_ended_within_a_batch_leaves_its_first_rows() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    owner = await Owner(log, 1).open()
+
+    def fail_at(message: Message) -> None:
+        harness.client.refuses = harness.client.refuses or is_message(message, 3)
+
+    harness.client.before = fail_at
+    owner.append(0, 5)
+    assert await owner.until_failed() is Failure.UNKNOWN
+    assert owner.stored == 0
+    harness.client.before = lambda _: None
+    harness.client.refuses = False
+    assert log.certain_index == 0
+    again = await Owner(log, 2).open()
+    again.append(3, 2)
+    await again.until_stored(1)
+    assert log.certain_index == 5
+    records = await replayed(log)
+    assert [what(record) for record in records] == [
+        ("marker", 1, 0),
+        ("batch", 0, 3),
+        ("marker", 2, 0),
+        ("batch", 3, 2),
+    ]
+    assert [list(record.batch.sequence_ids) for record in records if record.rows] == [[0, 1, 2], [3, 4]]
+    await log.close()
+
+
+async def test_what_stock_producers_sent_before_the_first_marker_has_no_index_and_can_be_asked_for() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    for sequence_id in (3, 8, 5):
+        harness.topic.entries.append(Entry(stock(), MessageId(1, sequence_id), 1000, "a stock producer", sequence_id))
+    harness.topic.entries.sort(key=lambda entry: entry.message_id)
+    log = await harness.open()
+    owner = await Owner(log, 1).open()
+    harness.topic.add(stock())
+    owner.append(0, 1)
+    await owner.until_stored(1)
+    assert [what(record) for record in await replayed(log)] == [("marker", 1, 0), ("batch", 0, 1)]
+    assert log.earlier == {"a stock producer": 8}
+    await log.close()
+
+
+@BOTH
+async def test_what_no_entry_can_hold_is_known_before_and_the_rest_is_split(entry_format: EntryFormat) -> None:
+    harness = StandInHarness(entry_format)
+    log = await harness.open()
+    owner = await Owner(log, 1).open()
+    too_large, _, _ = encoded_batch(0, 1, MAX_PAYLOAD_BYTES)
+    with pytest.raises(SeqdedupeError, match="MESSAGE_TOO_LARGE"):
+        log.check(too_large)
+    for first_id, rows, payload_bytes in ((0, 1, MAX_PAYLOAD_BYTES - 2048), (1, 4, 2_000_000)):
+        log.check(encoded_batch(first_id, rows, payload_bytes)[0])
+        owner.append(first_id, rows, payload_bytes)
+    await owner.until_stored(2)
+    assert [sum(run.rows for run in runs) for runs in owner.runs] == [1, 4]
+    ids = [one for record in await replayed(log) for one in record.batch.sequence_ids]
+    assert ids == [0, 1, 2, 3, 4]
+    at = 0
+    while at < 5:
+        for record in parsed(await log.read(at, 5, 1)):
+            assert (record.base_index, record.batch.sequence_ids[0]) == (at, at)
+            at += record.rows
+    await log.close()
+
+
+async def test_a_topic_whose_end_has_changed_is_a_gap() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    owner = await Owner(log, 1).open()
+    for first_id in range(3):
+        owner.append(first_id, 1)
+    await owner.until_stored(3)
+    harness.topic.add(stock())
+    last = harness.topic.entries.pop(-2)
+    harness.topic.entries[-1] = harness.topic.entries[-1]._replace(message_id=MessageId(99, 0))
+    assert last.message_id == owner.runs[-1][0].message_id(0)
+    with pytest.raises(DamagedError, match="LOG_GAP"):
+        await replayed(log)
+    await log.close()
+
+
+async def test_settling_ends_with_the_opening() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    old = await Owner(log, 1).open()
+    harness.client.receipt_of = lambda _: NO_RECEIPT
+    old.append(0, 1)
+    await asyncio.sleep(0)
+    harness.client.receipt_of = lambda message_id: message_id
+    new = await Owner(log, 2).open()
+    heard = old.calls
+    new.append(1, 1)
+    await new.until_stored(1)
+    assert old.calls == heard
+    await log.close()
+    with pytest.raises(SeqdedupeError, match="INTERNAL"):
+        log.append_control(b"")
+
+
+async def test_a_marker_without_a_place_is_looked_for() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    harness.client.receipt_of = lambda _: NO_RECEIPT
+    log = await harness.open()
+    owner = await Owner(log, 1).open()
+    owner.append(0, 2)
+    await owner.until_stored(1)
+    harness.topic.forget_from_now_on()
+    with pytest.raises(UnavailableError, match="LOG_REFUSED"):
+        await Owner(log, 2).open()
+    assert [what(record) for record in await replayed(log)] == [("marker", 1, 0), ("batch", 0, 2)]
+    await log.close()
+
+
+async def test_a_marker_that_is_not_taken_lets_go_of_the_topic() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    harness.client.loses = lambda message: message.properties.get(KIND) == MARKER
+    with pytest.raises(UnavailableError, match="LOG_REFUSED"):
+        await Owner(log, 1).open()
+    assert harness.client.writer is None
+    harness.client.loses = lambda _: False
+    other = await harness.open()
+    held = await Owner(other, 1).open()
+    with pytest.raises(UnavailableError, match="NOT_OWNER"):
+        await Owner(log, 2).open()
+    held.append(0, 1)
+    await held.until_stored(1)
+    for each in (log, other):
+        await each.close()

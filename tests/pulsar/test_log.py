@@ -1,0 +1,166 @@
+"""The log on a real broker, held against the suite that every log passes, in both formats."""
+
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator
+
+import pulsar
+import pulsar.asyncio
+import pytest
+
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.contract import Failure, Log, LogName
+from seqdedupe.log.pulsar.entries import EntryFormat, Settings
+from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.logs import PulsarLogs
+from seqdedupe.names import namespace_of
+from tests.log.conformance import LogConformance, LogHarness, replayed
+from tests.log.conformance import Owner as OwnerOfLog
+from tests.pulsar.owners import Cluster, quiet
+
+pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
+
+INCARNATION = 1_700_000_000_000_000
+
+
+_openings = itertools.count(1)
+
+
+def shared(client: pulsar.asyncio.Client) -> Shared:
+    async def claim(_: str, known: int) -> int:
+        return next(number for number in _openings if number > known)
+
+    return Shared(client, "one", "host:6680", lambda: time.time_ns() // 1_000_000, claim)
+
+
+@pytest.fixture
+def cluster(broker: Broker) -> Cluster:
+    return Cluster(broker.service_url, broker.admin_url)
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
+    client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
+    yield client
+    await client.close()
+
+
+class PulsarHarness(LogHarness):
+    has_clock = False
+    failure = Failure.UNKNOWN
+    trims = False
+    takes_higher_terms_only = True
+
+    def __init__(self, service_url: str, topic: str, entry_format: EntryFormat) -> None:
+        self._service_url = service_url
+        self._topic = topic
+        self._settings = Settings(entry_format, "SEQUENCE_ID", 0, "host:6680")
+        self._client = pulsar.asyncio.Client(service_url, operation_timeout_seconds=10, logger=quiet())
+        self._shared = shared(self._client)
+        self._rival: pulsar.Client | None = None
+
+    async def open(self) -> Log:
+        log = PulsarLog(self._shared, self._topic, INCARNATION, self._settings)
+        await log.catch_up()
+        return log
+
+    def refuse_writes(self, log: Log) -> None:
+        # Somebody throws the owner out, and holds the topic.
+        self._rival = pulsar.Client(self._service_url, logger=quiet())
+        self._rival.create_producer(self._topic, access_mode=pulsar.ProducerAccessMode.ExclusiveWithFencing)
+
+    def allow_writes(self, log: Log) -> None:
+        assert self._rival is not None
+        self._rival.close()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class TestPulsarLog(LogConformance):
+    @pytest.fixture(params=EntryFormat, ids=lambda entry_format: entry_format.value)
+    async def harness(self, request: pytest.FixtureRequest, cluster: Cluster, topic: str) -> AsyncIterator[LogHarness]:
+        await cluster.create(topic)
+        harness = PulsarHarness(cluster.service_url, topic, request.param)
+        yield harness
+        await harness.close()
+
+
+async def test_a_topic_is_made_found_opened_kept_and_deleted(cluster: Cluster, client: pulsar.asyncio.Client) -> None:
+    namespace = f"public/logs-{os.getpid()}"
+    await cluster.url.call("PUT", f"namespaces/{namespace}", {"subscription_expiration_time_minutes": 0})
+    topic = f"persistent://{namespace}/t"
+    await cluster.admin.create_topic(f"{topic}-of-somebody", {})
+
+    def logs() -> PulsarLogs:
+        return PulsarLogs(shared(client), cluster.admin, [namespace], EntryFormat.PACKED, may_change_policies=True)
+
+    ours = logs()
+    assert await ours.list() == []
+    for _ in range(2):
+        await ours.create(INCARNATION, topic, b"")
+    with pytest.raises(SeqdedupeError, match="TOPIC_EXISTS"):
+        await ours.create(INCARNATION + 1, topic, b"")
+    with pytest.raises(SeqdedupeError, match="TOPIC_EXISTS"):
+        await ours.create(INCARNATION + 1, f"{topic}-of-somebody", b"")
+    log = await ours.open(INCARNATION, 0)
+    owner = await OwnerOfLog(log, 1).open()
+    owner.append(0, 3)
+    await owner.until_stored(1)
+    await log.close()
+
+    others = logs()
+    assert await others.list() == [LogName(INCARNATION, topic)]
+    log = await others.open(INCARNATION, 0)
+    assert log.certain_index == 3
+    assert len(await replayed(log)) == 2
+    await log.close()
+    with pytest.raises(SeqdedupeError, match="LOG_DAMAGED"):
+        await others.open(INCARNATION + 1, 0)
+
+    stats = await cluster.url.get(f"persistent/{namespace}/t/internalStats")
+    cursor = stats["cursors"]["seqdedupe-one"]
+    assert cursor["markDeletePosition"].endswith(":-1"), "the subscription does not keep the first entry"
+    for _ in range(2):
+        await others.delete(INCARNATION)
+    assert await others.list() == []
+    assert await cluster.admin.topics(namespace) == [f"{topic}-of-somebody"]
+
+
+async def test_a_topic_that_is_not_safe_is_no_log(cluster: Cluster, client: pulsar.asyncio.Client, topic: str) -> None:
+    logs = PulsarLogs(
+        shared(client), cluster.admin, [namespace_of(topic)], EntryFormat.PLAIN, may_change_policies=False
+    )
+    with pytest.raises(SeqdedupeError, match="UNSAFE_TOPIC_POLICY"):
+        await logs.create(INCARNATION + 7, topic, b"")
+    with pytest.raises(SeqdedupeError, match="UNSAFE_TOPIC_POLICY"):
+        await logs.open(INCARNATION + 7, 0)
+
+
+@pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
+async def test_an_unloaded_topic_settles_everything(
+    cluster: Cluster, client: pulsar.asyncio.Client, topic: str, entry_format: EntryFormat
+) -> None:
+    """Its ledger ends, its producer connects again, and sends again what it had in flight."""
+    await cluster.create(topic)
+    log = PulsarLog(shared(client), topic, INCARNATION, Settings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
+    term = 0
+    while log.certain_index < 900:
+        # Where the client takes too long to connect again, the outcome is unknown: opening again and reading tells.
+        term += 1
+        owner = await OwnerOfLog(log, term).open()
+        first = log.certain_index
+        for index in range(first, 900, 3):
+            owner.append(index, min(3, 900 - index))
+            if term == 1 and index % 300 == 150:
+                await owner.until_settled(1)
+                await cluster.admin.unload(topic)
+        await owner.until_settled(len(range(first, 900, 3)))
+    told = [(await log.locate(index)).message_id for index in range(0, 900, 30)]
+    assert told == sorted(set(told))
+    assert len({one.ledger_id for one in told}) > 1
+    ids = [one for record in await replayed(log) for one in record.batch.sequence_ids]
+    assert ids == list(range(900))
+    await log.close()
