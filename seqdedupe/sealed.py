@@ -12,7 +12,6 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 
 MAGIC_BYTES = 16
-HEAD_BYTES = MAGIC_BYTES + 4
 DIGEST_BYTES = hashlib.sha256().digest_size
 _BLOCK_BYTES = 1024 * 1024
 

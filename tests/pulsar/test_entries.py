@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import _pulsar
 import numpy as np
 import pulsar
 import pytest
@@ -13,6 +12,7 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Entry, Message
+from seqdedupe.log.pulsar.writer import built
 from seqdedupe.message_id import MessageId
 from tests.batches import batch
 from tests.log.pulsar.topics import (
@@ -50,18 +50,8 @@ def client(broker: Broker) -> Iterator[pulsar.Client]:
 def send(client: pulsar.Client, topic: str, messages: list[Message]) -> list[MessageId]:
     producer = client.create_producer(topic, batching_enabled=False)
     receipts = []
-    for message in messages:
-        builder = _pulsar.MessageBuilder()
-        if message.payload is None:
-            builder.set_null_value()
-        else:
-            builder.content(message.payload)
-        builder.properties(message.properties)
-        if message.key:
-            builder.partition_key(message.key)
-        if message.event_time_ms:
-            builder.event_timestamp(message.event_time_ms)
-        receipt = producer._producer.send(builder.build())
+    for number, message in enumerate(messages):
+        receipt = producer._producer.send(built(message, number))
         receipts.append(MessageId(receipt.ledger_id(), receipt.entry_id()))
     producer.close()
     return receipts

@@ -13,13 +13,11 @@ from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.log.contract import Entries, Location, Records, Runs
 from seqdedupe.log.pulsar.collecting import Collector
-from seqdedupe.log.pulsar.entries import KIND, Owner
+from seqdedupe.log.pulsar.entries import KIND, NOWHERE, Owner
 from seqdedupe.log.pulsar.parts import Parts, next_entries
 from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch, size_of
 from seqdedupe.log.pulsar.terms import Terms, Verdict
 from seqdedupe.message_id import MessageId
-
-_NOWHERE = MessageId(-1, -1, -1)
 
 
 class Found(NamedTuple):
@@ -169,6 +167,6 @@ class Content:
         raise error("INTERNAL", f"{self._topic}: message {index} is not in its part")
 
     def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-        found = [self.places.recent(index) or _NOWHERE for index in indexes.tolist()]
+        found = [self.places.recent(index) or NOWHERE for index in indexes.tolist()]
         ledgers, entry_ids, batch_indexes = np.array(found, np.int64).reshape(-1, 3).T
         return ledgers, entry_ids, batch_indexes.astype(np.int32)

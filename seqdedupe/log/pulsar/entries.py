@@ -44,6 +44,9 @@ _CLIENT_BYTES = 1024
 _PROPERTY_BYTES = 16
 """What it adds to a property."""
 
+NOWHERE = MessageId(-1, -1)
+"""Of no entry, and before them all: what a receipt says that proves nothing."""
+
 _MAX_INT64 = 2**63 - 1
 
 _PLACE = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19}):([0-9a-f]{16}):(\d{1,19}):(-1|\d{1,19})", re.ASCII)

@@ -18,7 +18,7 @@ from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
 from seqdedupe.log.pulsar import entries, plain
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import EntryFormat, Message, Owner, Part, Settings
+from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Message, Owner, Part, Settings
 from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.places import Point
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
@@ -30,7 +30,6 @@ PLAIN_QUEUE_ENTRIES = 500
 PACKED_QUEUE_ENTRIES = 10
 """Entries that a reader fetches ahead: Pulsar's client bounds them by number only."""
 
-_NOWHERE = MessageId(-1, -1)
 _WIDEST_NUMBER = 2**62
 _WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
@@ -161,7 +160,7 @@ class PulsarLog:
                 return
             failed = settled.failure or failed
             if not marked.done():
-                marked.set_result(settled.doubtful or _NOWHERE)
+                marked.set_result(settled.doubtful or NOWHERE)
 
         try:
             self._writer = writer = await open_writer(

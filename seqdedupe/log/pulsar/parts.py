@@ -9,7 +9,7 @@ import pulsar.asyncio
 from seqdedupe.errors import error
 from seqdedupe.log.contract import Entries
 from seqdedupe.log.pulsar.collecting import Collector
-from seqdedupe.log.pulsar.entries import Entry
+from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.places import STEP_BYTES, Point, begins_record, size_of
 from seqdedupe.log.pulsar.reader import Reader, open_reader
 from seqdedupe.log.pulsar.terms import Terms, gap
@@ -53,7 +53,7 @@ class Parts:
         reader = await self.open_reader(start)
         size_bytes = 0
         try:
-            last = MessageId(-1, -1)
+            last = NOWHERE
             while last < end.message_id:
                 for entry in await next_entries(reader, self._topic):
                     last = entry.message_id

@@ -121,7 +121,7 @@ class Writer:
         ):
             message = self._waiting.popleft()
             number = self._next_id
-            built = _built(message, number)
+            sent = built(message, number)
             if not self._sent_bytes:
                 self._last_answer_time = self._loop.time()
                 if self._timer is None:
@@ -131,7 +131,7 @@ class Writer:
             self._in_flight_bytes += size
             self._next_id += 1
             # What is below the client's producer for event loops, which wakes the loop for every message.
-            self._producer._producer.send_async(built, partial(self._answer, number))
+            self._producer._producer.send_async(sent, partial(self._answer, number))
 
     def _answer(self, number: int, result: Any, message_id: Any) -> None:
         # On a thread of the client, or within send_async.
@@ -267,7 +267,8 @@ def _close_unwanted(opening: "asyncio.Future[Any]") -> None:
         opening.result()._producer.close_async(lambda _: None)
 
 
-def _built(message: Message, sequence_id: int) -> Any:
+def built(message: Message, sequence_id: int) -> Any:
+    """The message as Pulsar's client sends it."""
     builder = _pulsar.MessageBuilder()
     if message.payload is None:
         builder.set_null_value()
