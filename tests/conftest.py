@@ -1,6 +1,7 @@
 """Fixtures that every test may use: real sidecars, as processes of their own."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,21 @@ settings.load_profile("suite")
 StartSidecar = Callable[..., Sidecar]
 
 _topics = itertools.count()
+
+
+# Their files take minutes: begun last, one of them would keep the whole run waiting.
+LONG = ("tests/spark/", "tests/pulsar/")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the long files; what is random about the order stays so."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: a third of the time a worker waits for a process, a disk or a clock."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture(scope="session")
