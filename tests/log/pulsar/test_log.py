@@ -26,8 +26,8 @@ BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_for
 
 class StandInHarness(LogHarness):
     failure = Failure.UNKNOWN
-    trims = False
     takes_higher_terms_only = True
+    trimmed_messages = 33
 
     def __init__(self, entry_format: EntryFormat) -> None:
         self.topic = PulsarTopic(clock_ms=lambda: self.now_ms)
@@ -35,17 +35,17 @@ class StandInHarness(LogHarness):
         self._openings = itertools.count(1)
         self._settings = Settings(entry_format, "SEQUENCE_ID", 0, "host:6680")
 
-    def log(self) -> PulsarLog:
+    def log(self, place: bytes = b"") -> PulsarLog:
         async def claim(_: str, known: int) -> int:
             return next(number for number in self._openings if number > known)
 
         client: Any = self.client
         shared = Shared(client, "one", "host:6680", lambda: self.now_ms, claim)
-        return PulsarLog(shared, TOPIC, INCARNATION, self._settings)
+        return PulsarLog(shared, TOPIC, INCARNATION, self._settings, place, self.topic.keep_from)
 
-    async def open(self) -> PulsarLog:
-        log = self.log()
-        await log.catch_up()
+    async def open(self, covered_index: int = 0, place: bytes = b"") -> PulsarLog:
+        log = self.log(place)
+        await log.begin(covered_index)
         return log
 
     def refuse_writes(self, log: Log) -> None:
