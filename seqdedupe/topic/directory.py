@@ -16,12 +16,13 @@ from typing import Any, Generic, TypeVar
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import LogName
-from seqdedupe.names import namespace_of, topic_name
+from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.namespaces import Namespaces
+from seqdedupe.topic.partitions import Partitions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
 from seqdedupe.topic.retry import again_until
@@ -64,6 +65,9 @@ class Topics(Generic[T]):
         self.records: dict[str, TopicRecord] = {}
         self.creating: dict[str, asyncio.Task[T]] = {}
         self.deleting: dict[str, asyncio.Task[None]] = {}
+        self.partitions = Partitions()
+        self.changing: dict[str, asyncio.Task[None]] = {}
+        """Partitioned topics that are being made or deleted."""
         self.renewing: dict[str, asyncio.Task[asyncio.Task[None] | None]] = {}
         self.rebuilt: set[int] = set()
         """Incarnations that begin again from their log alone, and have no durable snapshot yet."""
@@ -105,7 +109,8 @@ class Topics(Generic[T]):
                 incarnation=log.incarnation,
             )
         logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
-        await self.store.put_topic(TopicRecord(name, log.incarnation, TopicState.ACTIVE))
+        record = TopicRecord(name, log.incarnation, TopicState.ACTIVE, partitions=log.partitions)
+        await self.store.put_topics(record)
 
     async def _open_at_start(self, record: TopicRecord) -> None:
         """Finishes what was begun with a topic, or opens it."""
@@ -116,8 +121,10 @@ class Topics(Generic[T]):
             # Nobody was told that it is there.
             await self.stored.undo(record)
             return
+        why = self.partitions.learn(record) if record.partitions else None
         if record.name in self.records:
             why = error("STORE_DAMAGED", f"the store has two records of the topic {record.name}")
+        if why is not None:
             self._close(Closed(record, why, State.DAMAGED))
             return
         self.records[record.name] = record
@@ -139,7 +146,7 @@ class Topics(Generic[T]):
     async def open(self, record: TopicRecord) -> bool:
         """As `opened`, for whoever holds the lock of the name and knows that the topic is not live."""
         before = self.closed.get(record.name)
-        inherited = self._inherited(record.name)
+        inherited = self.inherited(record.name)
         without_snapshot = record.incarnation in self.rebuilt
         try:
             topic = await self.kind.open(record, inherited, without_snapshot=without_snapshot)
@@ -154,7 +161,7 @@ class Topics(Generic[T]):
             return is_damaged
         self.closed.pop(record.name, None)
         self.live[topic.name] = topic
-        topic.inherit(self._inherited(topic.name))
+        topic.inherit(self.inherited(topic.name))
         self._topic_changed(topic)
         return True
 
@@ -181,7 +188,7 @@ class Topics(Generic[T]):
         """Takes nothing more; settles what is in flight; durable snapshots. Reading goes on."""
         self.is_draining = True
         await self.namespaces.close()
-        under_way = [*self.creating.values(), *self.deleting.values(), *self.renewing.values()]
+        under_way = [*self.creating.values(), *self.deleting.values(), *self.renewing.values(), *self.changing.values()]
         if under_way:
             await asyncio.wait(under_way)
         # What is tried again and again is finished at the next start.
@@ -194,7 +201,8 @@ class Topics(Generic[T]):
             if end is not None:
                 logger.error("topic %s did not end as it should", topic.name, exc_info=end)
 
-    def _inherited(self, topic: str) -> Applied:
+    def inherited(self, topic: str) -> Applied:
+        """The policy that a topic of this name inherits."""
         return self.namespaces.applied(namespace_of(topic))
 
     def _inherit(self, namespace: str) -> None:
@@ -224,15 +232,21 @@ class Topics(Generic[T]):
         return [every[name] for name in sorted(every)]
 
     def look_at(self, name: str) -> T | Closed:
-        """A topic, whether or not it can be used. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND."""
+        """A topic, whether or not it can be used. Raises INVALID_TOPIC_NAME, TOPIC_IS_PARTITIONED, TOPIC_NOT_FOUND."""
         full = topic_name(name)
+        self.partitions.check_is_none(full)
         found = self.live.get(full) or self.closed.get(full)
         if found is None:
             raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
         return found
 
+    def partitions_beside(self, full: str) -> int:
+        """How many the partitioned topic has of which this topic is one; 0 if it is none, or not there."""
+        record = self.records.get(full)
+        return record.partitions if record is not None else 0
+
     def get(self, name: str) -> T:
-        """The live topic. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND, and what a topic that cannot be opened says."""
+        """The live topic. Raises what `look_at` does, and what a topic that cannot be opened says."""
         found = self.look_at(name)
         if isinstance(found, Closed):
             raise found.error()
@@ -241,7 +255,8 @@ class Topics(Generic[T]):
     async def get_or_create(self, name: str) -> T:
         """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
         full = topic_name(name)
-        if full in self.live or full in self.closed or not self._allow_auto_topic_creation:
+        is_there = full in self.live or full in self.closed or full in self.partitions
+        if is_there or not self._allow_auto_topic_creation:
             return self.get(full)
         return await self.create(full, exists_ok=True)
 
@@ -264,13 +279,15 @@ class Topics(Generic[T]):
                 if exists_ok:
                     return topic
             raise error("TOPIC_EXISTS", f"the topic {full} is there already", topic=full)
+        self.partitions.check_is_free(full)
         self.check_room()
         return await shielded(self.creating, full, self._create(full, policy or Policy()))
 
-    def check_room(self) -> None:
-        """Raises TOO_MANY_TOPICS."""
-        count = len(self.live) + len(self.closed) + len(self.creating)
-        if count >= self._max_topics:
+    def check_room(self, more: int = 1) -> None:
+        """Raises TOO_MANY_TOPICS unless there may be so many more."""
+        making = sum(len(self.partitions.names(whole)) for whole in self.changing)
+        count = len(self.live) + len(self.closed) + len(self.creating) + making
+        if count + more > self._max_topics:
             raise error(
                 "TOO_MANY_TOPICS",
                 f"there are {count} topics: max_topics allows no more",
@@ -283,22 +300,31 @@ class Topics(Generic[T]):
         record = TopicRecord(full, incarnation, TopicState.CREATING, secret, self.kind.log)
         topic: T | None = None
         try:
-            await self.store.put_topic(record)
-            topic = await self.kind.make(record, self._inherited(full))
+            await self.store.put_topics(record)
+            topic = await self.kind.make(record, self.inherited(full))
             if policy != Policy():
                 await topic.set_policy(policy)
             record = replace(record, state=TopicState.ACTIVE)
-            await self.store.put_topic(record)
+            await self.store.put_topics(record)
         except Exception:
             if topic is not None:
                 await topic.delete()
             await self.stored.undo(record)
             raise
-        self.records[full] = record
-        self.live[full] = topic
-        topic.inherit(self._inherited(full))
-        self.on_state(full, topic.state)
+        self.begin(record, topic)
         return topic
+
+    def begin(self, record: TopicRecord, topic: T) -> None:
+        """A topic that was just made is there."""
+        self.records[topic.name] = record
+        self.live[topic.name] = topic
+        topic.inherit(self.inherited(topic.name))
+        self.on_state(topic.name, topic.state)
+
+    def end(self, topic: T) -> None:
+        """A topic is gone."""
+        del self.live[topic.name], self.records[topic.name]
+        self.on_state(topic.name, None)
 
     async def delete(self, name: str) -> None:
         """Deletes a topic for good. It takes nothing more from now on.
@@ -314,16 +340,18 @@ class Topics(Generic[T]):
             return
         self.check_takes_changes(full)
         topic = self.get(full)
+        if self.partitions_beside(full):
+            whole = whole_of(full)
+            raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")
         topic.check_not_damaged()
         await shielded(self.deleting, full, self._delete(topic))
 
     async def _delete(self, topic: T) -> None:
         topic.hold(error("DRAINING", f"topic {topic.name} is being deleted"))
         deleting = replace(self.records[topic.name], state=TopicState.DELETING)
-        await self.stored.write(topic, deleting, self.records[topic.name])
+        await self.stored.write([topic], [deleting], [self.records[topic.name]])
         try:
             await topic.delete()
         finally:
-            del self.live[topic.name], self.records[topic.name]
-            self.on_state(topic.name, None)
+            self.end(topic)
         await self.stored.clean_up(deleting)

@@ -59,6 +59,8 @@ class Storage:
         self.next_index = 0
         self.first_index = 0
         self.term = 0
+        self.partitions = 0
+        """What `Logs.create` was given."""
         self.writer: FaultyLog | None = None
         self._ledger_rows = ledger_rows
         self._packed = packed

@@ -40,8 +40,14 @@ class PulsarLogs:
         self._topics: dict[int, str] = {}
         """By incarnation, as they were found last."""
 
-    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
-        """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used."""
+    async def create(self, incarnation: int, topic: str, secret: bytes, partitions: int = 0) -> None:
+        """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used.
+
+        Partitions raise INVALID_REQUEST.
+        """
+        if partitions:
+            why = "topics of a cluster cannot be made with partitions yet"
+            raise error("INVALID_REQUEST", why, hint="Make topics without partitions, or use the embedded log.")
         properties = {
             INCARNATION: str(incarnation),
             FORMAT: self._entry_format.value,
