@@ -16,7 +16,7 @@ def policy_to_proto(policy: Policy | Applied) -> admin_pb2.TopicPolicy:
     return message
 
 
-_WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.READ_ONLY, State.DRAINING)
+_WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.STANDBY, State.READ_ONLY, State.DRAINING)
 
 _SUMMED = (
     "log_bytes",
