@@ -54,10 +54,10 @@ class Cluster:
             config.advertised_address or config.listen,
             lambda: time.time_ns() // 1_000_000,
             lambda _, known: instance.claim_opening(known),
+            Admin(AdminUrl(asked.admin_url, token, tls)),
         )
         self.logs = PulsarLogs(
             self.shared,
-            Admin(AdminUrl(asked.admin_url, token, tls)),
             asked.namespace_names,
             EntryFormat(asked.entry_format),
             may_change_policies=asked.manage_topic_policies,

@@ -5,7 +5,6 @@ from contextlib import suppress
 
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
-from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, PREFIX, EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.policies import ensure_safe
@@ -27,14 +26,13 @@ class PulsarLogs:
     def __init__(
         self,
         shared: Shared,
-        admin: Admin,
         namespaces: Sequence[str],
         entry_format: EntryFormat,
         *,
         may_change_policies: bool,
     ) -> None:
         self._shared = shared
-        self._admin = admin
+        self._admin = shared.admin
         self._namespaces = namespaces
         self._entry_format = entry_format
         self._may_change_policies = may_change_policies
