@@ -6,21 +6,18 @@ deleting run as tasks of their own: whoever asked for them may give up waiting, 
 
 import asyncio
 import logging
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import LogName
 from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
+from seqdedupe.topic.lives import Lives
 from seqdedupe.topic.namespaces import Namespaces
 from seqdedupe.topic.partitions import Partitions
 from seqdedupe.topic.policy import Applied, Policy
@@ -63,6 +60,7 @@ class Topics(Generic[T]):
         self.live: dict[str, T] = {}
         self.closed: dict[str, Closed] = {}
         self.records: dict[str, TopicRecord] = {}
+        self.lives = Lives(store, self.kind, self.stored, self.live, self.records, self._inherited, on_state)
         self.creating: dict[str, asyncio.Task[T]] = {}
         self.deleting: dict[str, asyncio.Task[None]] = {}
         self.partitions = Partitions()
@@ -74,6 +72,8 @@ class Topics(Generic[T]):
         self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By name: nobody opens a topic that another one opens."""
         self._opened_at_start: list[T] = []
+        self._unlisted: SeqdedupeError | None = None
+        """Why it is not known which topics there are."""
         self._background: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
@@ -82,7 +82,8 @@ class Topics(Generic[T]):
     async def open_all(self) -> None:
         """Opens every log. One that cannot be opened is tried again or DAMAGED, and the others are there.
 
-        Raises STORE_MISSING if there is a log without a record, and what `Logs.list` raises.
+        Those of a cluster, which may not answer now, are opened by `recover_all`, and RECOVERING until then. Raises
+        STORE_MISSING if there is a log without a record, and what `Logs.list` raises.
         """
         self.namespaces.load()
         records = self.store.topics()
@@ -93,15 +94,48 @@ class Topics(Generic[T]):
                 f"{other.log.name.lower()!r}, of which {other.name} is one",
                 key="log",
             )
-        known = {record.incarnation for record in records}
+        if self.kind.log.is_shared:
+            self._cannot_list(records, error("RECOVERING", "the cluster was not asked yet"))
+        else:
+            await self._open_logs()
+
+    async def _open_logs(self) -> None:
+        records = self.store.topics()
+        known, names = {r.incarnation for r in records}, {r.name: r for r in records}
         for log in await self.kind.list():
-            if log.incarnation not in known:
-                await self._orphan(log)
+            if log.incarnation in known:
+                continue
+            if self.kind.log.is_shared and (before := names.get(log.topic or "")):
+                logger.warning("topic %s was deleted and made anew", before.name)
+                await self.store.remove_topic(before.incarnation)
+            await self._orphan(log)
+        self._unlisted = None
         await asyncio.gather(*(self._open_at_start(record) for record in self.store.topics()))
+
+    async def _have_opened(self) -> bool:
+        """Tries to open the logs of a cluster. Whether there is nothing left to try."""
+        try:
+            await self._open_logs()
+        except SeqdedupeError as e:
+            self._cannot_list(self.store.topics(), e)
+            return False
+        return True
+
+    def _cannot_list(self, records: list[TopicRecord], why: SeqdedupeError) -> None:
+        """It is not known which topics there are; those of which there are records cannot be used, and say why."""
+        unlisted = error("RECOVERING", f"which topics there are is not known yet: {why}", hint=why.hint)
+        if self._unlisted is not None and str(unlisted) != str(self._unlisted):
+            logger.warning("%s", unlisted)
+        self._unlisted = unlisted
+        for record in records:
+            if record.state is TopicState.ACTIVE:
+                self.closed[record.name] = Closed(record, why)
+                self.on_state(record.name, State.RECOVERING)
 
     async def _orphan(self, log: LogName) -> None:
         name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
-        if not self._rebuild_store:
+        # In a cluster others make logs too.
+        if not (self._rebuild_store or self.kind.log.is_shared):
             raise error(
                 "STORE_MISSING",
                 f"there is a log of the topic {name}, of which the store knows nothing",
@@ -109,7 +143,7 @@ class Topics(Generic[T]):
                 incarnation=log.incarnation,
             )
         logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
-        record = TopicRecord(name, log.incarnation, TopicState.ACTIVE, partitions=log.partitions)
+        record = TopicRecord(name, log.incarnation, TopicState.ACTIVE, log=self.kind.log, partitions=log.partitions)
         await self.store.put_topics(record)
 
     async def _open_at_start(self, record: TopicRecord) -> None:
@@ -146,7 +180,7 @@ class Topics(Generic[T]):
     async def open(self, record: TopicRecord) -> bool:
         """As `opened`, for whoever holds the lock of the name and knows that the topic is not live."""
         before = self.closed.get(record.name)
-        inherited = self.inherited(record.name)
+        inherited = self._inherited(record.name)
         without_snapshot = record.incarnation in self.rebuilt
         try:
             topic = await self.kind.open(record, inherited, without_snapshot=without_snapshot)
@@ -161,13 +195,17 @@ class Topics(Generic[T]):
             return is_damaged
         self.closed.pop(record.name, None)
         self.live[topic.name] = topic
-        topic.inherit(self.inherited(topic.name))
+        topic.inherit(self._inherited(topic.name))
         self._topic_changed(topic)
         return True
 
     def _close(self, closed: Closed) -> None:
         name = closed.record.name
+        before = self.closed.get(name)
         self.closed[name] = closed
+        if before is not None and (before.state, str(before.why)) == (closed.state, str(closed.why)):
+            # It is tried again and again.
+            return
         logger.error("topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
         self.on_state(name, closed.state)
 
@@ -178,6 +216,8 @@ class Topics(Generic[T]):
 
     async def recover_all(self) -> None:
         """Recovers every topic; one that cannot be recovered now goes on trying by itself, beside this."""
+        if self._unlisted is not None and not await self._have_opened():
+            await again_until(self._have_opened)
         opened, self._opened_at_start = self._opened_at_start, []
         await asyncio.gather(*(topic.recover() for topic in opened))
         if self._rebuild_store:
@@ -201,8 +241,7 @@ class Topics(Generic[T]):
             if end is not None:
                 logger.error("topic %s did not end as it should", topic.name, exc_info=end)
 
-    def inherited(self, topic: str) -> Applied:
-        """The policy that a topic of this name inherits."""
+    def _inherited(self, topic: str) -> Applied:
         return self.namespaces.applied(namespace_of(topic))
 
     def _inherit(self, namespace: str) -> None:
@@ -222,21 +261,32 @@ class Topics(Generic[T]):
         """Raises DRAINING, STORE_UNAVAILABLE if nothing may be begun with this name now."""
         if self.is_draining:
             raise error("DRAINING", "the sidecar is shutting down")
+        self.check_listed()
         self.stored.check_written(full)
+
+    def check_listed(self) -> None:
+        """Raises RECOVERING while it is not known which topics there are."""
+        if self._unlisted is not None:
+            raise self._unlisted
 
     # -- topics ------------------------------------------------------------------------------------------------
 
     def all(self) -> list[T | Closed]:
-        """All topics by name: live ones, and those that cannot be opened."""
+        """All topics by name: live ones, and those that cannot be opened. Raises RECOVERING while there may be more."""
+        self.check_listed()
         every: dict[str, T | Closed] = {**self.closed, **self.live}
         return [every[name] for name in sorted(every)]
 
     def look_at(self, name: str) -> T | Closed:
-        """A topic, whether or not it can be used. Raises INVALID_TOPIC_NAME, TOPIC_IS_PARTITIONED, TOPIC_NOT_FOUND."""
+        """A topic, whether or not it can be used.
+
+        Raises INVALID_TOPIC_NAME, TOPIC_IS_PARTITIONED, TOPIC_NOT_FOUND, RECOVERING.
+        """
         full = topic_name(name)
         self.partitions.check_is_none(full)
         found = self.live.get(full) or self.closed.get(full)
         if found is None:
+            self.check_listed()
             raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
         return found
 
@@ -295,36 +345,8 @@ class Topics(Generic[T]):
             )
 
     async def _create(self, full: str, policy: Policy) -> T:
-        incarnation = self.store.next_incarnation(time.time_ns() // 1000)
-        secret = secrets.token_bytes(SECRET_BYTES) if self.kind.log is LogKind.EMBEDDED else b""
-        record = TopicRecord(full, incarnation, TopicState.CREATING, secret, self.kind.log)
-        topic: T | None = None
-        try:
-            await self.store.put_topics(record)
-            topic = await self.kind.make(record, self.inherited(full))
-            if policy != Policy():
-                await topic.set_policy(policy)
-            record = replace(record, state=TopicState.ACTIVE)
-            await self.store.put_topics(record)
-        except Exception:
-            if topic is not None:
-                await topic.delete()
-            await self.stored.undo(record)
-            raise
-        self.begin(record, topic)
+        [topic] = await self.lives.make([full], policy)
         return topic
-
-    def begin(self, record: TopicRecord, topic: T) -> None:
-        """A topic that was just made is there."""
-        self.records[topic.name] = record
-        self.live[topic.name] = topic
-        topic.inherit(self.inherited(topic.name))
-        self.on_state(topic.name, topic.state)
-
-    def end(self, topic: T) -> None:
-        """A topic is gone."""
-        del self.live[topic.name], self.records[topic.name]
-        self.on_state(topic.name, None)
 
     async def delete(self, name: str) -> None:
         """Deletes a topic for good. It takes nothing more from now on.
@@ -344,14 +366,4 @@ class Topics(Generic[T]):
             whole = whole_of(full)
             raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")
         topic.check_not_damaged()
-        await shielded(self.deleting, full, self._delete(topic))
-
-    async def _delete(self, topic: T) -> None:
-        topic.hold(error("DRAINING", f"topic {topic.name} is being deleted"))
-        deleting = replace(self.records[topic.name], state=TopicState.DELETING)
-        await self.stored.write([topic], [deleting], [self.records[topic.name]])
-        try:
-            await topic.delete()
-        finally:
-            self.end(topic)
-        await self.stored.clean_up(deleting)
+        await shielded(self.deleting, full, self.lives.remove([topic], full))

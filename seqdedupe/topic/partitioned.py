@@ -7,16 +7,12 @@ or all of them half made, or all of them being deleted, and finishes that for ea
 """
 
 import asyncio
-import secrets
-import time
-from dataclasses import replace
 from typing import TypeVar
 
 from seqdedupe.errors import error
-from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.limits import MAX_PARTITIONS
 from seqdedupe.names import partition_name, topic_name, whole_of
-from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import GapPolicy, Policy
@@ -85,35 +81,11 @@ def _check_is_free(topics: Topics[T], whole: str) -> None:
 
 
 async def _create(topics: Topics[T], whole: str, names: list[str], policy: Policy) -> None:
-    now_us = time.time_ns() // 1000
-    records = [
-        TopicRecord(
-            name,
-            topics.store.next_incarnation(now_us),
-            TopicState.CREATING,
-            secrets.token_bytes(SECRET_BYTES) if topics.kind.log is LogKind.EMBEDDED else b"",
-            topics.kind.log,
-            len(names),
-        )
-        for name in names
-    ]
-    made: list[T] = []
     try:
-        await topics.store.put_topics(*records)
-        for record in records:
-            made.append(await topics.kind.make(record, topics.inherited(whole)))
-            if policy != Policy():
-                await made[-1].set_policy(policy)
-        active = [replace(record, state=TopicState.ACTIVE) for record in records]
-        await topics.store.put_topics(*active)
+        await topics.lives.make(names, policy, len(names))
     except Exception:
-        for topic in made:
-            await topic.delete()
-        await topics.stored.undo(*records)
         topics.partitions.release(whole)
         raise
-    for record, topic in zip(active, made, strict=True):
-        topics.begin(record, topic)
 
 
 async def delete(topics: Topics[T], whole: str) -> None:
@@ -133,16 +105,5 @@ async def delete(topics: Topics[T], whole: str) -> None:
 
 
 async def _delete(topics: Topics[T], whole: str, parts: list[T]) -> None:
-    for topic in parts:
-        topic.hold(error("DRAINING", f"topic {whole} is being deleted"))
-    records = [topics.records[topic.name] for topic in parts]
-    deleting = [replace(record, state=TopicState.DELETING) for record in records]
-    await topics.stored.write(parts, deleting, records)
-    try:
-        await asyncio.gather(*(topic.delete() for topic in parts))
-    finally:
-        for topic in parts:
-            topics.end(topic)
-        topics.partitions.release(whole)
-    for record in deleting:
-        await topics.stored.clean_up(record)
+    await topics.lives.remove(parts, whole)
+    topics.partitions.release(whole)
