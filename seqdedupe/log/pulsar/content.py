@@ -54,6 +54,8 @@ class Content:
         producer."""
         self.counts = Counts()
         """Of what was read at the end, and so not what an owner knows of by its receipts."""
+        self.marked_address = ""
+        """Where the last owner can be reached, by its marker, if that was read."""
         self._topic = topic
         self._limit = limit
         self._kept = Kept(client, topic, queue_entries)
@@ -105,6 +107,8 @@ class Content:
             try:
                 async with self._kept.cursor(start) as cursor:
                     step = await cursor.step_on(up_to, hear)
+                    if (marker := cursor.collector.terms.marker) is not None:
+                        self.marked_address = marker.settings.address
                     if not start.standing.owner.term:
                         self.earlier = cursor.collector.earlier
             except DamagedError as e:

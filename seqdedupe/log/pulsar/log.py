@@ -20,9 +20,11 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
 from seqdedupe.log.pulsar import entries, place_bytes, plain
+from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Message, Owner, Part, Settings
 from seqdedupe.log.pulsar.opening import Opening
+from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
@@ -37,7 +39,7 @@ _WIDEST_NUMBER = 2**62
 _WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Shared:
     """What all logs of a sidecar have in common."""
 
@@ -45,18 +47,26 @@ class Shared:
     instance_name: str
     """No other sidecar has it."""
     address: str
-    """Where this sidecar can be reached: it stands in markers and in the topic's statistics."""
+    """Where this sidecar can be reached: it stands in markers and in the topic's statistics. Known before anything is
+    opened for writing."""
     clock_ms: Callable[[], int]
     claim_opening: Callable[[str, int], Awaitable[int]]
     """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever
     answered for the topic, durable."""
+    admin: Admin
+
+    @property
+    def subscription(self) -> str:
+        """The durable one by which Pulsar keeps what this sidecar needs."""
+        return f"seqdedupe-{self.instance_name}"
 
 
 class PulsarLog:
     """One topic's log, which satisfies `seqdedupe.log.contract.Log`. Made by `PulsarLogs.open`.
 
     An append that fails has an unknown outcome, always. Of a batch whose append failed the first rows may be stored,
-    as a batch of their own. Whoever finds another writer in the topic gets NOT_OWNER from `open_for_writing`.
+    as a batch of their own. Whoever finds another writer in the topic gets NOT_OWNER from `open_for_writing`, with the
+    number `owner_address` where it is known.
     """
 
     replays_what_is_certain = True
@@ -68,12 +78,8 @@ class PulsarLog:
         incarnation: int,
         settings: Settings,
         place: bytes = b"",
-        keep_from: Callable[[MessageId], Awaitable[None]] | None = None,
     ) -> None:
-        """`place` is that of a snapshot. `keep_from` moves the subscription: that entry is kept, and all after it.
-
-        Raises STORE_DAMAGED, NEWER_FORMAT for a place that is none.
-        """
+        """`place` is that of a snapshot. Raises STORE_DAMAGED, NEWER_FORMAT for one that is none."""
         points = place_bytes.decode(incarnation, place) if place else [Point.start(incarnation)]
         self.incarnation = incarnation
         self.is_closed = False
@@ -83,7 +89,6 @@ class PulsarLog:
         self._is_plain = settings.format is EntryFormat.PLAIN
         queue_entries = PLAIN_QUEUE_ENTRIES if self._is_plain else PACKED_QUEUE_ENTRIES
         self._content = Content(shared.client, topic, points, queue_entries, lambda: self._limit)
-        self._keep_from = keep_from
         self._kept_from: MessageId | None = None
         self._last_ms = 0
         self._name_number = 0
@@ -187,15 +192,7 @@ class PulsarLog:
                 marked.set_result(settled.doubtful or NOWHERE)
 
         try:
-            self._writer = writer = await open_writer(
-                self._shared.client,
-                self._topic,
-                self._shared.instance_name,
-                self._name_number,
-                partial(self._shared.claim_opening, self._topic),
-                {"address": self._shared.address},
-                hear,
-            )
+            self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
             marker = entries.marker(self.incarnation, term, token, self._settings, self._end.next_index)
             writer.append(marker._replace(event_time_ms=self._now_ms()))
@@ -215,6 +212,26 @@ class PulsarLog:
         self._opening = opening = Opening(owner, writer, self._content.places, settle)
         writer.was_read([self._end.message_id or NOWHERE])
         return 0
+
+    async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
+        shared = self._shared
+        try:
+            return await open_writer(
+                shared.client,
+                self._topic,
+                shared.instance_name,
+                self._name_number,
+                partial(shared.claim_opening, self._topic),
+                {ADDRESS: shared.address},
+                hear,
+            )
+        except SeqdedupeError as e:
+            if e.reason != "NOT_OWNER":
+                raise
+            marked = self._content.marked_address
+            raise await not_owner(
+                e, shared.admin, self._topic, own_address=shared.address, marked_address=marked
+            ) from e
 
     async def _let_go(self) -> None:
         """Of the topic, whoever takes it then. What is in flight may be stored or not, and nobody is told."""
@@ -313,11 +330,9 @@ class PulsarLog:
         return place_bytes.encode(self.incarnation, points if last is points[-1] else [*points, last])
 
     async def snapshot_is_durable(self, place: bytes) -> None:
-        if not place or self._keep_from is None:
-            return
-        first = place_bytes.decode(self.incarnation, place)[0].message_id
+        first = place_bytes.decode(self.incarnation, place)[0].message_id if place else None
         if first is not None and first != self._kept_from:
-            await self._keep_from(first)
+            await self._shared.admin.keep_from(self._topic, self._shared.subscription, first)
             self._kept_from = first
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:

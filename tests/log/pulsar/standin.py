@@ -13,7 +13,6 @@ topic.keep_from(id)   the durable subscription keeps this entry, and all after i
 topic.read(after)     as a Reader does: over what was trimmed it jumps, and says nothing
 """
 
-import asyncio
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -72,8 +71,7 @@ class PulsarTopic:
         gone = sorted({entry.message_id.ledger_id for entry in self.entries})[:ledgers]
         self.entries = [entry for entry in self.entries if entry.message_id.ledger_id not in gone]
 
-    async def keep_from(self, message_id: MessageId) -> None:
-        await asyncio.sleep(0)
+    def keep_from(self, message_id: MessageId) -> None:
         assert any(entry.message_id == message_id for entry in self.entries), "what it is to keep is gone already"
         self.kept_from = message_id
 
