@@ -11,7 +11,7 @@ from seqdedupe.message_id import MessageId
 
 VERSION = 1
 MAX_STORED_POINTS = 64
-"""They go with every snapshot. After a start, at most about this part of a topic is read to find an old message."""
+"""They go with every snapshot. After a start a 30th of a topic may have to be read to find an old message."""
 
 _HEAD = struct.Struct("<BQ")
 _POINT = struct.Struct("<QQQQqqqqQ")

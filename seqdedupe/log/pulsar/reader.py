@@ -13,6 +13,8 @@ from seqdedupe.message_id import MessageId
 
 READ_STEP_ENTRIES = 500
 """So many are taken at once at most: a few milliseconds of the event loop."""
+READ_STEP_BYTES = 256 * 1024
+"""After payloads of so many no more are taken at once."""
 OPEN_TIMEOUTS_SECONDS = (2.0, 4.0)
 """Opening one while its topic is unloaded ends with the client's own time-out; another one is opened at once."""
 _AT_ONCE_MS = 0
@@ -45,7 +47,9 @@ class Reader:
             raise _unreadable(self._reader.topic(), e) from e
         self._next = None
         entries = [_entry(message._message)]
-        while len(entries) < READ_STEP_ENTRIES:
+        size_bytes = 0
+        while len(entries) < READ_STEP_ENTRIES and size_bytes < READ_STEP_BYTES:
+            size_bytes += len(entries[-1].message.payload or b"")
             # What is below the client's reader for event loops, which wakes the loop for every message.
             try:
                 entries.append(_entry(self._reader._reader.read_next(_AT_ONCE_MS)))

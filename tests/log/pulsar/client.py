@@ -133,9 +133,6 @@ class StandInReader:
         await asyncio.sleep(0)
         self._client.open_readers -= 1
 
-    def close_async(self, _: Any) -> None:
-        self._client.open_readers -= 1
-
 
 class _Wrapped:
     def __init__(self, message: "_Read") -> None:
@@ -148,6 +145,9 @@ class _Native:
         self._topic = client.topic
         self._start = start
         self._after: MessageId | None = None
+
+    def close_async(self, _: Any) -> None:
+        self._client.open_readers -= 1
 
     def _next(self) -> Entry | None:
         return self._topic.next(self._after, self._start)

@@ -47,7 +47,11 @@ class StandInHarness(LogHarness):
 
     async def open(self, covered_index: int = 0, place: bytes = b"") -> PulsarLog:
         log = self.log(place=place)
-        await log.begin(covered_index)
+        try:
+            await log.begin(covered_index)
+        except BaseException:
+            await log.close()
+            raise
         return log
 
     def refuse_writes(self, log: Log) -> None:
