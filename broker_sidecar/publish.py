@@ -22,6 +22,7 @@ from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import encoded_names
+from seqdedupe.topic.state import State
 from seqdedupe.v1 import publish_pb2
 
 SERVICE = "seqdedupe.v1.PublishService"
@@ -30,7 +31,7 @@ MAX_RESPONSE_BYTES = 2 * 1024 * 1024
 """Answers in one response, unless the first alone is larger: that stays below gRPC's default limit of 4 MiB."""
 
 LAST_ANSWERS_SECONDS = 1.0
-"""When the sidecar drains: for a client to read the answers that wait."""
+"""When the sidecar drains, or another one has taken the topic: for a client to read the answers that wait."""
 
 ANSWER_FACTOR = 2
 """A receipt of old rows is so many times as long as its batch at most, and takes the batch's place:
@@ -52,7 +53,7 @@ class _Publishing:
     def __init__(self, topic: Topic, stream: Stream) -> None:
         self.topic = topic
         self.stream = stream
-        self.cache = topic.connect()
+        self.cache = topic.connect(stream.end)
         self.has_ended = False
         self.is_gone = False
         self.unsent: deque[bytes] = deque()
@@ -207,7 +208,7 @@ class PublishService:
             publishing.end()
             await writer
         except asyncio.CancelledError:
-            if self._streams.is_draining:
+            if self._streams.is_draining or publishing.topic.state is State.STANDBY:
                 publishing.end()
                 await asyncio.wait({writer}, timeout=LAST_ANSWERS_SECONDS)
             raise

@@ -16,6 +16,12 @@ FORMAT_VERSION = 4
 LAST_INCARNATION = b"I"
 """The key of the last incarnation that a topic was written with."""
 
+INSTANCE_NAME = b"A"
+"""The key of the sidecar's name in a cluster that holds its logs."""
+
+LAST_OPENING = b"O"
+"""The key of the number of its last opening of a topic there."""
+
 NAMESPACES = (b"N", b"O")
 """The keys of namespaces' policies, from the first to before the second."""
 

@@ -25,6 +25,13 @@ class LogKind(Enum):
     EMBEDDED = 1
     BROKER = 2
     """A broker's own, of which the store has the numbers alone."""
+    PULSAR = 3
+    """Topics of a Pulsar cluster."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the logs are a cluster's: which there are, it says, and it may not answer now."""
+        return self is LogKind.PULSAR
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ class Topics(Generic[T]):
         self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By name: nobody opens a topic that another one opens."""
         self._opened_at_start: list[T] = []
+        self._unlisted: SeqdedupeError | None = None
+        """Why it is not known which topics there are."""
         self._background: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
@@ -78,7 +80,8 @@ class Topics(Generic[T]):
     async def open_all(self) -> None:
         """Opens every log. One that cannot be opened is tried again or DAMAGED, and the others are there.
 
-        Raises STORE_MISSING if there is a log without a record, and what `Logs.list` raises.
+        Those of a cluster, which may not answer now, are opened by `recover_all`, and RECOVERING until then. Raises
+        STORE_MISSING if there is a log without a record, and what `Logs.list` raises.
         """
         self.namespaces.load()
         records = self.store.topics()
@@ -89,15 +92,48 @@ class Topics(Generic[T]):
                 f"{other.log.name.lower()!r}, of which {other.name} is one",
                 key="log",
             )
-        known = {record.incarnation for record in records}
+        if self.kind.log.is_shared:
+            self._cannot_list(records, error("RECOVERING", "the cluster was not asked yet"))
+        else:
+            await self._open_logs()
+
+    async def _open_logs(self) -> None:
+        records = self.store.topics()
+        known, names = {r.incarnation for r in records}, {r.name: r for r in records}
         for log in await self.kind.list():
-            if log.incarnation not in known:
-                await self._orphan(log)
+            if log.incarnation in known:
+                continue
+            if self.kind.log.is_shared and (before := names.get(log.topic or "")):
+                logger.warning("topic %s was deleted and made anew", before.name)
+                await self.store.remove_topic(before.incarnation)
+            await self._orphan(log)
+        self._unlisted = None
         await asyncio.gather(*(self._open_at_start(record) for record in self.store.topics()))
+
+    async def _have_opened(self) -> bool:
+        """Tries to open the logs of a cluster. Whether there is nothing left to try."""
+        try:
+            await self._open_logs()
+        except SeqdedupeError as e:
+            self._cannot_list(self.store.topics(), e)
+            return False
+        return True
+
+    def _cannot_list(self, records: list[TopicRecord], why: SeqdedupeError) -> None:
+        """It is not known which topics there are; those of which there are records cannot be used, and say why."""
+        unlisted = error("RECOVERING", f"which topics there are is not known yet: {why}", hint=why.hint)
+        if self._unlisted is not None and str(unlisted) != str(self._unlisted):
+            logger.warning("%s", unlisted)
+        self._unlisted = unlisted
+        for record in records:
+            if record.state is TopicState.ACTIVE:
+                self.closed[record.name] = Closed(record, why)
+                self.on_state(record.name, State.RECOVERING)
 
     async def _orphan(self, log: LogName) -> None:
         name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
-        if not self._rebuild_store:
+        # In a cluster others make logs too.
+        if not (self._rebuild_store or self.kind.log.is_shared):
             raise error(
                 "STORE_MISSING",
                 f"there is a log of the topic {name}, of which the store knows nothing",
@@ -105,7 +141,7 @@ class Topics(Generic[T]):
                 incarnation=log.incarnation,
             )
         logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
-        await self.store.put_topic(TopicRecord(name, log.incarnation, TopicState.ACTIVE))
+        await self.store.put_topic(TopicRecord(name, log.incarnation, TopicState.ACTIVE, log=self.kind.log))
 
     async def _open_at_start(self, record: TopicRecord) -> None:
         """Finishes what was begun with a topic, or opens it."""
@@ -160,7 +196,11 @@ class Topics(Generic[T]):
 
     def _close(self, closed: Closed) -> None:
         name = closed.record.name
+        before = self.closed.get(name)
         self.closed[name] = closed
+        if before is not None and (before.state, str(before.why)) == (closed.state, str(closed.why)):
+            # It is tried again and again.
+            return
         logger.error("topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
         self.on_state(name, closed.state)
 
@@ -171,6 +211,8 @@ class Topics(Generic[T]):
 
     async def recover_all(self) -> None:
         """Recovers every topic; one that cannot be recovered now goes on trying by itself, beside this."""
+        if self._unlisted is not None and not await self._have_opened():
+            await again_until(self._have_opened)
         opened, self._opened_at_start = self._opened_at_start, []
         await asyncio.gather(*(topic.recover() for topic in opened))
         if self._rebuild_store:
@@ -214,20 +256,28 @@ class Topics(Generic[T]):
         """Raises DRAINING, STORE_UNAVAILABLE if nothing may be begun with this name now."""
         if self.is_draining:
             raise error("DRAINING", "the sidecar is shutting down")
+        self.check_listed()
         self.stored.check_written(full)
+
+    def check_listed(self) -> None:
+        """Raises RECOVERING while it is not known which topics there are."""
+        if self._unlisted is not None:
+            raise self._unlisted
 
     # -- topics ------------------------------------------------------------------------------------------------
 
     def all(self) -> list[T | Closed]:
-        """All topics by name: live ones, and those that cannot be opened."""
+        """All topics by name: live ones, and those that cannot be opened. Raises RECOVERING while there may be more."""
+        self.check_listed()
         every: dict[str, T | Closed] = {**self.closed, **self.live}
         return [every[name] for name in sorted(every)]
 
     def look_at(self, name: str) -> T | Closed:
-        """A topic, whether or not it can be used. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND."""
+        """A topic, whether or not it can be used. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND, RECOVERING."""
         full = topic_name(name)
         found = self.live.get(full) or self.closed.get(full)
         if found is None:
+            self.check_listed()
             raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
         return found
 

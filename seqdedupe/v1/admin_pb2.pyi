@@ -40,6 +40,8 @@ class _TopicStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TopicState
     """The sidecar is shutting down."""
     TOPIC_STATE_DAMAGED: _TopicState.ValueType  # 5
     """For good, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
+    TOPIC_STATE_STANDBY: _TopicState.ValueType  # 6
+    """Another sidecar owns its log: publishes are refused with `NOT_OWNER`, and readers get what is certain here."""
 
 class TopicState(_TopicState, metaclass=_TopicStateEnumTypeWrapper):
     """The state of a topic."""
@@ -58,6 +60,8 @@ TOPIC_STATE_DRAINING: TopicState.ValueType  # 4
 """The sidecar is shutting down."""
 TOPIC_STATE_DAMAGED: TopicState.ValueType  # 5
 """For good, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
+TOPIC_STATE_STANDBY: TopicState.ValueType  # 6
+"""Another sidecar owns its log: publishes are refused with `NOT_OWNER`, and readers get what is certain here."""
 Global___TopicState: _TypeAlias = TopicState  # noqa: Y015
 
 class _OverlapPolicy:
