@@ -27,7 +27,8 @@ from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
 from tests.batches import batch
-from tests.pulsar.owners import quiet
+from tests.pulsar.line import Line
+from tests.pulsar.owners import Cluster, quiet
 
 INCARNATION = 1_700_000_000_000_000
 ROWS = 3
@@ -41,14 +42,23 @@ _openings = itertools.count(1)
 class Process:
     """One that has the topic, or wants it, over a client and a store of its own."""
 
-    def __init__(self, service_url: str, topic: str, entry_format: EntryFormat, folder: Path, name: str) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        topic: str,
+        entry_format: EntryFormat,
+        folder: Path,
+        name: str,
+        line: Line | None = None,
+    ) -> None:
+        service_url = cluster.service_url if line is None else line.service_url
         self.client = pulsar.asyncio.Client(service_url, operation_timeout_seconds=10, logger=quiet())
         self._store = Store.open(folder / name)
         self._topic_name = topic
         self._topic: Topic | None = None
         self._is_closed = False
         self._settings = Settings(entry_format, "SEQUENCE_ID", 0, name)
-        self._shared = Shared(self.client, name, name, lambda: time.time_ns() // 1_000_000, self._claim)
+        self._shared = Shared(self.client, name, name, lambda: time.time_ns() // 1_000_000, self._claim, cluster.admin)
 
     async def __aenter__(self) -> Self:
         return self
@@ -201,8 +211,8 @@ class Found(NamedTuple):
     """Entries with messages that do not count."""
 
 
-async def found_by_a_stock_client(service_url: str, topic: str) -> Found:
-    return await asyncio.to_thread(_found, service_url, topic)
+async def found_by_a_stock_client(cluster: Cluster, topic: str) -> Found:
+    return await asyncio.to_thread(_found, cluster.service_url, topic)
 
 
 def _found(service_url: str, topic: str) -> Found:

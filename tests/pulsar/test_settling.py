@@ -14,7 +14,6 @@ import pytest
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
 from seqdedupe.log.pulsar import writer
 from seqdedupe.log.pulsar.entries import EntryFormat
-from tests.pulsar.conftest import StartBroker
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, quiet, until
 from tests.pulsar.publishers import FRAMES_IN_FLIGHT, Process, Publisher, check, found_by_a_stock_client, send_again
@@ -74,7 +73,7 @@ class Load:
 
 async def check_all(cluster: Cluster, topic: str, load: Load, other: Process, entry_format: EntryFormat) -> None:
     """What stands there, and what a process answers that knows nothing but the log."""
-    found = await found_by_a_stock_client(cluster.service_url, topic)
+    found = await found_by_a_stock_client(cluster, topic)
     check(found, [load.publisher])
     if entry_format is EntryFormat.PLAIN:
         # For those who do nothing but leave out what has a kind.
@@ -102,7 +101,7 @@ async def test_what_is_unknown_settles_without_an_operator(
     monkeypatch.setattr(writer, "SEND_TIMEOUT_SECONDS", SEND_TIMEOUT_SECONDS)
     async with (
         Line(broker) as line,
-        Process(line.service_url, topic, entry_format, tmp_path, "one") as process,
+        Process(cluster, topic, entry_format, tmp_path, "one", line) as process,
         Load(process) as load,
     ):
         await load.begin()
@@ -133,34 +132,32 @@ async def test_what_is_unknown_settles_without_an_operator(
             await fault()
         await load.goes_on()
         await load.end()
-        other = Process(cluster.service_url, topic, entry_format, tmp_path, "other")
+        other = Process(cluster, topic, entry_format, tmp_path, "other")
         await check_all(cluster, topic, load, other, entry_format)
 
 
-async def test_a_broker_is_killed_and_restarted(
-    start_broker: StartBroker, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_broker_is_killed_and_started_again(
+    broker: Broker, cluster: Cluster, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker = start_broker()
-    cluster = Cluster(broker.service_url, broker.admin_url)
+    """The broker of all tests, which is as before then."""
     monkeypatch.setattr(writer, "SEND_TIMEOUT_SECONDS", SEND_TIMEOUT_SECONDS)
     async with AsyncExitStack() as stack:
         loads = {}
         for entry_format in EntryFormat:
             name = f"{topic}-{entry_format.value}"
             await cluster.create(name)
-            process = Process(cluster.service_url, name, entry_format, tmp_path, entry_format.value)
+            process = Process(cluster, name, entry_format, tmp_path, entry_format.value)
             loads[entry_format] = await stack.enter_async_context(Load(process))
             await loads[entry_format].begin()
-        for end in (broker.kill, broker.stop):
-            for load in loads.values():
-                await load.goes_on()
-            await asyncio.to_thread(end)
-            await asyncio.to_thread(broker.start)
+        for load in loads.values():
+            await load.goes_on()
+        await asyncio.to_thread(broker.kill)
+        await asyncio.to_thread(broker.start)
         for entry_format, load in loads.items():
             await load.goes_on()
             await load.end()
             name = f"{topic}-{entry_format.value}"
-            other = Process(cluster.service_url, name, entry_format, tmp_path, f"other-{entry_format.value}")
+            other = Process(cluster, name, entry_format, tmp_path, f"other-{entry_format.value}")
             await check_all(cluster, name, load, other, entry_format)
 
 
@@ -172,7 +169,7 @@ async def test_without_pulsars_deduplication_its_consumers_see_doubles(
     await cluster.create(topic, deduplicates=deduplicates)
     async with (
         Line(broker) as line,
-        Process(line.service_url, topic, EntryFormat.PLAIN, tmp_path, "one") as process,
+        Process(cluster, topic, EntryFormat.PLAIN, tmp_path, "one", line) as process,
         Load(process) as load,
     ):
         await load.begin()
@@ -183,7 +180,7 @@ async def test_without_pulsars_deduplication_its_consumers_see_doubles(
         line.cut()
         await load.goes_on()
         await load.end()
-    found = await found_by_a_stock_client(cluster.service_url, topic)
+    found = await found_by_a_stock_client(cluster, topic)
     check(found, [load.publisher])
     doubles = len(found.payloads) - len(set(found.payloads))
     assert doubles == 0 if deduplicates else doubles >= FRAMES_IN_FLIGHT

@@ -42,8 +42,8 @@ async def process(cluster: Cluster, topic: str, tmp_path: Path) -> AsyncIterator
     """Makes processes that want the topic."""
     made: list[Process] = []
 
-    def make(entry_format: EntryFormat, name: str, service_url: str = cluster.service_url) -> Process:
-        made.append(Process(service_url, topic, entry_format, tmp_path, name))
+    def make(entry_format: EntryFormat, name: str, line: Line | None = None) -> Process:
+        made.append(Process(cluster, topic, entry_format, tmp_path, name, line))
         return made[-1]
 
     yield make
@@ -75,17 +75,17 @@ async def test_what_two_owners_acknowledge_stands_there_once(
     has = await b.start()
     assert has.state is State.SERVING
     await of_b.publish(has, 300)
-    await until(lambda: had.state is not State.SERVING or had.counters.log_failures > 0)
+    await until(lambda: had.state is State.STANDBY)
     await stop(publishing)
 
     acknowledged = of_a.acknowledged
-    found = await found_by_a_stock_client(cluster.service_url, topic)
+    found = await found_by_a_stock_client(cluster, topic)
     assert not list(lost(found, publishers))
     assert found.void > 0, "the first owner never sent anything after the other one's marker"
     # Its producer goes to the other owner, which knows all of that.
     await of_a.publish(has, acknowledged + 100)
     await of_b.publish(has, 400)
-    check(await found_by_a_stock_client(cluster.service_url, topic), publishers)
+    check(await found_by_a_stock_client(cluster, topic), publishers)
 
 
 @BOTH
@@ -106,12 +106,12 @@ async def test_two_owners_that_take_the_topic_from_each_other(
     await until(lambda: of_b.acknowledged > before + 100)
     await stop(*publishing)
     assert min(had.counters.log_failures for had in (first, second)) > 3, "they did not lose it to each other"
-    found = await found_by_a_stock_client(cluster.service_url, topic)
+    found = await found_by_a_stock_client(cluster, topic)
     assert not list(lost(found, publishers))
     assert found.void > 0
     await of_a.publish(second, of_a.acknowledged + 100)
     await of_b.publish(second, 1000)
-    check(await found_by_a_stock_client(cluster.service_url, topic), publishers)
+    check(await found_by_a_stock_client(cluster, topic), publishers)
 
 
 @pytest.mark.parametrize("believes", [False, True])
@@ -128,10 +128,10 @@ async def test_with_receipts_believed_acknowledged_messages_are_void(
     await of_a.publish(had, 30)
     await of_b.publish(await b.start(), 30)
     publishing = asyncio.ensure_future(of_a.publish(had, 60))
-    await until(lambda: publishing.done() or had.counters.log_failures > 0)
+    await until(lambda: publishing.done() or had.state is State.STANDBY)
     publishing.cancel()
     await asyncio.wait([publishing])
-    found = await found_by_a_stock_client(cluster.service_url, topic)
+    found = await found_by_a_stock_client(cluster, topic)
     assert list(lost(found, publishers)) == [("of a", i) for i in range(30, 60) if believes]
     assert of_b.acknowledged == 29
 
@@ -147,7 +147,7 @@ async def test_without_the_marker_what_was_settled_as_lost_lands_later(
 ) -> None:
     await cluster.create(topic)
     async with Line(broker) as line:
-        slow, direct = process(EntryFormat.PLAIN, "slow", line.service_url), process(EntryFormat.PLAIN, "direct")
+        slow, direct = process(EntryFormat.PLAIN, "slow", line), process(EntryFormat.PLAIN, "direct")
         await split(monkeypatch, topic, slow.client, direct.client, mode=SHARED)
         log = await slow.log()
         owner = await OwnerOfLog(log, 1).open()
