@@ -152,7 +152,8 @@ async def test_a_broker_is_killed_and_started_again(
         for load in loads.values():
             await load.goes_on()
         await asyncio.to_thread(broker.kill)
-        await asyncio.to_thread(broker.start)
+        broker.spawn()
+        await asyncio.to_thread(broker.wait_until_healthy)
         for entry_format, load in loads.items():
             await load.goes_on()
             await load.end()
