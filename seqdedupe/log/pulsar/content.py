@@ -147,7 +147,7 @@ class Content:
         self.check_is_there(from_index, at_end=True)
         at_end = from_index == self._limit().next_index
         has_begun = from_index == self.places.first.next_index
-        here = self.places.first if has_begun else self._from(from_index - 1)
+        here = self.places.first if has_begun else self._from(from_index - at_end)
         reads_on_once_more = reads_on
         while True:
             async for step in self._steps(here):

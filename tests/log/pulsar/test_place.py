@@ -255,6 +255,9 @@ async def test_a_kept_reader_that_fails_gives_way_to_a_new_one() -> None:
     fails = iter([True])
     harness.client.fails_reading = lambda: next(fails, False)
     assert await ids_from(log, 40, 200) == list(range(40, 200))
+    place = log.place_at(200)
+    await log.close()
+    log = await harness.open(200, place)
     harness.client.fails_reading = lambda: True
     with pytest.raises(SeqdedupeError, match="LOG_UNREADABLE"):
         await ids_from(log, 0, 20)
