@@ -332,6 +332,8 @@ class PulsarLog:
     async def snapshot_is_durable(self, place: bytes) -> None:
         first = place_bytes.decode(self.incarnation, place)[0].message_id if place else None
         if first is not None and first != self._kept_from:
+            # Somebody may have deleted it.
+            await self._shared.admin.create_subscription(self._topic, self._shared.subscription)
             await self._shared.admin.keep_from(self._topic, self._shared.subscription, first)
             self._kept_from = first
 
