@@ -48,6 +48,7 @@ class Cluster:
 
     def __init__(self, service_url: str, admin_url: str) -> None:
         self.service_url = service_url
+        self.admin_url = admin_url
         self.url = AdminUrl(admin_url)
         self.admin = Admin(self.url)
 

@@ -15,7 +15,7 @@ import pulsar.asyncio
 from examples.pulsar.messages import Received, messages
 from examples.pulsar.messages import Topic as Decoder
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.message_id import MessageId
@@ -28,7 +28,7 @@ from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
 from tests.batches import batch
 from tests.pulsar.line import Line
-from tests.pulsar.owners import Cluster, quiet
+from tests.pulsar.owners import LIMIT_SECONDS, Cluster, quiet
 
 INCARNATION = 1_700_000_000_000_000
 ROWS = 3
@@ -71,9 +71,16 @@ class Process:
 
     async def log(self, topic: str | None = None) -> PulsarLog:
         """The topic's log, or another one's, read up to its end."""
-        log = PulsarLog(self._shared, topic or self._topic_name, INCARNATION, self._settings)
-        await log.catch_up()
-        return log
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while True:
+                log = PulsarLog(self._shared, topic or self._topic_name, INCARNATION, self._settings)
+                try:
+                    await log.catch_up()
+                except UnavailableError:
+                    # A broker that has just started takes its time.
+                    await asyncio.sleep(PAUSE_SECONDS)
+                else:
+                    return log
 
     async def start(self) -> Topic:
         """Wants the topic, and goes on wanting it."""
