@@ -15,7 +15,7 @@ from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
 from seqdedupe.log.pulsar.entries import EntryFormat
 from tests.conformance.cases import DIFFERENTIAL, SIDECARS_LOG, compare, hold_against_the_page
 from tests.pulsar.drivers import OfPulsar, OfTopic
-from tests.pulsar.owners import Cluster
+from tests.pulsar.owners import Cluster, kill_and_start
 from tests.pulsar.publishers import Process
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
@@ -54,11 +54,12 @@ class Case:
         hold_against_the_page(SIDECARS_LOG, self.name, list(found))
 
 
-async def test_what_a_broker_answered(broker: Broker, cluster: Cluster, topic: str, tmp_path: Path) -> None:
+async def test_what_a_broker_answered(mortal_broker: Broker, topic: str, tmp_path: Path) -> None:
     """It answers the same still, and a topic over the Pulsar log on it answers as the page says.
 
     One kill -9 of the broker is that of all scenarios with one. What the topic knows afterwards it has from its log.
     """
+    cluster = Cluster(mortal_broker.service_url, mortal_broker.admin_url)
     made = itertools.count()
     async with AsyncExitStack() as stack:
 
@@ -82,9 +83,7 @@ async def test_what_a_broker_answered(broker: Broker, cluster: Cluster, topic: s
             else:
                 going_on.append(case)
         assert len(going_on) == 3
-        await asyncio.to_thread(broker.kill)
-        broker.spawn()
-        await asyncio.to_thread(broker.wait_until_healthy)
+        await kill_and_start(mortal_broker)
         for case in going_on:
             await case.here.close()
             await case.here.start()

@@ -21,7 +21,7 @@ from tests.batches import batch
 from tests.conformance.cases import Difference, differences
 from tests.pulsar.conftest import StartBroker
 from tests.pulsar.drivers import OfPulsar, OfTopic
-from tests.pulsar.owners import Cluster, quiet, until
+from tests.pulsar.owners import Cluster, kill_and_start, quiet, until
 from tests.pulsar.publishers import Process
 from tests.pulsar.wire import Publish, open_producer
 
@@ -134,9 +134,7 @@ async def test_a_write_that_is_refused(
         here.append(await _opened(process))
     await producer.close()
 
-    await asyncio.to_thread(broker.kill)
-    broker.spawn()
-    await asyncio.to_thread(broker.wait_until_healthy)
+    await kill_and_start(broker)
     producer = await open_producer(cluster.service_url, theirs, "A")
     pulsars.append(f"last ID {producer.last_sequence_id}")
     await until(lambda: has.state is State.SERVING)
