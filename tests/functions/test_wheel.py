@@ -15,7 +15,7 @@ _BLOCK = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("numba", "rocksdict", "google_crc32c", "uvloop", "click", "broker_sidecar", *{more!r}):
+        if name.split(".")[0] in ("numba", "rocksdict", "google_crc32c", "uvloop", "click", *{more!r}):
             raise ImportError(name + " is not here")
 sys.meta_path.insert(0, Block())
 sys.path.insert(0, {unpacked!r})
