@@ -14,7 +14,7 @@ T = "persistent://public/default/t"
 
 def test_what_is_not_said() -> None:
     assert parse({"topic": "t"}) == Options(Selection("topic", (T,)))
-    assert parse({"topic": "t"}).service_url == "127.0.0.1:6660"
+    assert parse({"topic": "t"}).service == "127.0.0.1:6660"
     assert parse({"topic": "t"}).fail_on_data_loss
 
 
