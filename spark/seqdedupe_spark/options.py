@@ -54,6 +54,7 @@ _ELSEWHERE = {
 _OF_TABLE = "option."
 """What Spark puts before the options of CREATE TABLE, which it gives together with properties of its own."""
 
+_CREDENTIALS = "pulsar.client.authParams"
 _BROKERS = re.compile(r"pulsar(\+ssl)?://[^\s/@,]+(,[^\s/@,]+)*/?")
 _ADMIN = re.compile(r"https?://[^\s/@]+/?")
 _AUTHENTICATION = re.compile(r"(?:org\.apache\.pulsar\.client\.impl\.auth\.(?:oauth2\.)?)?(\w+)")
@@ -140,7 +141,7 @@ def _service(given: "_Given") -> Service:
         service_url,
         admin_url,
         given.take("pulsar.client.authPluginClassName", _authentication, ""),
-        given.take("pulsar.client.authParams", str, ""),
+        given.take(_CREDENTIALS, str, ""),
         given.take("pulsar.client.tlsTrustCertsFilePath", str, ""),
         given.take("pulsar.client.tlsAllowInsecureConnection", _flag, False),
         given.take("pulsar.client.tlsHostnameVerificationEnable", _flag, True),
@@ -150,6 +151,13 @@ def _service(given: "_Given") -> Service:
 def of_table(given: Mapping[str, str]) -> dict[str, str]:
     """The options that `CREATE TABLE … USING seqdedupe OPTIONS (…)` was given, if these are those of a table."""
     return {name.removeprefix(_OF_TABLE): value for name, value in given.items() if name.startswith(_OF_TABLE)}
+
+
+def check_shows_no_secret(of_table: Mapping[str, str]) -> None:
+    """A table's options can be read in its catalog. Raises INVALID_OPTION."""
+    given = next((value for name, value in of_table.items() if name.lower() == _CREDENTIALS.lower()), "")
+    if given.strip().startswith("token:"):
+        raise error("INVALID_OPTION", f"{_CREDENTIALS}: a table would show the token; name a file, file:///path")
 
 
 def _service_url(text: str) -> str:

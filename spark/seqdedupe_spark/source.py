@@ -46,6 +46,7 @@ class SeqdedupeDataSource(DataSource):
     def schema(self) -> StructType:
         schema = from_arrow_schema(_all_columns(user_options.parse(self.options)))
         if given := user_options.of_table(self.options):
+            user_options.check_shows_no_secret(given)
             schema.fields[0].metadata = {_OPTIONS: given}
         return schema
 

@@ -57,11 +57,11 @@ async def create(cluster: Cluster, topic: str, entry_format: EntryFormat, incarn
     await cluster.admin.set_policy(topic, "deduplicationEnabled", True)
 
 
-def log_of(client: pulsar.asyncio.Client, topic: str, entry_format: EntryFormat) -> PulsarLog:
+def log_of(cluster: Cluster, client: pulsar.asyncio.Client, topic: str, entry_format: EntryFormat) -> PulsarLog:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
-    shared = Shared(client, "one", "host:6680", lambda: time.time_ns() // 1_000_000, claim)
+    shared = Shared(client, "one", "host:6680", lambda: time.time_ns() // 1_000_000, claim, cluster.admin)
     return PulsarLog(shared, topic, OF_LOG, Settings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
 
 
@@ -138,7 +138,7 @@ async def test_everything_is_where_the_log_says(
 ) -> None:
     """Three owners, each in a ledger of its own, and an entry of the first one that comes too late."""
     await create(cluster, topic, entry_format)
-    log = log_of(client, topic, entry_format)
+    log = log_of(cluster, client, topic, entry_format)
     await written(log, cluster, topic, 3, 40)
     late = void(entry_format)
     await send(client, topic, late)
@@ -169,7 +169,7 @@ async def test_a_stream_reads_on_where_it_was(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, entry_format: EntryFormat
 ) -> None:
     await create(cluster, topic, entry_format)
-    log = log_of(client, topic, entry_format)
+    log = log_of(cluster, client, topic, entry_format)
     offset = await asyncio.to_thread(source.stream().initialOffset)
     assert offset == {topic: f"{OF_LOG}/start@-1"}
     owner = await Owner(log, 1).open()
@@ -225,7 +225,7 @@ async def test_what_is_trimmed_in_mid_read_is_missed(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, fails: bool
 ) -> None:
     await create(cluster, topic, EntryFormat.PACKED)
-    log = log_of(client, topic, EntryFormat.PACKED)
+    log = log_of(cluster, client, topic, EntryFormat.PACKED)
     await written(log, cluster, topic, 2, 40, unloads_at_end=False)
     reader = source.batch(failOnDataLoss=fails)
     [part] = await asyncio.to_thread(reader.partitions)
@@ -260,7 +260,7 @@ async def test_an_unloaded_topic_is_read_on(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, entry_format: EntryFormat
 ) -> None:
     await create(cluster, topic, entry_format)
-    await written(log_of(client, topic, entry_format), cluster, topic, 2, 20)
+    await written(log_of(cluster, client, topic, entry_format), cluster, topic, 2, 20)
     reader = source.batch()
     [part] = await asyncio.to_thread(reader.partitions)
     found: list[int] = []
@@ -279,7 +279,7 @@ async def test_a_topic_that_was_made_anew_is_another_one(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source
 ) -> None:
     await create(cluster, topic, EntryFormat.PLAIN)
-    await written(log_of(client, topic, EntryFormat.PLAIN), cluster, topic, 1, 2)
+    await written(log_of(cluster, client, topic, EntryFormat.PLAIN), cluster, topic, 1, 2)
     reader = source.batch()
     planned = await asyncio.to_thread(reader.partitions)
     await cluster.admin.delete_topic(topic)

@@ -40,6 +40,8 @@ class Content:
         self.earlier: dict[str, int] = {}
         """After a replay from the beginning: the highest sequence IDs of those who published before the first marker,
         by producer."""
+        self.marked_address = ""
+        """Where the last owner can be reached, by its marker."""
         self._topic = topic
         self._parts = Parts(client, topic, queue_entries)
 
@@ -69,6 +71,8 @@ class Content:
                             is_batch=is_batch(message),
                         )
                         found.append(Found(terms.owner, message_id, runs))
+                        if terms.marker is not None:
+                            self.marked_address = terms.marker.settings.address
                     if up_to is not None and message_id >= up_to:
                         return found
             return found

@@ -17,9 +17,11 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
 from seqdedupe.log.pulsar import entries, plain
+from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Message, Owner, Part, Settings
 from seqdedupe.log.pulsar.opening import Opening
+from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
@@ -34,7 +36,7 @@ _WIDEST_NUMBER = 2**62
 _WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Shared:
     """What all logs of a sidecar have in common."""
 
@@ -42,18 +44,21 @@ class Shared:
     instance_name: str
     """No other sidecar has it."""
     address: str
-    """Where this sidecar can be reached: it stands in markers and in the topic's statistics."""
+    """Where this sidecar can be reached: it stands in markers and in the topic's statistics. Known before anything is
+    opened for writing."""
     clock_ms: Callable[[], int]
     claim_opening: Callable[[str, int], Awaitable[int]]
     """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever
     answered for the topic, durable."""
+    admin: Admin
 
 
 class PulsarLog:
     """One topic's log, which satisfies `seqdedupe.log.contract.Log`. Made by `PulsarLogs.open`.
 
     An append that fails has an unknown outcome, always. Of a batch whose append failed the first rows may be stored,
-    as a batch of their own. Whoever finds another writer in the topic gets NOT_OWNER from `open_for_writing`.
+    as a batch of their own. Whoever finds another writer in the topic gets NOT_OWNER from `open_for_writing`, with the
+    number `owner_address` where it is known.
     """
 
     def __init__(self, shared: Shared, topic: str, incarnation: int, settings: Settings) -> None:
@@ -163,15 +168,7 @@ class PulsarLog:
                 marked.set_result(settled.doubtful or NOWHERE)
 
         try:
-            self._writer = writer = await open_writer(
-                self._shared.client,
-                self._topic,
-                self._shared.instance_name,
-                self._name_number,
-                partial(self._shared.claim_opening, self._topic),
-                {"address": self._shared.address},
-                hear,
-            )
+            self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
             marker = entries.marker(self.incarnation, term, token, self._settings)
             writer.append(marker._replace(event_time_ms=self._now_ms()))
@@ -192,6 +189,26 @@ class PulsarLog:
         self._opening = opening = Opening(owner, writer, self._content.places, settle)
         writer.was_read([found[-1].message_id])
         return 0
+
+    async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
+        shared = self._shared
+        try:
+            return await open_writer(
+                shared.client,
+                self._topic,
+                shared.instance_name,
+                self._name_number,
+                partial(shared.claim_opening, self._topic),
+                {ADDRESS: shared.address},
+                hear,
+            )
+        except SeqdedupeError as e:
+            if e.reason != "NOT_OWNER":
+                raise
+            marked = self._content.marked_address
+            raise await not_owner(
+                e, shared.admin, self._topic, own_address=shared.address, marked_address=marked
+            ) from e
 
     async def _let_go(self) -> None:
         """Of the topic, whoever takes it then. What is in flight may be stored or not, and nobody is told."""

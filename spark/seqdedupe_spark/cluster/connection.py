@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-import ssl
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -12,12 +11,14 @@ import pulsar.asyncio
 
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.credentials import never_raises
 from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.finder import Finder
 from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.logs import INCARNATION
 from seqdedupe.log.pulsar.reader import Reader, open_reader
 from seqdedupe.message_id import MessageId
+from seqdedupe_spark.cluster.credentials import token_of, tls_of
 from seqdedupe_spark.cluster.settings import Cluster
 
 OPERATION_TIMEOUT_SECONDS = 10
@@ -95,10 +96,10 @@ async def connected(cluster: Cluster) -> AsyncGenerator[Connection, None]:
     """A connection for the length of a block. Raises INVALID_OPTION, PULSAR_FORBIDS."""
     # What the client tells below that is of no use to a user, and much.
     _client_logger.setLevel(logging.ERROR)
-    token, tls = _token(cluster), _tls(cluster)
+    token, tls = token_of(cluster), tls_of(cluster)
     client = pulsar.asyncio.Client(
         cluster.service_url,
-        authentication=pulsar.AuthenticationToken(token) if token is not None else None,
+        authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
         operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,
         tls_trust_certs_file_path=cluster.trust_certs_path or None,
         tls_allow_insecure_connection=cluster.allows_insecure,
@@ -113,20 +114,3 @@ async def connected(cluster: Cluster) -> AsyncGenerator[Connection, None]:
         with suppress(TimeoutError, pulsar.asyncio.PulsarException):
             async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                 await client.close()
-
-
-def _token(cluster: Cluster) -> Callable[[], str] | None:
-    return None
-
-
-def _tls(cluster: Cluster) -> ssl.SSLContext:
-    """For the admin calls, as strict as the client for messages is told to be."""
-    try:
-        context = ssl.create_default_context(cafile=cluster.trust_certs_path or None)
-    except (OSError, ssl.SSLError) as e:
-        what = f"pulsar.client.tlsTrustCertsFilePath is {cluster.trust_certs_path!r}: no certificate can be read ({e})"
-        raise error("INVALID_OPTION", what) from e
-    context.check_hostname = cluster.verifies_hostname and not cluster.allows_insecure
-    if cluster.allows_insecure:
-        context.verify_mode = ssl.CERT_NONE
-    return context

@@ -7,6 +7,8 @@ from typing import Any
 import pulsar
 import pulsar.asyncio
 
+from seqdedupe.errors import error
+from seqdedupe.log.pulsar.admin import Admin, Publisher, TopicStats
 from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.message_id import MessageId
 from tests.log.pulsar.standin import PulsarTopic
@@ -31,13 +33,15 @@ class StandInClient:
         self.receipt_of: Callable[[MessageId], MessageId] = lambda message_id: message_id
         """What is told of where an entry stands."""
 
-    async def create_producer(self, _: str, *, producer_name: str, **__: Any) -> "StandInProducer":
+    async def create_producer(
+        self, _: str, *, producer_name: str, properties: dict[str, str], **__: Any
+    ) -> "StandInProducer":
         await asyncio.sleep(0)
         if self.refuses:
             raise pulsar.asyncio.PulsarException(pulsar.Result.Timeout)
         if self.writer is not None and self.excludes:
             raise pulsar.asyncio.PulsarException(pulsar.Result.ProducerFenced)
-        self.writer = StandInProducer(self, producer_name)
+        self.writer = StandInProducer(self, producer_name, properties)
         return self.writer
 
     async def create_reader(
@@ -48,14 +52,30 @@ class StandInClient:
         return StandInReader(self.topic, MessageId(start.ledger_id(), start.entry_id()))
 
 
-class StandInProducer:
-    def __init__(self, client: StandInClient, name: str) -> None:
-        self._producer = self
+class StandInAdmin(Admin):
+    """What the topic's statistics say of who writes to it."""
+
+    def __init__(self, client: StandInClient) -> None:
         self._client = client
-        self._name = name
+        self.answers = True
+
+    async def stats(self, topic: str) -> TopicStats:
+        await asyncio.sleep(0)
+        if not self.answers:
+            raise error("LOG_UNREADABLE", "no broker answers")
+        writer = self._client.writer
+        return TopicStats((Publisher(writer.name, writer.metadata),) if writer else (), 0, True)
+
+
+class StandInProducer:
+    def __init__(self, client: StandInClient, name: str, metadata: dict[str, str]) -> None:
+        self._producer = self
+        self.name = name
+        self.metadata = metadata
+        self._client = client
 
     def last_sequence_id(self) -> int:
-        return self._client.topic.highest(self._name)
+        return self._client.topic.highest(self.name)
 
     def send_async(self, built: Any, answer: Answer) -> None:
         asyncio.get_running_loop().call_soon(self._store, built, answer)
@@ -68,7 +88,7 @@ class StandInProducer:
         self._client.before(message)
         takes = self._client.writer is self or not self._client.excludes
         if takes and not self._client.refuses and not self._client.loses(message):
-            place, result = self._client.topic.add(message, self._name, sequence_id), pulsar.Result.Ok
+            place, result = self._client.topic.add(message, self.name, sequence_id), pulsar.Result.Ok
             place = self._client.receipt_of(place)
         answer(result, pulsar.MessageId(-1, place.ledger_id, place.entry_id, -1))
 
