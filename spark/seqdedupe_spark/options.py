@@ -15,7 +15,6 @@ from seqdedupe_spark.cluster.settings import AUTHENTICATIONS, Cluster, Service
 
 NAMES = (
     "service.url",
-    "admin.url",
     "topic",
     "topics",
     "topicsPattern",
@@ -29,6 +28,7 @@ NAMES = (
     "failOnDataLoss",
     "plainColumnNames",
     "readTimeoutSeconds",
+    "admin.url",
     "pulsar.client.authPluginClassName",
     "pulsar.client.authParams",
     "pulsar.client.tlsTrustCertsFilePath",
@@ -36,6 +36,8 @@ NAMES = (
     "pulsar.client.tlsHostnameVerificationEnable",
 )
 """All options. Spark does not keep the case of their names."""
+
+_LISTED = ", ".join(name for name in NAMES if not name.startswith("pulsar."))
 
 _ELSEWHERE = {
     "assign": "topics",
@@ -194,7 +196,7 @@ class _Given:
         for name in self._values.keys() - known.keys():
             near = difflib.get_close_matches(name, known, 1)
             instead = _ELSEWHERE.get(name) or (known[near[0]] if near else None)
-            advice = f"did you mean {instead}?" if instead else f"there are {', '.join(NAMES)}"
+            advice = f"did you mean {instead}?" if instead else f"there are {_LISTED}"
             raise error("INVALID_OPTION", f"there is no option {name}: {advice}")
 
     def one_of(self, *names: str) -> str | None:

@@ -18,7 +18,7 @@ from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.logs import INCARNATION
 from seqdedupe.log.pulsar.reader import Reader, open_reader
 from seqdedupe.message_id import MessageId
-from seqdedupe_spark.cluster.credentials import token_of, tls_of
+from seqdedupe_spark.cluster.credentials import tls_of, token_of
 from seqdedupe_spark.cluster.settings import Cluster
 
 OPERATION_TIMEOUT_SECONDS = 10
