@@ -10,7 +10,7 @@ import google_crc32c
 
 from seqdedupe.errors import SeqdedupeError, error
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Of the store as a whole and of every record in it."""
 
 LAST_INCARNATION = b"I"

@@ -6,22 +6,20 @@ deleting run as tasks of their own: whoever asked for them may give up waiting, 
 
 import asyncio
 import logging
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import LogName
-from seqdedupe.names import namespace_of, topic_name
+from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
+from seqdedupe.topic.lives import Lives
 from seqdedupe.topic.namespaces import Namespaces
+from seqdedupe.topic.partitions import Partitions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
 from seqdedupe.topic.retry import again_until
@@ -62,8 +60,12 @@ class Topics(Generic[T]):
         self.live: dict[str, T] = {}
         self.closed: dict[str, Closed] = {}
         self.records: dict[str, TopicRecord] = {}
+        self.lives = Lives(store, self.kind, self.stored, self.live, self.records, self._inherited, on_state)
         self.creating: dict[str, asyncio.Task[T]] = {}
         self.deleting: dict[str, asyncio.Task[None]] = {}
+        self.partitions = Partitions()
+        self.changing: dict[str, asyncio.Task[None]] = {}
+        """Partitioned topics that are being made or deleted."""
         self.renewing: dict[str, asyncio.Task[asyncio.Task[None] | None]] = {}
         self.rebuilt: set[int] = set()
         """Incarnations that begin again from their log alone, and have no durable snapshot yet."""
@@ -141,7 +143,8 @@ class Topics(Generic[T]):
                 incarnation=log.incarnation,
             )
         logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
-        await self.store.put_topic(TopicRecord(name, log.incarnation, TopicState.ACTIVE, log=self.kind.log))
+        record = TopicRecord(name, log.incarnation, TopicState.ACTIVE, log=self.kind.log, partitions=log.partitions)
+        await self.store.put_topics(record)
 
     async def _open_at_start(self, record: TopicRecord) -> None:
         """Finishes what was begun with a topic, or opens it."""
@@ -152,8 +155,10 @@ class Topics(Generic[T]):
             # Nobody was told that it is there.
             await self.stored.undo(record)
             return
+        why = self.partitions.learn(record) if record.partitions else None
         if record.name in self.records:
             why = error("STORE_DAMAGED", f"the store has two records of the topic {record.name}")
+        if why is not None:
             self._close(Closed(record, why, State.DAMAGED))
             return
         self.records[record.name] = record
@@ -223,7 +228,7 @@ class Topics(Generic[T]):
         """Takes nothing more; settles what is in flight; durable snapshots. Reading goes on."""
         self.is_draining = True
         await self.namespaces.close()
-        under_way = [*self.creating.values(), *self.deleting.values(), *self.renewing.values()]
+        under_way = [*self.creating.values(), *self.deleting.values(), *self.renewing.values(), *self.changing.values()]
         if under_way:
             await asyncio.wait(under_way)
         # What is tried again and again is finished at the next start.
@@ -273,16 +278,25 @@ class Topics(Generic[T]):
         return [every[name] for name in sorted(every)]
 
     def look_at(self, name: str) -> T | Closed:
-        """A topic, whether or not it can be used. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND, RECOVERING."""
+        """A topic, whether or not it can be used.
+
+        Raises INVALID_TOPIC_NAME, TOPIC_IS_PARTITIONED, TOPIC_NOT_FOUND, RECOVERING.
+        """
         full = topic_name(name)
+        self.partitions.check_is_none(full)
         found = self.live.get(full) or self.closed.get(full)
         if found is None:
             self.check_listed()
             raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
         return found
 
+    def partitions_beside(self, full: str) -> int:
+        """How many the partitioned topic has of which this topic is one; 0 if it is none, or not there."""
+        record = self.records.get(full)
+        return record.partitions if record is not None else 0
+
     def get(self, name: str) -> T:
-        """The live topic. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND, and what a topic that cannot be opened says."""
+        """The live topic. Raises what `look_at` does, and what a topic that cannot be opened says."""
         found = self.look_at(name)
         if isinstance(found, Closed):
             raise found.error()
@@ -291,7 +305,8 @@ class Topics(Generic[T]):
     async def get_or_create(self, name: str) -> T:
         """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
         full = topic_name(name)
-        if full in self.live or full in self.closed or not self._allow_auto_topic_creation:
+        is_there = full in self.live or full in self.closed or full in self.partitions
+        if is_there or not self._allow_auto_topic_creation:
             return self.get(full)
         return await self.create(full, exists_ok=True)
 
@@ -314,13 +329,15 @@ class Topics(Generic[T]):
                 if exists_ok:
                     return topic
             raise error("TOPIC_EXISTS", f"the topic {full} is there already", topic=full)
+        self.partitions.check_is_free(full)
         self.check_room()
         return await shielded(self.creating, full, self._create(full, policy or Policy()))
 
-    def check_room(self) -> None:
-        """Raises TOO_MANY_TOPICS."""
-        count = len(self.live) + len(self.closed) + len(self.creating)
-        if count >= self._max_topics:
+    def check_room(self, more: int = 1) -> None:
+        """Raises TOO_MANY_TOPICS unless there may be so many more."""
+        making = sum(len(self.partitions.names(whole)) for whole in self.changing)
+        count = len(self.live) + len(self.closed) + len(self.creating) + making
+        if count + more > self._max_topics:
             raise error(
                 "TOO_MANY_TOPICS",
                 f"there are {count} topics: max_topics allows no more",
@@ -328,26 +345,7 @@ class Topics(Generic[T]):
             )
 
     async def _create(self, full: str, policy: Policy) -> T:
-        incarnation = self.store.next_incarnation(time.time_ns() // 1000)
-        secret = secrets.token_bytes(SECRET_BYTES) if self.kind.log is LogKind.EMBEDDED else b""
-        record = TopicRecord(full, incarnation, TopicState.CREATING, secret, self.kind.log)
-        topic: T | None = None
-        try:
-            await self.store.put_topic(record)
-            topic = await self.kind.make(record, self._inherited(full))
-            if policy != Policy():
-                await topic.set_policy(policy)
-            record = replace(record, state=TopicState.ACTIVE)
-            await self.store.put_topic(record)
-        except Exception:
-            if topic is not None:
-                await topic.delete()
-            await self.stored.undo(record)
-            raise
-        self.records[full] = record
-        self.live[full] = topic
-        topic.inherit(self._inherited(full))
-        self.on_state(full, topic.state)
+        [topic] = await self.lives.make([full], policy)
         return topic
 
     async def delete(self, name: str) -> None:
@@ -364,16 +362,8 @@ class Topics(Generic[T]):
             return
         self.check_takes_changes(full)
         topic = self.get(full)
+        if self.partitions_beside(full):
+            whole = whole_of(full)
+            raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")
         topic.check_not_damaged()
-        await shielded(self.deleting, full, self._delete(topic))
-
-    async def _delete(self, topic: T) -> None:
-        topic.hold(error("DRAINING", f"topic {topic.name} is being deleted"))
-        deleting = replace(self.records[topic.name], state=TopicState.DELETING)
-        await self.stored.write(topic, deleting, self.records[topic.name])
-        try:
-            await topic.delete()
-        finally:
-            del self.live[topic.name], self.records[topic.name]
-            self.on_state(topic.name, None)
-        await self.stored.clean_up(deleting)
+        await shielded(self.deleting, full, self.lives.remove([topic], full))

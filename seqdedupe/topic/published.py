@@ -36,7 +36,7 @@ class PublishedTopics:
         return await self._logs.list()
 
     async def make(self, record: TopicRecord, applied: Applied) -> Topic:
-        await self._logs.create(record.incarnation, record.name, record.secret)
+        await self._logs.create(record.incarnation, record.name, record.secret, record.partitions)
         topic = await self.open(record, applied)
         try:
             await topic.recover()

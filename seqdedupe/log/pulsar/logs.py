@@ -40,12 +40,20 @@ class PulsarLogs:
         """By incarnation, as they were found last."""
 
     async def create(
-        self, incarnation: int, topic: str, secret: bytes, entry_format: EntryFormat | None = None
+        self,
+        incarnation: int,
+        topic: str,
+        secret: bytes,
+        partitions: int = 0,
+        entry_format: EntryFormat | None = None,
     ) -> None:
         """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used.
 
-        Raises INVALID_NAMESPACE for a topic that would not be found again.
+        Raises INVALID_NAMESPACE for a topic that would not be found again, INVALID_REQUEST for partitions.
         """
+        if partitions:
+            why = "topics of a cluster cannot be made with partitions"
+            raise error("INVALID_REQUEST", why, hint="Make topics without partitions, or use the embedded log.")
         if namespace_of(topic) not in self._namespaces:
             raise error(
                 "INVALID_NAMESPACE",
