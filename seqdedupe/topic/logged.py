@@ -68,6 +68,10 @@ class LoggedTopic(TopicBase):
         return self.log.damage_found
 
     @property
+    def entry_format(self) -> str:
+        return self.log.entry_format
+
+    @property
     def log_bytes(self) -> int:
         return self.log.size_bytes
 

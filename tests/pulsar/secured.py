@@ -13,10 +13,11 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 KEY = b"a key of at least thirty-two bytes, for tests"
+ROLE = "us"
 CLIENT_SECRET = "the-secret-of-the-client"
 
 
-def token(role: str, key: bytes = KEY) -> str:
+def token(role: str = ROLE, key: bytes = KEY) -> str:
     """A token as Pulsar takes it (HS256)."""
     parts = [json.dumps(part).encode() for part in ({"alg": "HS256"}, {"sub": role})]
     signed = b".".join(map(_base64, parts))
@@ -41,7 +42,7 @@ def _run(*command: str) -> None:
 
 
 def keys(folder: Path, port: int, admin_port: int) -> dict[str, object]:
-    """Of `standalone.conf`. Who brings no token may do all, for the health of the broker; a wrong one is refused."""
+    """Of `standalone.conf`."""
     return {
         # Each of the two web ports takes some.
         "numHttpServerThreads": 8,
@@ -53,7 +54,9 @@ def keys(folder: Path, port: int, admin_port: int) -> dict[str, object]:
         "authenticationEnabled": "true",
         "authenticationProviders": "org.apache.pulsar.broker.authentication.AuthenticationProviderToken",
         "tokenSecretKey": f"data:;base64,{base64.b64encode(KEY).decode()}",
-        "anonymousUserRole": "anybody",
+        "superUserRoles": ROLE,
+        "brokerClientAuthenticationPlugin": "org.apache.pulsar.client.impl.auth.AuthenticationToken",
+        "brokerClientAuthenticationParameters": f"token:{token(ROLE)}",
     }
 
 
