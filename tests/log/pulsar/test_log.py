@@ -26,8 +26,8 @@ BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_for
 
 class StandInHarness(LogHarness):
     failure = Failure.UNKNOWN
-    trims = False
     takes_higher_terms_only = True
+    trimmed_messages = 33
 
     def __init__(self, entry_format: EntryFormat) -> None:
         self.topic = PulsarTopic(clock_ms=lambda: self.now_ms)
@@ -36,18 +36,22 @@ class StandInHarness(LogHarness):
         self._openings = itertools.count(1)
         self._format = entry_format
 
-    def log(self, address: str = "host:6680") -> PulsarLog:
+    def log(self, address: str = "host:6680", place: bytes = b"") -> PulsarLog:
         async def claim(_: str, known: int) -> int:
             return next(number for number in self._openings if number > known)
 
         client: Any = self.client
         shared = Shared(client, "one", address, lambda: self.now_ms, claim, self.admin)
         settings = Settings(self._format, "SEQUENCE_ID", 0, address)
-        return PulsarLog(shared, TOPIC, INCARNATION, settings)
+        return PulsarLog(shared, TOPIC, INCARNATION, settings, place)
 
-    async def open(self) -> PulsarLog:
-        log = self.log()
-        await log.catch_up()
+    async def open(self, covered_index: int = 0, place: bytes = b"") -> PulsarLog:
+        log = self.log(place=place)
+        try:
+            await log.begin(covered_index)
+        except BaseException:
+            await log.close()
+            raise
         return log
 
     def refuse_writes(self, log: Log) -> None:
