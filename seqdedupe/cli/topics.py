@@ -186,17 +186,16 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
 @click.option(
     "--entry-format",
     type=click.Choice(("plain", "packed")),
-    default="",
     help="On a Pulsar cluster: a message an entry, which every consumer reads, or a batch an entry.",
 )
 @common
 def create(
-    name: str, deduplication: bool | None, partitions: int | None, entry_format: str, address: str, as_json: bool
+    name: str, deduplication: bool | None, partitions: int | None, entry_format: str | None, address: str, as_json: bool
 ) -> None:
     """Create a topic and show it."""
     with connect(address) as client:
         made = client.admin.create_topic(
-            name, partitions=partitions or 0, entry_format=entry_format, deduplication_enabled=deduplication
+            name, partitions=partitions or 0, entry_format=entry_format or "", deduplication_enabled=deduplication
         )
     _print_topic(made, as_json)
 
