@@ -82,7 +82,8 @@ class Load:
                 producer = client.producer(self.plan.topic, f"bench-{number}")
                 await producer.open()
                 stack.push_async_callback(producer.abort)
-                self._lanes.append(Lane(producer, producer.last_sequence_id + 1))
+                # Each message is another one: none is sent again that an earlier run may have left open.
+                self._lanes.append(Lane(producer, max(one.sequence_id for one in producer.persisted) + 1))
             self._began = time.perf_counter()
             work = asyncio.create_task(self._work())
             try:
