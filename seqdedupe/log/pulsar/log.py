@@ -115,6 +115,10 @@ class PulsarLog:
         return self._topic
 
     @property
+    def entry_format(self) -> str:
+        return self._settings.format.value
+
+    @property
     def first_index(self) -> int:
         return self._content.places.first.next_index
 
