@@ -148,13 +148,15 @@ class Load:
     async def _send(self, lane: Lane, number: int) -> None:
         """Sends every `names`th message, from this one on."""
         plan = self.plan
+        sequence_id: int | None = lane.next_sequence_id
         while plan.messages is None or number < plan.messages:
             now = due = time.perf_counter()
             if plan.rate is not None:
                 due = self._began + number / plan.rate
                 if due > now:
                     await asyncio.sleep(due - now)
-            receipt = await lane.producer.send(self._payload)
+            receipt = await lane.producer.send(self._payload, sequence_id)
+            sequence_id = None  # from here on it is the next one
             lane.pending.append((due, receipt))
             lane.has_more.set()
             self.sent += 1
