@@ -6,13 +6,13 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import check_not_forked
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.receipts import BatchReceipt, PendingBatch, Receipt
 from seqdedupe.client.session import Session
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
@@ -24,7 +24,7 @@ class ProducerBase:
 
     def __init__(
         self,
-        address: SidecarAddress,
+        sidecars: Sidecars,
         topic: str,
         name: str,
         config: ProducerConfig,
@@ -34,7 +34,7 @@ class ProducerBase:
         self.name = name
         self._encoded_name = producer_name(name)
         self._config = config
-        self._session = Session(address, self.topic, name, config, on_waiting)
+        self._session = Session(sidecars, self.topic, name, config, on_waiting)
         self._builder = self._new_builder()
         self._must_pause = True  # before the next message: wait for room, or raise
         self._state = "new"
@@ -110,13 +110,13 @@ class Producer(ProducerBase):
 
     def __init__(
         self,
-        address: SidecarAddress,
+        sidecars: Sidecars,
         topic: str,
         name: str,
         config: ProducerConfig,
         on_waiting: OnWaiting | None = None,
     ) -> None:
-        super().__init__(address, topic, name, config, on_waiting)
+        super().__init__(sidecars, topic, name, config, on_waiting)
         self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -47,7 +48,6 @@ _ELSEWHERE = {
 _OF_TABLE = "option."
 """What Spark puts before the options of CREATE TABLE, which it gives together with properties of its own."""
 
-_ADDRESS = re.compile(r"unix:.+|[^/\s]+:\d{1,5}")
 _MAX_INT64 = 2**63 - 1
 
 T = TypeVar("T")
@@ -123,9 +123,11 @@ def of_table(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def address(text: str) -> str:
-    """Checks the form of a sidecar's address. Raises ValueError."""
-    if not _ADDRESS.fullmatch(text):
-        raise ValueError("it should be host:port or unix:path, without a scheme")
+    """Checks the form of a sidecar's address, or of several. Raises ValueError."""
+    try:
+        Sidecars.parse(text)
+    except SeqdedupeError as e:
+        raise ValueError(f"{e.message}, without a scheme") from e
     return text
 
 

@@ -9,12 +9,12 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client.blocking.loop import check_is_there, event_loop, run
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.producer import ProducerBase
 from seqdedupe.client.receipts import BatchResult, PendingBatch, Published
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.errors import error
 
@@ -90,13 +90,13 @@ class Producer(ProducerBase):
 
     def __init__(
         self,
-        address: SidecarAddress,
+        sidecars: Sidecars,
         topic: str,
         name: str,
         config: ProducerConfig,
         on_waiting: OnWaiting | None = None,
     ) -> None:
-        super().__init__(address, topic, name, config, on_waiting)
+        super().__init__(sidecars, topic, name, config, on_waiting)
         self._lock = threading.RLock()  # for what is gathered; the loop's thread must never wait for it
         self._room = threading.Condition()  # held for moments only
         # The first pair is written under the lock, the second by the loop's thread.

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.reader import Start
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.message_id import Position
@@ -21,7 +21,7 @@ class Reader:
 
     def __init__(
         self,
-        address: SidecarAddress,
+        sidecars: Sidecars,
         topic: str,
         start: Start,
         follow: bool,
@@ -30,7 +30,7 @@ class Reader:
         on_waiting: OnWaiting | None,
     ) -> None:
         self._reader = _reader.Reader(
-            address,
+            sidecars,
             topic,
             start,
             follow=follow,
