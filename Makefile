@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo pulsar test check bench campaign proto lock clean
+.PHONY: demo pulsar function-wheel test check bench campaign proto lock clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -13,10 +13,14 @@ demo: $(READY)
 pulsar: $(READY)
 	@$(BIN)/python -m pulsar_broker
 
+# The wheel of a Pulsar Function and its wrapper: make function-wheel CODE=my_function.py WHEEL=my-1-py3-none-any.whl
+function-wheel: $(READY)
+	@$(BIN)/python -m seqdedupe.functions.wheel $(CODE) --output $(WHEEL)
+
 # Without Pulsar its tests are skipped; TEST_PULSAR=required makes that a failure.
 test: $(READY)
 	@$(BIN)/python -m pulsar_broker get || true
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 # Everything that is not a test: style, types, who imports whom, the contract, generated code.
 check: $(READY)

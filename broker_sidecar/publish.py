@@ -20,8 +20,10 @@ from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.partitioned import check_gap_policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import encoded_names
+from seqdedupe.topic.state import State
 from seqdedupe.v1 import publish_pb2
 
 SERVICE = "seqdedupe.v1.PublishService"
@@ -30,7 +32,7 @@ MAX_RESPONSE_BYTES = 2 * 1024 * 1024
 """Answers in one response, unless the first alone is larger: that stays below gRPC's default limit of 4 MiB."""
 
 LAST_ANSWERS_SECONDS = 1.0
-"""When the sidecar drains: for a client to read the answers that wait."""
+"""When the sidecar drains, or another one has taken the topic: for a client to read the answers that wait."""
 
 ANSWER_FACTOR = 2
 """A receipt of old rows is so many times as long as its batch at most, and takes the batch's place:
@@ -52,7 +54,7 @@ class _Publishing:
     def __init__(self, topic: Topic, stream: Stream) -> None:
         self.topic = topic
         self.stream = stream
-        self.cache = topic.connect()
+        self.cache = topic.connect(stream.end)
         self.has_ended = False
         self.is_gone = False
         self.unsent: deque[bytes] = deque()
@@ -141,6 +143,8 @@ class PublishService:
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
         names = list(request.producer_names)
         topic = await self._topic_of(request, names)
+        if self._topics.partitions_beside(topic.name):
+            check_gap_policy(topic.name, topic.applied.gap)
         opened = await open_sessions(topic, names, list(request.epochs) or None)
         response = publish_pb2.OpenResponse(
             incarnation=topic.log.incarnation,
@@ -207,7 +211,7 @@ class PublishService:
             publishing.end()
             await writer
         except asyncio.CancelledError:
-            if self._streams.is_draining:
+            if self._streams.is_draining or publishing.topic.state is State.STANDBY:
                 publishing.end()
                 await asyncio.wait({writer}, timeout=LAST_ANSWERS_SECONDS)
             raise

@@ -1,5 +1,10 @@
 """Topics and policies as the messages of `admin.proto`."""
 
+from collections.abc import Sequence
+
+from seqdedupe.errors import error
+from seqdedupe.names import whole_of
+from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.state import State, TopicBase
@@ -13,8 +18,66 @@ def policy_to_proto(policy: Policy | Applied) -> admin_pb2.TopicPolicy:
     return message
 
 
-def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
-    """A topic as it is now."""
+_ENTRY_FORMATS = {
+    "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
+    "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
+    "packed": admin_pb2.ENTRY_FORMAT_PACKED,
+}
+
+
+def entry_format_of(value: int, log: LogKind) -> str:
+    """A format that is asked for; empty where none is. Raises INVALID_REQUEST."""
+    if value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED and log is not LogKind.PULSAR:
+        why = "entry_format can be chosen only where the log is a Pulsar cluster's, and here it is not"
+        raise error("INVALID_REQUEST", why, hint="Leave it out.")
+    for name, known in _ENTRY_FORMATS.items():
+        if known == value:
+            return name
+    raise error("INVALID_REQUEST", f"entry_format is {value}, which this version does not know")
+
+
+_WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.STANDBY, State.READ_ONLY, State.DRAINING)
+
+_SUMMED = (
+    "log_bytes",
+    "not_dup",
+    "dup",
+    "unknown",
+    "refused",
+    "resets",
+    "purged",
+    "resumed_after_purge",
+    "damaged_places",
+    "damaged_messages",
+)
+"""Fields that a partitioned topic has as sums of those of its partitions."""
+
+
+def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | None]) -> admin_pb2.Topic:
+    """A partitioned topic as it is now; None is a partition that is not there."""
+    message = admin_pb2.Topic(name=whole, partitions=len(partitions), state=State.SERVING.value)  # type: ignore[arg-type]
+    parts = [topic_to_proto(topic) for topic in partitions if topic is not None]
+    for name in _SUMMED:
+        setattr(message, name, sum(getattr(part, name) for part in parts))
+    for state in _WORST_FIRST:
+        if one := next((part for part in parts if part.state == state.value), None):
+            message.state, message.why = one.state, f"{one.name}: {one.why}"
+            break
+    if missing := [k for k, topic in enumerate(partitions) if topic is None]:
+        message.state = State.DAMAGED.value  # type: ignore[assignment]
+        message.why = f"of its partitions these are not there: {', '.join(map(str, missing))}"
+    return message
+
+
+def topic_to_proto(topic: TopicBase | Closed, partitions: int = 0) -> admin_pb2.Topic:
+    """A topic as it is now. `partitions` as in its record."""
+    message = _topic_to_proto(topic)
+    if partitions:
+        message.partition_of = whole_of(message.name) or ""
+    return message
+
+
+def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
     if isinstance(topic, Closed):
         return admin_pb2.Topic(
             name=topic.record.name,
@@ -45,4 +108,5 @@ def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         resumed_after_purge=counters.resumed_after_purge,
         damaged_places=damage.places,
         damaged_messages=damage.messages,
+        entry_format=_ENTRY_FORMATS[topic.entry_format],
     )

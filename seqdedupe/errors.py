@@ -126,6 +126,12 @@ REASONS: dict[str, Reason] = {
         "or let the sidecar do it: allow_auto_topic_creation = true.",
     ),
     "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the topic that is there, or another name."),
+    "TOPIC_IS_PARTITIONED": Reason(
+        InvalidRequestError,
+        "FAILED_PRECONDITION",
+        "Name one of its partitions, `name-partition-0` and on. Producers and readers take the whole topic where the "
+        "client knows partitions.",
+    ),
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
@@ -248,6 +254,10 @@ REASONS: dict[str, Reason] = {
         "Nothing was changed, and other topics serve. Has something trimmed the Pulsar topic: no retention, no durable "
         "subscription, a TTL, or a subscription that was deleted? Bring a snapshot that reaches past the gap."
     ),
+    "NO_STATE": _damaged(
+        "Nothing was changed: the topic is neither read nor taken over from what is left of it. Import a snapshot from "
+        "a sidecar that has one (seqdedupe export, seqdedupe import)."
+    ),
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."
@@ -266,6 +276,10 @@ REASONS: dict[str, Reason] = {
     "INSECURE_LISTEN": _configuration(
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),
+    "INVALID_FUNCTION": _configuration(
+        "Correct userConfig, or how the function is deployed; docs/functions.md has both."
+    ),
+    "FUNCTION_FAILED": _configuration("Correct the function, or set dead_letter_topic in userConfig."),
     "PULSAR_FORBIDS": _configuration(
         "Give the sidecar's credentials the permissions that docs/pulsar-log.md lists, or give it the right ones."
     ),

@@ -30,14 +30,19 @@ StartSidecar = Callable[..., Sidecar]
 _topics = itertools.count()
 
 
-# Their files take minutes: begun last, one of them would keep the whole run waiting.
-LONG = ("tests/spark/", "tests/pulsar/")
+# Each of these folders needs something that is dear to start and quick once it is warm: Spark, a Pulsar broker. So one
+# worker runs such a folder, and first: begun last, it would keep the whole run waiting.
+DEAR = ("tests/spark/", "tests/pulsar/")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the long files; what is random about the order stays so."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    """Says what one worker runs: a file, or a folder of those. What is random about the order stays so."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        group = next((folder for folder in DEAR if file.startswith(folder)), file)
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not item.nodeid.startswith(DEAR))
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -14,6 +14,12 @@ from seqdedupe.v1 import admin_pb2
 
 T = TypeVar("T")
 
+_ENTRY_FORMATS = {
+    "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
+    "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
+    "packed": admin_pb2.ENTRY_FORMAT_PACKED,
+}
+
 
 class PolicyState(NamedTuple):
     """A policy of a topic or a namespace."""
@@ -39,10 +45,22 @@ class Admin:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
-    async def create_topic(self, topic: str, *, deduplication_enabled: bool | None = None) -> admin_pb2.Topic:
-        """`deduplication_enabled` None: it is inherited. Raises InvalidRequestError (TOPIC_EXISTS)."""
+    async def create_topic(
+        self,
+        topic: str,
+        *,
+        partitions: int = 0,
+        entry_format: str = "",
+        deduplication_enabled: bool | None = None,
+        policy: admin_pb2.TopicPolicy | None = None,
+    ) -> admin_pb2.Topic:
+        """With so many partitions, for good; 0: it is not partitioned. What its policy (of each partition) leaves out
+        is inherited, and so is `deduplication_enabled` None. `entry_format` is `plain` or `packed`, where the log is a
+        Pulsar cluster's; left out, it is the sidecar's default. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        given = admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
+        given.MergeFrom(policy or admin_pb2.TopicPolicy())
         request = admin_pb2.CreateTopicRequest(
-            topic=topic_name(topic), policy=admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
+            topic=topic_name(topic), policy=given, partitions=partitions, entry_format=_ENTRY_FORMATS[entry_format]
         )
         return (await self._calls.call(lambda sidecar: sidecar.admin.CreateTopic, request)).topic
 

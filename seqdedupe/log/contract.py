@@ -153,9 +153,17 @@ class Log(Protocol):
 
     incarnation: int
 
+    replays_what_is_certain: bool
+    """Whether all that `replay` gives is durable, also before the log is opened for writing. Then recovery replays it
+    first, and after its marker only what came meanwhile."""
+
     @property
     def place(self) -> str:
         """Where it is, for a person who has to look at it: its folder, say."""
+
+    @property
+    def entry_format(self) -> str:
+        """How its entries are laid out, for good, where there is a choice; empty where there is none."""
 
     @property
     def first_index(self) -> int:
@@ -256,6 +264,16 @@ class Log(Protocol):
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
         """The index up to which about so many bytes stand from `from_index` on; above it unless that is the end."""
 
+    def place_at(self, next_index: int) -> bytes:
+        """What a snapshot has to hold that covers all below this index, which is settled, so that `Logs.open` begins
+        there, and finds what stands before it. Empty where the log needs nothing."""
+
+    async def snapshot_is_durable(self, place: bytes) -> None:
+        """The snapshot with this place is. What its log had dropped before it was taken need not be kept any more.
+
+        Raises `UnavailableError`: then more is kept, until a later snapshot is durable.
+        """
+
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         """The first index that would be left if this retention went on now; changes nothing.
 
@@ -265,7 +283,8 @@ class Log(Protocol):
         """
 
     async def trim(self, below_index: int) -> None:
-        """Retention drops what stands below this index, which `may_trim_to` answered; durable on return.
+        """Retention drops what stands below this index, which `may_trim_to` answered; durable on return, or once a
+        snapshot is that was taken after it, where that holds a place.
 
         What cannot be dropped now (a failing disk) stays until it is asked again, without a gap: `first_index` says
         how far it came.
@@ -283,20 +302,29 @@ class LogName(NamedTuple):
     topic: str | None
     """The full name of the topic whose log it is; None if the log does not say it (its creation was interrupted)."""
 
+    partitions: int = 0
+    """How many the partitioned topic has of which it is one; 0 if it is none."""
+
 
 class Logs(Protocol):
     """All topics' logs of one kind."""
 
-    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
+    async def create(
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+    ) -> None:
         """Makes an empty log, durable on return. One that is there stays as it is, made whole where creating it was
         interrupted.
 
+        `partitions` stands there for good, see `LogName`, and so does `entry_format`: how entries are laid out, where
+        there is a choice (empty: as usual).
         `secret` is SECRET_BYTES of random bytes (`format.tag`) which make this incarnation's records its own.
         Raises `UnavailableError` (LOG_REFUSED).
         """
 
-    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> Log:
+    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b"") -> Log:
         """Opens a log that is there, for reading. Everything below `covered_index` is known to have been stored.
+
+        `place` is that of the snapshot that covers it; then the log is not read from its first entry on.
 
         `secret` is that of the store's record, None if it has none: then the log's own must be there. Raises
         LOG_DAMAGED, NEWER_FORMAT, OLDER_FORMAT; LOG_UNREADABLE if it cannot be looked at now.

@@ -67,6 +67,13 @@ class LoggedTopic(TopicBase):
     def damage_found(self) -> DamageFound:
         return self.log.damage_found
 
+    def log_place(self) -> bytes:
+        return self.log.place_at(self.confirmed_index)
+
+    @property
+    def entry_format(self) -> str:
+        return self.log.entry_format
+
     @property
     def log_bytes(self) -> int:
         return self.log.size_bytes

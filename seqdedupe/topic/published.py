@@ -1,4 +1,4 @@
-"""Topics whose log is the sidecar's own: opened from their log and their snapshot."""
+"""Topics with a log that is no attached broker's: opened from their log and their snapshot."""
 
 import asyncio
 import secrets
@@ -17,16 +17,16 @@ from seqdedupe.topic.state import State, TopicBase
 class PublishedTopics:
     """A `TopicKind`. `on_state` is told each change of a topic's state; `rebuild_store`: snapshots may be missing."""
 
-    log = LogKind.EMBEDDED
-
     def __init__(
         self,
         store: Store,
         logs: Logs,
         *,
+        log: LogKind = LogKind.EMBEDDED,
         on_state: Callable[[Topic], None],
         rebuild_store: bool = False,
     ) -> None:
+        self.log = log
         self._store = store
         self._logs = logs
         self._on_state = on_state
@@ -35,8 +35,8 @@ class PublishedTopics:
     async def list(self) -> list[LogName]:
         return await self._logs.list()
 
-    async def make(self, record: TopicRecord, applied: Applied) -> Topic:
-        await self._logs.create(record.incarnation, record.name, record.secret)
+    async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> Topic:
+        await self._logs.create(record.incarnation, record.name, record.secret, record.partitions, entry_format)
         topic = await self.open(record, applied)
         try:
             await topic.recover()
@@ -49,7 +49,8 @@ class PublishedTopics:
     async def open(self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False) -> Topic:
         snapshots = Snapshots(self._store, record.incarnation)
         loaded = await asyncio.to_thread(snapshots.load)
-        log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0, record.secret or None)
+        covered_index, place = (loaded.next_index, loaded.opaque) if loaded else (0, b"")
+        log = await self._logs.open(record.incarnation, covered_index, record.secret or None, place)
         if loaded is None and log.first_index > 0 and not (self._rebuild_store or without_snapshot):
             # Retention only drops what a snapshot covers.
             await log.close()
@@ -78,7 +79,8 @@ class PublishedTopics:
         if topic is not None and topic.state is not State.DRAINING:
             await _check(topic.log, topic, loaded)
             return
-        log = await self._logs.open(record.incarnation, 0, record.secret or None)
+        covered_index, place = (loaded.next_index, loaded.opaque) if loaded and loaded.opaque else (0, b"")
+        log = await self._logs.open(record.incarnation, covered_index, record.secret or None, place)
         try:
             await _check(log, topic, loaded)
         finally:

@@ -20,6 +20,7 @@ from seqdedupe.topic import admission, recovery, trimming
 from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.flight import Admitted, Changing
 from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
@@ -51,6 +52,8 @@ class Topic(LoggedTopic):
         )
         self.next_index = self.confirmed_index
         self.now_seconds = asyncio.get_running_loop().time
+        self._keeping_away = KeepingAway(lambda: self.now_seconds(), random_bytes)
+        self._streams: dict[int, Callable[[SeqdedupeError], None]] = {}
         self._is_recovering = False
         self._failed_meanwhile = False
         self._seems_damaged = False
@@ -64,7 +67,8 @@ class Topic(LoggedTopic):
         """Takes over the log and reads what the snapshot does not cover; then the topic serves.
 
         If that cannot be now, it is tried again beside this, for as long as it takes, and readers find what is
-        certain meanwhile. Damage is looked at twice, then the topic is DAMAGED for good.
+        certain meanwhile. Where another sidecar owns the log that is when somebody asks for the topic, and not soon
+        after this one was shut out. Damage is looked at twice, then the topic is DAMAGED for good.
         """
         if not self._is_recovering and not self.knows_its_end:
             self._is_recovering = True
@@ -74,7 +78,15 @@ class Topic(LoggedTopic):
     async def _recover(self) -> None:
         self._is_recovering = True
         if not await self._has_recovered():
-            self._spawn(again_until(self._has_recovered))
+            self._spawn(again_until(self._has_recovered, self._pause))
+
+    async def _pause(self, delay_seconds: float) -> None:
+        """Before it is tried again."""
+        if self.state is not State.STANDBY:
+            await asyncio.sleep(delay_seconds)
+            return
+        await asyncio.sleep(self._keeping_away.left_seconds)
+        await self.asked.wait()
 
     async def _has_recovered(self) -> bool:
         """Tries once. Whether there is nothing left to try."""
@@ -92,9 +104,13 @@ class Topic(LoggedTopic):
             return False
         except Exception as e:  # noqa: BLE001 (whatever it is: nothing but damage ends recovery)
             self._seems_damaged = False
-            self._not_now(e)
+            if isinstance(e, UnavailableError) and e.reason == "NOT_OWNER":
+                self._stand_by(e)
+            else:
+                self._not_now(e)
             return False
         self._seems_damaged = False
+        self._keeping_away.serves()
         self._is_recovering = False
         self.knows_its_end = True
         self._set_state(State.SERVING, "")
@@ -110,12 +126,22 @@ class Topic(LoggedTopic):
         elif self.state is not State.RECOVERING or not len(self.flight):
             self._set_state(State.READ_ONLY, why)
 
+    def _stand_by(self, e: UnavailableError) -> None:
+        """Another sidecar owns the log. What was in flight may be in it, and it is the other one's to say."""
+        self._keeping_away.found_owned()
+        self.owner_address = e.numbers.get("owner_address", "")
+        self.knows_its_end = False
+        self._fail_in_flight(self.not_owner(": what became of what was in flight is known there"))
+        self._set_state(State.STANDBY, e.message)
+        for end in list(self._streams.values()):
+            end(self.not_owner(""))
+
     def _give_up(self, e: DamagedError) -> None:
         """The log is damaged, and stays so."""
         self.damage = e
         self._is_recovering = False
         self.knows_its_end = False
-        self._fail_in_flight("OUTCOME_UNKNOWN", e.message)
+        self._fail_in_flight(self._not_appended("OUTCOME_UNKNOWN", e.message))
         self._set_state(State.DAMAGED, f"{e} {e.hint}")
         self.confirmed.tell()
 
@@ -133,7 +159,7 @@ class Topic(LoggedTopic):
             name=self.name,
         )
         # Whatever of the frames in flight the log does not hold by now it never will.
-        self._fail_in_flight("LOG_REFUSED", "the append failed")
+        self._fail_in_flight(self._not_appended("LOG_REFUSED", "the append failed"))
         self.term = owner.term
         self._own_ownership = owner.ownership
         self.sessions.begin_term(owner.term)
@@ -235,23 +261,25 @@ class Topic(LoggedTopic):
             self._failed_meanwhile = True
             return
         if failure is Failure.REFUSED:
-            self._fail_in_flight("LOG_REFUSED", why)
+            self._fail_in_flight(self._not_appended("LOG_REFUSED", why))
             self._set_state(State.READ_ONLY, why)
         else:
             self._set_state(State.RECOVERING, f"what became of the last appends is being found out: {why}")
         self._spawn(self._recover())
 
-    def _fail_in_flight(self, reason: str, why: str) -> None:
+    def _not_appended(self, reason: str, why: str) -> SeqdedupeError:
+        return error(reason, f"topic {self.name} could not write it to its log: {why}")
+
+    def _fail_in_flight(self, e: SeqdedupeError) -> None:
         """What is in flight is given up: nothing of it counts as pushed any more."""
         failed = [self.flight.take() for _ in range(len(self.flight))]
         self.producers.fail_in_flight()
         self.next_index = self.confirmed_index
         for item in failed:
             if isinstance(item, Changing):
-                item.settled(error(reason, f"topic {self.name} could not write it to its log: {why}"))
+                item.settled(e)
                 continue
             self.counters.refused += 1
-            e = error(reason, f"topic {self.name} could not append the batch: {why}")
             item.reply(Refusal(item.receipt.frame, e))
         self.flight.tell()
 
@@ -269,13 +297,19 @@ class Topic(LoggedTopic):
 
     # -- producers that nobody uses ----------------------------------------------------------------------------
 
-    def connect(self) -> NumbersCache:
-        """A stream begins: its cache. The producers that it uses are in use until `disconnect`."""
-        return NumbersCache(stream=self.producers.activity.connect())
+    def connect(self, end: Callable[[SeqdedupeError], None] = lambda e: None) -> NumbersCache:
+        """A stream begins: its cache. The producers that it uses are in use until `disconnect`.
+
+        `end` is called if another sidecar has taken the topic: everything in flight has been answered by then.
+        """
+        cache = NumbersCache(stream=self.producers.activity.connect())
+        self._streams[cache.stream] = end
+        return cache
 
     def disconnect(self, cache: NumbersCache) -> None:
         """The stream with this cache has ended."""
         self.producers.activity.disconnect(cache.stream)
+        self._streams.pop(cache.stream, None)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -297,4 +331,4 @@ class Topic(LoggedTopic):
         self._set_state(State.DRAINING, why)
         await self._end_tasks()
         await self.log.close()
-        self._fail_in_flight("OUTCOME_UNKNOWN", why)
+        self._fail_in_flight(self._not_appended("OUTCOME_UNKNOWN", why))

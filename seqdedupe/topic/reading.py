@@ -49,7 +49,7 @@ class Page:
 
 
 def end_index(topic: TopicBase) -> int:
-    """The index that the next message will get. Raises RECOVERING while it is not known, LOG_DAMAGED."""
+    """The index that the next message will get. Raises RECOVERING while it is not known, NOT_OWNER, LOG_DAMAGED."""
     topic.check_knows_its_end()
     return topic.confirmed_index
 
@@ -251,15 +251,16 @@ async def read_on(
 ) -> AsyncIterator[Page]:
     """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
 
-    `room` is asked before each how many bytes it may have. Ends early when the topic closes. Raises LOG_DAMAGED when
-    no more messages will come, and for what is damaged where it reads unless `skip_damaged`.
+    `room` is asked before each how many bytes it may have. Ends early when the topic closes. Raises NOT_OWNER or
+    LOG_DAMAGED when no more messages will come from here, and LOG_DAMAGED for what is damaged where it reads unless
+    `skip_damaged`.
     """
     here = from_index
     while stop_index is None or here < stop_index:
         await topic.wait_for_message(here)
         end = topic.readable_index if stop_index is None else min(stop_index, topic.readable_index)
         if end <= here:
-            topic.check_not_damaged()
+            topic.check_may_go_on()
             return
         page = await read_page(topic, here, end, await room(), skip_damaged=skip_damaged)
         yield page

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -15,16 +14,15 @@ import numpy as np
 
 from seqdedupe.core.letting_go import LettingGo
 from seqdedupe.core.producers import Bools, Producers
-from seqdedupe.core.rule import DUP
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.format.jit import Int64s
 from seqdedupe.log.contract import DamageFound
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic.answers import Receipt
 from seqdedupe.topic.broadcast import Broadcast
-from seqdedupe.topic.control import Change, Purge, Reset, decode_policy, encode
+from seqdedupe.topic.control import decode_policy, encode
+from seqdedupe.topic.counters import Counters
 from seqdedupe.topic.inactivity import Inactivity, shown
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import Sessions
@@ -47,43 +45,8 @@ class State(Enum):
     DRAINING = 4
     DAMAGED = 5
     """For good: something in the log or the store is not what was written."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since this process opened the topic: rows by verdict, frames refused, failures of the log, producers reset or
-    forgotten, and sessions that were resumed after that."""
-
-    not_dup: int = 0
-    dup: int = 0
-    unknown: int = 0
-    refused: int = 0
-    log_failures: int = 0
-    resets: int = 0
-    purged: int = 0
-    resumed_after_purge: int = 0
-
-    def count(self, receipt: Receipt, new_rows: int) -> None:
-        """A frame has its receipt; so many of its rows were stored."""
-        if receipt.verdicts is None:
-            self.not_dup += new_rows
-        else:
-            self.count_verdicts(receipt.verdicts, new_rows)
-
-    def count_change(self, change: Change) -> None:
-        """A control record is in the log."""
-        if isinstance(change, Reset):
-            self.resets += len(change.names)
-        elif isinstance(change, Purge):
-            self.purged += len(change.names)
-
-    def count_verdicts(self, verdicts: Uint8s, new_rows: int) -> None:
-        """These verdicts were given, so many of them NOT_DUP."""
-        old_rows = len(verdicts) - new_rows
-        dup = verdicts.tobytes().count(DUP) if old_rows else 0
-        self.not_dup += new_rows
-        self.dup += dup
-        self.unknown += old_rows - dup
+    STANDBY = 6
+    """Another sidecar owns the log; what is certain is served to readers."""
 
 
 class TopicBase(ABC):
@@ -125,6 +88,10 @@ class TopicBase(ABC):
         """That of the last confirmed message; None if there is none."""
         self.last_ownership = 0
         """That of the last confirmed message; 0 if there is none or it is not known."""
+        self.owner_address = ""
+        """Where the sidecar can be reached that owns the log, in STANDBY; empty if it is not known."""
+        self.asked = Broadcast()
+        """Tells that somebody wants a topic that another sidecar owns."""
         self.newest_import: object = None
         """The one that was begun last: it alone may go on."""
         if loaded is not None:
@@ -150,7 +117,7 @@ class TopicBase(ABC):
             store,
             snapshots,
             self.producers,
-            lambda: (self.term, self.last_position, encode(self.policy), self._opaque_position()),
+            lambda: (self.term, self.last_position, encode(self.policy), self.log_place()),
             next_index=self.confirmed_index,
             applied=self.applied,
             on_durable=self._snapshot_is_durable,
@@ -176,8 +143,8 @@ class TopicBase(ABC):
         """That of the last message that may be shown to readers, or of an earlier one where that would take a read."""
         return self.last_position
 
-    def _opaque_position(self) -> bytes:
-        """That of the last confirmed entry, where the log is a broker's own."""
+    def log_place(self) -> bytes:
+        """Where the log goes on after the last confirmed message: the position in a broker's own, or `Log.place_at`."""
         return b""
 
     @abstractmethod
@@ -193,6 +160,11 @@ class TopicBase(ABC):
     @abstractmethod
     def first_index(self) -> int:
         """The index of the first message that is left in the log."""
+
+    @property
+    def entry_format(self) -> str:
+        """See `Log.entry_format`."""
+        return ""
 
     @property
     @abstractmethod
@@ -258,12 +230,13 @@ class TopicBase(ABC):
         self._held = None
 
     def check_serving(self) -> None:
-        """Raises RECOVERING, LOG_REFUSED, DRAINING, TOPIC_NOT_FOUND, LOG_DAMAGED unless the topic takes messages."""
+        """Raises why the topic takes no messages, if it does not: RECOVERING, LOG_REFUSED, NOT_OWNER, DRAINING,
+        TOPIC_NOT_FOUND, LOG_DAMAGED."""
         if self._held is not None and self.state is not State.DRAINING:
             raise self._held
         if self.state is State.SERVING:
             return
-        self.check_not_damaged()
+        self.check_may_go_on()
         reason = {
             State.RECOVERING: "RECOVERING",
             State.READ_ONLY: "LOG_REFUSED",
@@ -276,11 +249,25 @@ class TopicBase(ABC):
         if self.damage is not None:
             raise damaged_topic(self.name, self.damage)
 
+    def check_may_go_on(self) -> None:
+        """Raises LOG_DAMAGED, or NOT_OWNER: nothing that is not certain yet will come from here."""
+        self.check_not_damaged()
+        if self.state is State.STANDBY:
+            self.asked.tell()
+            raise self.not_owner("")
+
+    def not_owner(self, what: str) -> SeqdedupeError:
+        """That another sidecar owns the topic, with its address where that is known; and what comes of it."""
+        if not self.owner_address:
+            return error("NOT_OWNER", f"somebody else owns topic {self.name}{what}")
+        message = f"the sidecar at {self.owner_address} owns topic {self.name}{what}"
+        return error("NOT_OWNER", message, owner_address=self.owner_address)
+
     def check_knows_its_end(self) -> None:
-        """Raises RECOVERING or LOG_DAMAGED while nobody can say where the topic ends."""
+        """Raises RECOVERING, NOT_OWNER or LOG_DAMAGED while nobody here can say where the topic ends."""
         if self.knows_its_end:
             return
-        self.check_not_damaged()
+        self.check_may_go_on()
         raise error(
             "RECOVERING",
             f"where topic {self.name} ends is not known yet: {self.why}",
@@ -306,8 +293,9 @@ class TopicBase(ABC):
         return self.confirmed_index
 
     async def wait_for_message(self, index: int) -> None:
-        """Returns when the message with this index can be read, or the topic is closing or damaged."""
-        while self.readable_index <= index and self.state not in (State.DRAINING, State.DAMAGED):
+        """Returns when the message with this index can be read, or will not be from here for now: the topic is
+        closing, damaged, or another sidecar's."""
+        while self.readable_index <= index and self.state not in (State.DRAINING, State.DAMAGED, State.STANDBY):
             await self.confirmed.wait()
 
     # -- snapshots ---------------------------------------------------------------------------------------------
@@ -394,4 +382,6 @@ class TopicBase(ABC):
 
 def damaged_topic(name: str, damage: SeqdedupeError) -> SeqdedupeError:
     """The final answer of a topic that is damaged."""
+    if damage.reason == "NO_STATE":
+        return error("NO_STATE", f"topic {name} cannot be served here: {damage.message}", topic=name)
     return error("LOG_DAMAGED", f"topic {name} is damaged: {damage}", hint=damage.hint, topic=name)

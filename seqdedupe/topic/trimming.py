@@ -14,6 +14,7 @@ async def trim(topic: LoggedTopic) -> None:
     """Drops what the topic's policy lets go; what is covered after this has begun waits for the next snapshot."""
     retention = None
     try:
+        await topic.log.snapshot_is_durable(topic.snapshotter.opaque)
         while retention != (retention := topic.applied.retention):
             first = await topic.log.may_trim_to(topic.snapshot_index, retention)
             if first > topic.log.first_index:

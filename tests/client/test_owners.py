@@ -6,8 +6,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from seqdedupe.client import Client, Message, OutcomeUnknownError, ProducerConfig, Receipt, UnavailableError, blocking
-from seqdedupe.client import connection
+from seqdedupe.client import (
+    Client,
+    Message,
+    OutcomeUnknownError,
+    ProducerConfig,
+    Receipt,
+    UnavailableError,
+    blocking,
+    connection,
+)
 from seqdedupe.client.route import Route
 from seqdedupe.testing import Sidecar
 from tests.client.fake_sidecar import fake_sidecar

@@ -10,6 +10,7 @@ roll over every few rows, also in the middle of a batch, so that nobody can comp
     log.refuse()              all others are refused
     log.unknown(lands=3)      all others have an unknown outcome; three will be found stored
     log.fence(term=9)         another owner takes the topic over, with a term of the test's choice
+    log.lose_place(lands=1)   nobody owns the topic any more (`excludes`); of what is in flight one is stored
     log.refuse_opens(2)       the next two openings fail
     log = log.crash(lands=1)  the process ends; one of those in flight is found stored by the next one
 """
@@ -30,6 +31,7 @@ from seqdedupe.format.tag import key_of
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import DamageFound, Entries, Failure, Location, Outcome, Records, Retention, Run, Runs
 from seqdedupe.message_id import MessageId
+from seqdedupe.topic.broadcast import Broadcast
 
 KNOWN_MESSAGE_IDS = 10
 """Those of so many newest messages are known without a read."""
@@ -59,7 +61,11 @@ class Storage:
         self.next_index = 0
         self.first_index = 0
         self.term = 0
+        self.partitions = 0
+        """What `Logs.create` was given."""
         self.writer: FaultyLog | None = None
+        self.news = Broadcast()
+        """Tells that something is stored, or that nobody writes any more."""
         self._ledger_rows = ledger_rows
         self._packed = packed
         self._runs: dict[int, Runs] = {}
@@ -142,6 +148,7 @@ class Storage:
     def _add(self, record: bytes) -> None:
         self.records.append(record)
         self._bytes_ever += len(record)
+        self.news.tell()
 
     def places(self, record: bytes) -> np.ndarray:
         """The place row of a stored record. Raises LOG_DAMAGED if it is not intact."""
@@ -159,10 +166,13 @@ class FaultyLog:
     """Satisfies `seqdedupe.log.contract.Log`. See the module for the commands.
 
     `takes_higher_terms_only`: a marker whose term is not higher counts for nothing, as in a topic of Pulsar's.
+    `excludes`: who has opened it keeps all others out, who are told its `address`, as there too.
     `automatic` stores and reports every append at the loop's next turn, as a log without faults does.
     `retention` makes `may_trim_to` allow all it may; otherwise nothing. `opening_allowed` is an event that
     holds `open_for_writing` back while it is cleared.
     """
+
+    replays_what_is_certain = False
 
     def __init__(
         self,
@@ -172,12 +182,18 @@ class FaultyLog:
         retention: bool = False,
         replay_records: int = 3,
         takes_higher_terms_only: bool = False,
+        excludes: bool = False,
+        address: str = "",
     ) -> None:
         self.storage = storage
         self.incarnation = storage.incarnation
         self.automatic = automatic
         self.retention = retention
         self.takes_higher_terms_only = takes_higher_terms_only
+        self.excludes = excludes
+        self.address = address
+        self.opened = 0
+        """How often it was tried to open it for writing."""
         self.max_batch_bytes = MAX_BATCH_BYTES
         """`check` refuses what is larger."""
         self.replay_records = replay_records
@@ -235,6 +251,17 @@ class FaultyLog:
         self._shut_out(lands, report)
         self.storage.add_marker(term, OTHER_OWNERS_TOKEN)
 
+    def lose_place(self, lands: int | None = 0, *, report: bool = True) -> None:
+        """Nobody owns the topic. Of what is in flight, the oldest `lands` are stored, the others nowhere; the outcome
+        is unknown to this log."""
+        self._shut_out(lands, report)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.storage.writer is self:
+            self.storage.writer = None
+            self.storage.news.tell()
+
     def refuse_opens(self, times: int, *, marked: bool = False) -> None:
         """The next so many openings fail; if `marked`, their markers are stored all the same."""
         self._opens_to_refuse = times
@@ -261,14 +288,15 @@ class FaultyLog:
         self._land()
         self._dead = True
         self._settle = None
-        if self.storage.writer is self:
-            self.storage.writer = None
+        self._leave()
         return FaultyLog(
             self.storage,
             automatic=self.automatic,
             retention=self.retention,
             replay_records=self.replay_records,
             takes_higher_terms_only=self.takes_higher_terms_only,
+            excludes=self.excludes,
+            address=self.address,
         )
 
     def _fail(self, failure: Failure, why: str, report: bool) -> None:
@@ -299,6 +327,10 @@ class FaultyLog:
         return "a log of faults"
 
     @property
+    def entry_format(self) -> str:
+        return ""
+
+    @property
     def first_index(self) -> int:
         return self.storage.first_index
 
@@ -323,6 +355,7 @@ class FaultyLog:
             raise error("INTERNAL", "a log of a process that has ended is used")
         # From here on nothing more is heard of an earlier opening.
         self._settle = None
+        self.opened += 1
         await asyncio.sleep(0)
         await self.opening_allowed.wait()
         if self._opens_to_refuse:
@@ -334,6 +367,8 @@ class FaultyLog:
             raise error("LOG_REFUSED", "the log cannot be opened for writing")
         other = self.storage.writer
         if other is not None and other is not self:
+            if self.excludes:
+                raise error("NOT_OWNER", "another one holds the topic", owner_address=other.address)
             other._shut_out(0, report=True)
         self._land()
         self.storage.writer = self
@@ -444,6 +479,12 @@ class FaultyLog:
             np.array([one.batch_index for one in found], np.int32),
         )
 
+    def place_at(self, next_index: int) -> bytes:
+        return b""
+
+    async def snapshot_is_durable(self, place: bytes) -> None:
+        """What is dropped is gone at once."""
+
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         first = self.first_index
         if self.retention:
@@ -465,3 +506,4 @@ class FaultyLog:
 
     async def close(self) -> None:
         self._settle = None
+        self._leave()

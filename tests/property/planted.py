@@ -14,6 +14,7 @@ from seqdedupe.core import producers, replay, rule
 from seqdedupe.core.activity import Activity
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, TERM, start
 from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
 from seqdedupe.log.contract import Entries, Failure
@@ -96,11 +97,11 @@ def pushed_not_reset(patch: pytest.MonkeyPatch) -> None:
 def failure_does_not_take_what_is_behind(patch: pytest.MonkeyPatch) -> None:
     original = Topic._fail_in_flight
 
-    def fail_in_flight(self: Topic, reason: str, why: str) -> None:
+    def fail_in_flight(self: Topic, e: SeqdedupeError) -> None:
         waiting = [self.flight.take() for _ in range(len(self.flight))]
         for admitted in waiting[:1]:
             self.flight.add(admitted)
-        original(self, reason, why)
+        original(self, e)
         for admitted in waiting[1:]:
             self.flight.add(admitted)
 

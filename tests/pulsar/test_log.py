@@ -28,11 +28,11 @@ INCARNATION = 1_700_000_000_000_000
 _openings = itertools.count(1)
 
 
-def shared(client: pulsar.asyncio.Client) -> Shared:
+def shared(client: pulsar.asyncio.Client, cluster: Cluster) -> Shared:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
-    return Shared(client, "one", "host:6680", lambda: time.time_ns() // 1_000_000, claim)
+    return Shared(client, "one", "host:6680", lambda: time.time_ns() // 1_000_000, claim, cluster.admin)
 
 
 @pytest.fixture
@@ -50,20 +50,20 @@ async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
 class PulsarHarness(LogHarness):
     has_clock = False
     failure = Failure.UNKNOWN
-    trims = False
+    trimmed_messages = 33
     takes_higher_terms_only = True
 
-    def __init__(self, service_url: str, topic: str, entry_format: EntryFormat) -> None:
-        self._service_url = service_url
+    def __init__(self, cluster: Cluster, topic: str, entry_format: EntryFormat) -> None:
+        self._service_url = cluster.service_url
         self._topic = topic
         self._settings = Settings(entry_format, "SEQUENCE_ID", 0, "host:6680")
-        self._client = pulsar.asyncio.Client(service_url, operation_timeout_seconds=10, logger=quiet())
-        self._shared = shared(self._client)
+        self._client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
+        self._shared = shared(self._client, cluster)
         self._rival: pulsar.Client | None = None
 
-    async def open(self) -> Log:
-        log = PulsarLog(self._shared, self._topic, INCARNATION, self._settings)
-        await log.catch_up()
+    async def open(self, covered_index: int = 0, place: bytes = b"") -> Log:
+        log = PulsarLog(self._shared, self._topic, INCARNATION, self._settings, place)
+        await log.begin(covered_index)
         return log
 
     def refuse_writes(self, log: Log) -> None:
@@ -83,7 +83,7 @@ class TestPulsarLog(LogConformance):
     @pytest.fixture(params=EntryFormat, ids=lambda entry_format: entry_format.value)
     async def harness(self, request: pytest.FixtureRequest, cluster: Cluster, topic: str) -> AsyncIterator[LogHarness]:
         await cluster.create(topic)
-        harness = PulsarHarness(cluster.service_url, topic, request.param)
+        harness = PulsarHarness(cluster, topic, request.param)
         yield harness
         await harness.close()
 
@@ -95,7 +95,7 @@ async def test_a_topic_is_made_found_opened_kept_and_deleted(cluster: Cluster, c
     await cluster.admin.create_topic(f"{topic}-of-somebody", {})
 
     def logs() -> PulsarLogs:
-        return PulsarLogs(shared(client), cluster.admin, [namespace], EntryFormat.PACKED, may_change_policies=True)
+        return PulsarLogs(shared(client, cluster), [namespace], EntryFormat.PACKED, may_change_policies=True)
 
     ours = logs()
     assert await ours.list() == []
@@ -130,9 +130,7 @@ async def test_a_topic_is_made_found_opened_kept_and_deleted(cluster: Cluster, c
 
 
 async def test_a_topic_that_is_not_safe_is_no_log(cluster: Cluster, client: pulsar.asyncio.Client, topic: str) -> None:
-    logs = PulsarLogs(
-        shared(client), cluster.admin, [namespace_of(topic)], EntryFormat.PLAIN, may_change_policies=False
-    )
+    logs = PulsarLogs(shared(client, cluster), [namespace_of(topic)], EntryFormat.PLAIN, may_change_policies=False)
     with pytest.raises(SeqdedupeError, match="UNSAFE_TOPIC_POLICY"):
         await logs.create(INCARNATION + 7, topic, b"")
     with pytest.raises(SeqdedupeError, match="UNSAFE_TOPIC_POLICY"):
@@ -145,7 +143,7 @@ async def test_an_unloaded_topic_settles_everything(
 ) -> None:
     """Its ledger ends, its producer connects again, and sends again what it had in flight."""
     await cluster.create(topic)
-    log = PulsarLog(shared(client), topic, INCARNATION, Settings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
+    log = PulsarLog(shared(client, cluster), topic, INCARNATION, Settings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
     term = 0
     while log.certain_index < 900:
         # Where the client takes too long to connect again, the outcome is unknown: opening again and reading tells.

@@ -6,6 +6,8 @@ from urllib.parse import quote
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
+from seqdedupe.message_id import MessageId
 
 
 class Publisher(NamedTuple):
@@ -48,6 +50,11 @@ class Admin:
             if e.reason != "TOPIC_EXISTS":
                 raise
 
+    async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
+        """Moves a durable subscription: Pulsar keeps this entry for it, and all after it."""
+        place = {"ledgerId": message_id.ledger_id, "entryId": message_id.entry_id, "partitionIndex": -1}
+        await self._url.call("POST", f"{_path(topic)}/subscription/{quote(name, safe='')}/resetcursor", place)
+
     async def delete_topic(self, topic: str) -> None:
         """Deletes a topic with its messages and subscriptions. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if somebody is
         connected to it."""
@@ -87,6 +94,25 @@ class Admin:
         except (KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
+    async def ledgers(self, topic: str) -> Ledgers:
+        """The ledgers of a topic, up to its last entry. It is loaded by its broker for that."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        try:
+            # What stands in the list of the ledger that is written is not kept up to date.
+            last_ledger, last_entry = map(int, answer["lastConfirmedEntry"].split(":"))
+            written = int(answer["currentLedgerSize"])
+            listed = [(int(one["ledgerId"]), int(one["entries"]), int(one["size"])) for one in answer["ledgers"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise _not_pulsar(path) from e
+        return Ledgers(
+            [
+                Ledger(ledger_id, last_entry + 1 if ledger_id == last_ledger else entries, size or written)
+                for ledger_id, entries, size in listed
+                if ledger_id <= last_ledger
+            ]
+        )
+
     async def unload(self, topic: str) -> None:
         """Lets a broker take the topic anew: all producers and readers have to connect again, frozen ones are out."""
         await self._url.call("PUT", f"{_path(topic)}/unload")
@@ -94,6 +120,10 @@ class Admin:
     async def policy(self, topic: str, name: str) -> Any:
         """The policy of this name that is in force for a topic, wherever it was set."""
         return await self._url.get(f"{_path(topic)}/{name}?applied=true")
+
+    async def namespace_policy(self, namespace: str, name: str) -> Any:
+        """The policy of this name that is set for a namespace."""
+        return await self._url.get(f"namespaces/{namespace}/{name}")
 
     async def set_policy(self, topic: str, name: str, value: object) -> None:
         """Sets a policy of the topic itself. It is in force soon after."""

@@ -1,7 +1,10 @@
 """A Pulsar topic as a log: one writer at a time, entries judged by the rule of terms, whoever reads them.
 
-What the log knows of its topic begins with the first entry and is read once when it is opened; from then on it grows by
-what is confirmed. Nothing is trimmed here yet: what Pulsar keeps is what there is.
+What the log knows of its topic are the points that a snapshot holds, else its beginning; from there on it reads the
+topic once, and then what it knows grows by what is confirmed. Older messages are found from one of these points on.
+
+What stands before a point that every durable snapshot has as its first is not kept any more: the durable subscription
+of the sidecar moves there, and Pulsar removes it as its own retention says.
 """
 
 import asyncio
@@ -16,10 +19,12 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
-from seqdedupe.log.pulsar import entries, plain
+from seqdedupe.log.pulsar import entries, place_bytes, plain
+from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Message, Owner, Part, Settings
 from seqdedupe.log.pulsar.opening import Opening
+from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
@@ -34,7 +39,7 @@ _WIDEST_NUMBER = 2**62
 _WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Shared:
     """What all logs of a sidecar have in common."""
 
@@ -42,21 +47,40 @@ class Shared:
     instance_name: str
     """No other sidecar has it."""
     address: str
-    """Where this sidecar can be reached: it stands in markers and in the topic's statistics."""
+    """Where this sidecar can be reached: it stands in markers and in the topic's statistics. Known before anything is
+    opened for writing."""
     clock_ms: Callable[[], int]
     claim_opening: Callable[[str, int], Awaitable[int]]
     """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever
     answered for the topic, durable."""
+    admin: Admin
+
+    @property
+    def subscription(self) -> str:
+        """The durable one by which Pulsar keeps what this sidecar needs."""
+        return f"seqdedupe-{self.instance_name}"
 
 
 class PulsarLog:
     """One topic's log, which satisfies `seqdedupe.log.contract.Log`. Made by `PulsarLogs.open`.
 
     An append that fails has an unknown outcome, always. Of a batch whose append failed the first rows may be stored,
-    as a batch of their own. Whoever finds another writer in the topic gets NOT_OWNER from `open_for_writing`.
+    as a batch of their own. Whoever finds another writer in the topic gets NOT_OWNER from `open_for_writing`, with the
+    number `owner_address` where it is known.
     """
 
-    def __init__(self, shared: Shared, topic: str, incarnation: int, settings: Settings) -> None:
+    replays_what_is_certain = True
+
+    def __init__(
+        self,
+        shared: Shared,
+        topic: str,
+        incarnation: int,
+        settings: Settings,
+        place: bytes = b"",
+    ) -> None:
+        """`place` is that of a snapshot. Raises STORE_DAMAGED, NEWER_FORMAT for one that is none."""
+        points = place_bytes.decode(incarnation, place) if place else [Point.start(incarnation)]
         self.incarnation = incarnation
         self.is_closed = False
         self._shared = shared
@@ -64,8 +88,8 @@ class PulsarLog:
         self._settings = settings
         self._is_plain = settings.format is EntryFormat.PLAIN
         queue_entries = PLAIN_QUEUE_ENTRIES if self._is_plain else PACKED_QUEUE_ENTRIES
-        self._content = Content(shared.client, topic, incarnation, queue_entries)
-        self._certain_index = 0
+        self._content = Content(shared.client, topic, points, queue_entries, lambda: self._limit)
+        self._kept_from: MessageId | None = None
         self._last_ms = 0
         self._name_number = 0
         self._writer: Writer | None = None
@@ -77,20 +101,29 @@ class PulsarLog:
         return self._content.places.end
 
     @property
+    def _limit(self) -> Point:
+        """Up to which everything is certain."""
+        return self._opening.settled if self._opening is not None else self._end
+
+    @property
     def place(self) -> str:
         return self._topic
 
     @property
+    def entry_format(self) -> str:
+        return self._settings.format.value
+
+    @property
     def first_index(self) -> int:
-        return 0
+        return self._content.places.first.next_index
 
     @property
     def certain_index(self) -> int:
-        return self._certain_index
+        return self._limit.next_index
 
     @property
     def size_bytes(self) -> int:
-        return self._end.size_bytes
+        return self._end.size_bytes - self._content.places.first.size_bytes
 
     @property
     def damage_found(self) -> DamageFound:
@@ -163,22 +196,13 @@ class PulsarLog:
                 marked.set_result(settled.doubtful or NOWHERE)
 
         try:
-            self._writer = writer = await open_writer(
-                self._shared.client,
-                self._topic,
-                self._shared.instance_name,
-                self._name_number,
-                partial(self._shared.claim_opening, self._topic),
-                {"address": self._shared.address},
-                hear,
-            )
+            self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
-            marker = entries.marker(self.incarnation, term, token, self._settings)
+            marker = entries.marker(self.incarnation, term, token, self._settings, self._end.next_index)
             writer.append(marker._replace(event_time_ms=self._now_ms()))
             receipt = await marked
             if not failed:
-                found = await self._content.read_on(receipt)
-                self._certain_index = self._end.standing.next_index
+                await self._content.read_on(receipt)
             if failed:
                 raise error("LOG_REFUSED", f"{self._topic} cannot be written: {failed}")
             if self._end.standing.owner != owner:
@@ -190,16 +214,40 @@ class PulsarLog:
             await self._let_go()
             raise
         self._opening = opening = Opening(owner, writer, self._content.places, settle)
-        writer.was_read([found[-1].message_id])
+        writer.was_read([self._end.message_id or NOWHERE])
         return 0
+
+    async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
+        shared = self._shared
+        try:
+            return await open_writer(
+                shared.client,
+                self._topic,
+                shared.instance_name,
+                self._name_number,
+                partial(shared.claim_opening, self._topic),
+                {ADDRESS: shared.address},
+                hear,
+            )
+        except SeqdedupeError as e:
+            if e.reason != "NOT_OWNER":
+                raise
+            marked = self._content.marked_address
+            raise await not_owner(
+                e, shared.admin, self._topic, own_address=shared.address, marked_address=marked
+            ) from e
 
     async def _let_go(self) -> None:
         """Of the topic, whoever takes it then. What is in flight may be stored or not, and nobody is told."""
-        self._opening = None
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait([self._reading])
-            self._reading = None
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.cancel()
+        if self._opening is not None:
+            # What stands there of an append that was not settled is read again, whole.
+            self._content.places.go_back(self._opening.settled)
+            self._opening = None
+        if reading is not None:
+            await asyncio.wait([reading])
         if self._writer is not None:
             writer, self._writer = self._writer, None
             await writer.close()
@@ -210,7 +258,6 @@ class PulsarLog:
             return
         if settled.confirmed:
             opening.confirm(settled.confirmed, self._shared.clock_ms())
-            self._certain_index = opening.settled_index
             opening.tell()
         if settled.failure is not None:
             opening.fail(settled.failure)
@@ -228,8 +275,7 @@ class PulsarLog:
             return
         own = [one for one in found if one.owner == opening.owner]
         if own:
-            opening.found([one.runs for one in own])
-            self._certain_index = opening.settled_index
+            opening.found(own)
             opening.tell()
         owner = self._end.standing.owner
         if owner != opening.owner:
@@ -237,14 +283,20 @@ class PulsarLog:
         elif not own:
             opening.fail("Pulsar has answered an entry that is not in the topic")
         elif not opening.failed:
-            opening.writer.was_read([one.message_id for one in own])
+            opening.writer.was_read([one.after.message_id or NOWHERE for one in own])
 
     # Reading.
 
     async def catch_up(self) -> None:
         """Reads what stands after all that is known. For a log that is not open for writing."""
         await self._content.read_on(None)
-        self._certain_index = self._end.standing.next_index
+
+    async def begin(self, covered_index: int) -> None:
+        """Looks whether the topic goes on from the place, up to this index at least.
+
+        Raises NO_STATE, LOG_DAMAGED, LOG_UNREADABLE.
+        """
+        await self._content.begin(covered_index)
 
     @property
     def earlier(self) -> dict[str, int]:
@@ -253,7 +305,8 @@ class PulsarLog:
         return self._content.earlier
 
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
-        return self._content.replay(from_index)
+        # Nobody may read on for an owner: he reads on himself, and settles by it.
+        return self._content.replay(from_index, reads_on=self._opening is None)
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
         return await self._content.read(from_index, stop_index, max_bytes)
@@ -273,16 +326,37 @@ class PulsarLog:
     def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         return self._content.known_message_ids(indexes)
 
-    # Retention.
+    # Snapshots and retention.
+
+    def place_at(self, next_index: int) -> bytes:
+        places = self._content.places
+        points, last = places.below(next_index), places.at(next_index - 1)
+        return place_bytes.encode(self.incarnation, points if last is points[-1] else [*points, last])
+
+    async def snapshot_is_durable(self, place: bytes) -> None:
+        first = place_bytes.decode(self.incarnation, place)[0].message_id if place else None
+        if first is not None and first != self._kept_from:
+            # Somebody may have deleted it.
+            await self._shared.admin.create_subscription(self._topic, self._shared.subscription)
+            await self._shared.admin.keep_from(self._topic, self._shared.subscription, first)
+            self._kept_from = first
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
-        """Nothing yet."""
-        return 0
+        points = self._content.places.below(covered_index)
+        size_bytes, age_ms = retention
+        first = points[0]
+        for point in points[1:]:
+            is_too_much = size_bytes is not None and self._end.size_bytes - point.size_bytes >= size_bytes
+            if not is_too_much and not (age_ms is not None and point.at_latest_ms < self._shared.clock_ms() - age_ms):
+                break
+            first = point
+        return first.next_index
 
     async def trim(self, below_index: int) -> None:
-        """Nothing is dropped yet."""
+        self._content.places.trim(below_index)
 
     async def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
             await self._let_go()
+            await self._content.close()

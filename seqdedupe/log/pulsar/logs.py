@@ -5,10 +5,10 @@ from contextlib import suppress
 
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
-from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, PREFIX, EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.policies import ensure_safe
+from seqdedupe.names import namespace_of
 
 INCARNATION = PREFIX + "incarnation"
 """A property of the topic."""
@@ -19,32 +19,45 @@ class PulsarLogs:
     """The logs of some namespaces of a cluster. Satisfies `seqdedupe.log.contract.Logs`.
 
     New topics get `entry_format`. Each log keeps its messages by a durable subscription,
-    `seqdedupe-<instance name>`, which stays where the topic begins. With `may_change_policies` a topic's own policies
-    are set where they are not safe (`policies.ensure_safe`).
+    `seqdedupe-<instance name>`, from where the last durable snapshot says that the topic begins. With
+    `may_change_policies` a topic's own policies are set where they are not safe (`policies.ensure_safe`).
     """
 
     def __init__(
         self,
         shared: Shared,
-        admin: Admin,
         namespaces: Sequence[str],
         entry_format: EntryFormat,
         *,
         may_change_policies: bool,
     ) -> None:
         self._shared = shared
-        self._admin = admin
+        self._admin = shared.admin
         self._namespaces = namespaces
         self._entry_format = entry_format
         self._may_change_policies = may_change_policies
         self._topics: dict[int, str] = {}
         """By incarnation, as they were found last."""
 
-    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
-        """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used."""
+    async def create(
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+    ) -> None:
+        """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used.
+
+        Raises INVALID_NAMESPACE for a topic that would not be found again, INVALID_REQUEST for partitions.
+        """
+        if partitions:
+            why = "topics of a cluster cannot be made with partitions"
+            raise error("INVALID_REQUEST", why, hint="Make topics without partitions, or use the embedded log.")
+        if namespace_of(topic) not in self._namespaces:
+            raise error(
+                "INVALID_NAMESPACE",
+                f"the namespace of {topic} is none of {', '.join(self._namespaces)}",
+                hint="Add it to pulsar.namespaces, or name the topic in one of them.",
+            )
         properties = {
             INCARNATION: str(incarnation),
-            FORMAT: self._entry_format.value,
+            FORMAT: EntryFormat(entry_format or self._entry_format).value,
             MODE: _MODE_IDS,
             PARTITIONS: "0",
         }
@@ -53,8 +66,8 @@ class PulsarLogs:
         except SeqdedupeError as e:
             if e.reason != "TOPIC_EXISTS" or (await self._admin.properties(topic)).get(INCARNATION) != str(incarnation):
                 raise
-        await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
-        await self._admin.create_subscription(topic, f"seqdedupe-{self._shared.instance_name}")
+        await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
+        await self._admin.create_subscription(topic, self._shared.subscription)
         self._topics[incarnation] = topic
 
     async def list(self) -> list[LogName]:
@@ -62,8 +75,10 @@ class PulsarLogs:
         await self._look()
         return sorted(LogName(incarnation, topic) for incarnation, topic in self._topics.items())
 
-    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> PulsarLog:
-        """See `Logs.open`. The topic is read from its first entry on. Raises UNSAFE_TOPIC_POLICY too."""
+    async def open(
+        self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b""
+    ) -> PulsarLog:
+        """See `Logs.open`. Raises UNSAFE_TOPIC_POLICY too, and NO_STATE if the topic does not go on from the place."""
         if incarnation not in self._topics:
             await self._look()
         topic = self._topics.get(incarnation)
@@ -71,8 +86,14 @@ class PulsarLogs:
             raise error("LOG_DAMAGED", f"no topic in {', '.join(self._namespaces)} is the log {incarnation}")
         properties = await self._admin.properties(topic)
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
-        log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties))
-        await log.catch_up()
+        # Before anything is looked for, so that it stays. Who comes new to the topic has none yet.
+        await self._admin.create_subscription(topic, self._shared.subscription)
+        log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties), place)
+        try:
+            await log.begin(covered_index)
+        except BaseException:
+            await log.close()
+            raise
         return log
 
     async def delete(self, incarnation: int) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pulsar
 import pulsar.asyncio
 
+from seqdedupe.errors import error
+from seqdedupe.log.pulsar.admin import Admin, Publisher, TopicStats
 from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.message_id import MessageId
 from tests.log.pulsar.standin import PulsarTopic
@@ -27,17 +29,23 @@ class StandInClient:
         self.loses: Callable[[Message], bool] = lambda message: False
         """Whether an entry fails by itself, and is nowhere; what comes after it is stored all the same."""
         self.refuses = False
+        self.opened_readers = self.open_readers = 0
+        self.entries_read = 0
+        self.fails_reading: Callable[[], bool] = lambda: False
+        """Whether a reader that waits for an entry is told that it cannot."""
         self.writer: StandInProducer | None = None
         self.receipt_of: Callable[[MessageId], MessageId] = lambda message_id: message_id
         """What is told of where an entry stands."""
 
-    async def create_producer(self, _: str, *, producer_name: str, **__: Any) -> "StandInProducer":
+    async def create_producer(
+        self, _: str, *, producer_name: str, properties: dict[str, str], **__: Any
+    ) -> "StandInProducer":
         await asyncio.sleep(0)
         if self.refuses:
             raise pulsar.asyncio.PulsarException(pulsar.Result.Timeout)
         if self.writer is not None and self.excludes:
             raise pulsar.asyncio.PulsarException(pulsar.Result.ProducerFenced)
-        self.writer = StandInProducer(self, producer_name)
+        self.writer = StandInProducer(self, producer_name, properties)
         return self.writer
 
     async def create_reader(
@@ -45,17 +53,44 @@ class StandInClient:
     ) -> "StandInReader":
         await asyncio.sleep(0)
         assert start_message_id_inclusive
-        return StandInReader(self.topic, MessageId(start.ledger_id(), start.entry_id()))
+        self.opened_readers += 1
+        self.open_readers += 1
+        return StandInReader(self, MessageId(start.ledger_id(), start.entry_id()))
+
+
+class StandInAdmin(Admin):
+    """What the topic's statistics say of who writes to it, and where its durable subscription stands."""
+
+    def __init__(self, client: StandInClient) -> None:
+        self._client = client
+        self.answers = True
+
+    async def stats(self, topic: str) -> TopicStats:
+        await asyncio.sleep(0)
+        if not self.answers:
+            raise error("LOG_UNREADABLE", "no broker answers")
+        writer = self._client.writer
+        return TopicStats((Publisher(writer.name, writer.metadata),) if writer else (), 0, True)
+
+    async def create_subscription(self, topic: str, name: str) -> None:
+        await asyncio.sleep(0)
+
+    async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
+        await asyncio.sleep(0)
+        if not self.answers:
+            raise error("LOG_REFUSED", "no broker answers")
+        self._client.topic.keep_from(message_id)
 
 
 class StandInProducer:
-    def __init__(self, client: StandInClient, name: str) -> None:
+    def __init__(self, client: StandInClient, name: str, metadata: dict[str, str]) -> None:
         self._producer = self
+        self.name = name
+        self.metadata = metadata
         self._client = client
-        self._name = name
 
     def last_sequence_id(self) -> int:
-        return self._client.topic.highest(self._name)
+        return self._client.topic.highest(self.name)
 
     def send_async(self, built: Any, answer: Answer) -> None:
         asyncio.get_running_loop().call_soon(self._store, built, answer)
@@ -68,7 +103,7 @@ class StandInProducer:
         self._client.before(message)
         takes = self._client.writer is self or not self._client.excludes
         if takes and not self._client.refuses and not self._client.loses(message):
-            place, result = self._client.topic.add(message, self._name, sequence_id), pulsar.Result.Ok
+            place, result = self._client.topic.add(message, self.name, sequence_id), pulsar.Result.Ok
             place = self._client.receipt_of(place)
         answer(result, pulsar.MessageId(-1, place.ledger_id, place.entry_id, -1))
 
@@ -79,13 +114,16 @@ class StandInProducer:
 
 
 class StandInReader:
-    def __init__(self, topic: PulsarTopic, start: MessageId) -> None:
-        self._reader = self._native = _Native(topic, start)
+    def __init__(self, client: StandInClient, start: MessageId) -> None:
+        self._client = client
+        self._reader = self._native = _Native(client, start)
 
     def topic(self) -> str:
         return "a topic in memory"
 
     async def read_next(self) -> Any:
+        if self._client.fails_reading():
+            raise pulsar.asyncio.PulsarException(pulsar.Result.ConnectError)
         while (found := self._native.next()) is None:  # noqa: ASYNC110 (nobody tells)
             await asyncio.sleep(0.001)
         return _Wrapped(found)
@@ -96,6 +134,7 @@ class StandInReader:
 
     async def close(self) -> None:
         await asyncio.sleep(0)
+        self._client.open_readers -= 1
 
 
 class _Wrapped:
@@ -104,10 +143,14 @@ class _Wrapped:
 
 
 class _Native:
-    def __init__(self, topic: PulsarTopic, start: MessageId) -> None:
-        self._topic = topic
+    def __init__(self, client: StandInClient, start: MessageId) -> None:
+        self._client = client
+        self._topic = client.topic
         self._start = start
         self._after: MessageId | None = None
+
+    def close_async(self, _: Any) -> None:
+        self._client.open_readers -= 1
 
     def _next(self) -> Entry | None:
         return self._topic.next(self._after, self._start)
@@ -120,6 +163,7 @@ class _Native:
         if entry is None:
             return None
         self._after = entry.message_id
+        self._client.entries_read += 1
         return _Read(entry)
 
     def read_next(self, _: int) -> "_Read":
