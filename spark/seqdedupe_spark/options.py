@@ -183,8 +183,9 @@ def address(text: str) -> str:
     """Checks the form of a sidecar's address, or of several. Raises ValueError."""
     try:
         Sidecars.parse(text)
-    except SeqdedupeError as e:
-        raise ValueError(f"{e.message}, without a scheme, or pulsar://host:6650") from e
+    except SeqdedupeError:
+        what = "host:port or unix:path, without a scheme, or several separated by commas, or pulsar://host:6650"
+        raise ValueError(f"it should be {what}") from None  # which may have a password in it
     return text
 
 
