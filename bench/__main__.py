@@ -29,6 +29,7 @@ FIGURES = (
     "doctor",
     "memory",
     "attached",
+    "functions",
     "spark_source",
     "spark_postgres",
     "spark_dedupe",
