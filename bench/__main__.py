@@ -30,6 +30,7 @@ FIGURES = (
     "memory",
     "attached",
     "functions",
+    "pulsar_publish",
     "spark_source",
     "spark_postgres",
     "spark_dedupe",

@@ -56,7 +56,9 @@ def figure(folder: Path) -> Iterator[Figure]:
     home, wheel = get(), folder / "copy-1-py3-none-any.whl"
     (folder / "copying.py").write_text(CODE)
     build([folder / "copying.py"], wheel)
-    with Broker(home) as broker, Sidecar(folder / "sidecar") as sidecar:
+    broker = Broker(home)
+    broker.environment = {}
+    with broker, Sidecar(folder / "sidecar") as sidecar:
         client = pulsar.Client(broker.service_url)
         producer = client.create_producer(INPUT, batching_enabled=True, block_if_queue_full=True)
         for _ in range(MESSAGES):
