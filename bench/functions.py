@@ -11,9 +11,9 @@ from typing import Any
 import pulsar
 
 from bench.figure import Figure, Ratio, over
+from bench.pulsar_publish import WarmBroker
 from pulsar_broker.distribution import get
 from pulsar_broker.instance import FULL_NAME, Instance, details
-from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
 from seqdedupe.functions.wheel import build
 from seqdedupe.testing import Sidecar
@@ -56,9 +56,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     home, wheel = get(), folder / "copy-1-py3-none-any.whl"
     (folder / "copying.py").write_text(CODE)
     build([folder / "copying.py"], wheel)
-    broker = Broker(home)
-    broker.environment = {}
-    with broker, Sidecar(folder / "sidecar") as sidecar:
+    with WarmBroker(home) as broker, Sidecar(folder / "sidecar") as sidecar:
         client = pulsar.Client(broker.service_url)
         producer = client.create_producer(INPUT, batching_enabled=True, block_if_queue_full=True)
         for _ in range(MESSAGES):
