@@ -39,10 +39,12 @@ class Row(NamedTuple):
 class _Name:
     """A producer name. `epoch` is NO_EPOCH while it has no session."""
 
-    __slots__ = ("epoch", "opened", "queued", "sent", "settled", "waiting")
+    __slots__ = ("epoch", "has_sent", "opened", "queued", "sent", "settled", "waiting")
 
     def __init__(self) -> None:
         self.epoch = NO_EPOCH
+        self.has_sent = False
+        """Whether anything was, since it was opened: then a link leads there."""
         self.opened: list[Callable[[int], None]] = []
         self.settled = self.queued = self.sent = NO_SEQUENCE_ID
         self.waiting: list[tuple[int, int, Callable[[], None]]] = []
@@ -152,7 +154,7 @@ class Backlog:
                 f"the sidecar has an older state than before: of {name!r} it holds messages up to {persisted}, and had "
                 f"acknowledged {state.settled}",
             )
-        state.epoch, state.sent = epoch, persisted
+        state.epoch, state.sent, state.has_sent = epoch, persisted, False
         state.settle_up_to(persisted)
         answers, state.opened = state.opened, []
         for answer in answers:
@@ -161,13 +163,22 @@ class Backlog:
     # -- frames ------------------------------------------------------------------------------------------------
 
     def next_frame(self) -> Frame | None:
-        """The next frame to send; None if there is nothing, or a name has to be opened first."""
+        """The next frame to send; None if there is nothing, a name has to be opened first, or answers awaited.
+
+        Links keep the order of a name's messages alone. An input of a new ledger has other names than those before
+        it, so where a name begins, what was sent before is settled first: else that could be refused, and this taken.
+        """
         groups: list[Sequence[Row]] = []
+        begun: set[str] = set()
         rows = size_bytes = 0
         while self._unsent and rows < MAX_FRAME_ROWS:
             group = [row for row in self._unsent[0] if row.sequence_id > self._names[row.name].settled]
             if any(not self._names[row.name].epoch for row in group):
                 break
+            begins = {row.name for row in group if not self._names[row.name].has_sent}
+            if (groups or self._frames) and not begins <= begun:
+                break
+            begun |= begins
             size_bytes += sum(row.output.size_bytes for row in group)
             if groups and size_bytes > FULL_FRAME_BYTES:
                 break
@@ -188,6 +199,7 @@ class Backlog:
         links = np.array([state.sent for state in states], np.int64)
         for row in rows:
             self._names[row.name].sent = row.sequence_id
+            self._names[row.name].has_sent = True
         outputs = [row.output for row in rows]
         times = [output.event_time_ms for output in outputs]
         property_offsets, property_names, property_values = batches.properties(

@@ -11,6 +11,14 @@ Serialize = Callable[[Any], bytes]
 
 _TAKEN = ("properties", "partition_key", "event_timestamp")
 """What may stand in `message_conf`."""
+MAX_EVENT_TIME_MS = 2**63 - 1
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise error("INVALID_REQUEST", f"the key or a property is not valid Unicode: {text[:80]!r}") from e
 
 
 class Source:
@@ -38,7 +46,12 @@ class Source:
             raise error("INVALID_REQUEST", "names and values of properties are text")
         key = conf.get("partition_key", self.key)
         time_ms = int(conf.get("event_timestamp", self.event_time_ms))
-        return Output(topic_name(str(topic)), payload, str(key or ""), time_ms, dict(properties), callback)
+        if not -MAX_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS:
+            raise error("INVALID_REQUEST", f"the event time {time_ms} ms is beyond what can be kept")
+        output = Output(topic_name(str(topic)), payload, str(key or ""), time_ms, dict(properties), callback)
+        for text in (output.key, *output.properties, *output.properties.values()):
+            _check_text(text)
+        return output
 
 
 class GatheringContext:

@@ -31,6 +31,11 @@ MARKER, CONTROL, BATCH = "marker", "control", "batch"
 _PARTITION = re.compile(r"-partition-\d+$")
 
 
+def _as_text(said: str) -> str:
+    """As UTF-8 can say it: an error may have half a character of a file's name in it."""
+    return said.encode(errors="backslashreplace").decode()
+
+
 class Instance:
     """Made for the first message, whose context says how the function is deployed.
 
@@ -118,7 +123,7 @@ class Instance:
                 self._sleep(self._settings.retry_delay_ms / 1000)
             try:
                 return self._wrapped.outputs(payload, context), False
-            except Exception as e:
+            except BaseException as e:  # `sys.exit` too, or a cancelled task: else it would end every instance
                 logger.exception("the function has failed on message %s of %s", context.get_message_id(), lane)
                 failure = e
         if not self._settings.dead_letter_topic:
@@ -127,13 +132,13 @@ class Instance:
         self._counts["dead_letters"] += 1
         return [self._dead_letter(context, payload, lane, failure)], True
 
-    def _dead_letter(self, context: Any, payload: bytes, lane: str, failure: Exception) -> Output:
+    def _dead_letter(self, context: Any, payload: bytes, lane: str, failure: BaseException) -> Output:
         letter = Source(context).output(self._settings.dead_letter_topic, payload)
         told = {
             "dedupe.function": self._function,
             "dedupe.topic": lane,
             "dedupe.message_id": str(context.get_message_id()),
-            "dedupe.error": f"{type(failure).__name__}: {failure}"[:MAX_ERROR_CHARACTERS],
+            "dedupe.error": _as_text(f"{type(failure).__name__}: {failure}"[:MAX_ERROR_CHARACTERS]),
         }
         logger.error("message %s of %s goes to %s", context.get_message_id(), lane, letter.topic)
         return Output(letter.topic, payload, letter.key, letter.event_time_ms, {**letter.properties, **told})

@@ -150,7 +150,10 @@ class Pipeline:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._start(self._watch())
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        except BaseException as e:  # noqa: BLE001 (an instance without this thread would wait for ever)
+            self._end_because(e)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -207,7 +210,7 @@ class Pipeline:
         try:
             if output.callback is not None:
                 output.callback(pulsar.Result.Ok, None)
-        except Exception:
+        except BaseException:  # `sys.exit` too: it would end this thread
             logger.exception("the callback of an output for %s has failed", output.topic)
 
     def _acknowledge_soon(self, one: Input) -> None:

@@ -25,8 +25,10 @@ class InstanceProcess:
 
     def end(self, why: str, *, failed: bool) -> None:
         """Does not return."""
-        logger.log(logging.CRITICAL if failed else logging.INFO, "the instance ends: %s", why)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(FAILED if failed else 0)
+        try:
+            logger.log(logging.CRITICAL if failed else logging.INFO, "the instance ends: %s", why)
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also where nobody reads the output any more, and flushing it fails
+            os._exit(FAILED if failed else 0)

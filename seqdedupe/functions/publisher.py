@@ -18,7 +18,6 @@ from seqdedupe.client.frames import decode_answer, encode_frames, refusal_error
 from seqdedupe.client.outbox import Frame
 from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.functions.backlog import Backlog, Row
-from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
@@ -31,6 +30,8 @@ ANSWER_TIMEOUT_SECONDS = 30.0
 SHORTEST_TRUCE_SECONDS = 0.1
 LONGEST_TRUCE_SECONDS = 1.0
 """So long at random a name is left to the instance that took it, before it is taken back."""
+NAMES_PER_OPEN = 3000
+"""Of the longest names, and their epochs: a call takes 1 MiB."""
 
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 _FIRST_DELAY_SECONDS = 0.05
@@ -117,8 +118,8 @@ class Publisher:
         """Resumes the sessions that there are. Names that another instance has taken are taken back, after a while."""
         sessions = list(self.backlog.sessions().items())
         fenced = False
-        for first in range(0, len(sessions), MAX_OPEN_NAMES):
-            some = dict(sessions[first : first + MAX_OPEN_NAMES])
+        for first in range(0, len(sessions), NAMES_PER_OPEN):
+            some = dict(sessions[first : first + NAMES_PER_OPEN])
             answer = await self._call_open(stub, list(some), list(some.values()))
             refused = {refusal.index: refusal for refusal in answer.refusals}
             for place, name in enumerate(some):
@@ -136,7 +137,7 @@ class Publisher:
 
     async def _open(self, stub: PublishServiceStub) -> None:
         """Starts sessions for the names that have none."""
-        while names := self.backlog.unopened()[:MAX_OPEN_NAMES]:
+        while names := self.backlog.unopened()[:NAMES_PER_OPEN]:
             answer = await self._call_open(stub, names, [])
             for refusal in answer.refusals:
                 raise error_of_reason(refusal.reason, refusal.message, NEVER, {})
@@ -194,6 +195,8 @@ class Publisher:
                 raise error("OUTCOME_UNKNOWN", "a copy of an output is under way, and its outcome not known yet")
             self._backoff.reset()
             self.trouble = None
+        if not self.backlog.waits_for_answers:
+            self._work.set()  # what begins under a new name has waited for this
         for refusal in answer.refusals:
             if self.backlog.rows_of(refusal.frame) is not None:
                 raise refusal_error(refusal)

@@ -45,7 +45,7 @@ class Settings:
     """So many inputs wait for their outputs to settle."""
     max_in_flight_bytes: int = 16 * 1024 * 1024
     give_up_after_seconds: int = 600
-    """After so long without anything settled the process ends, and its successor goes on."""
+    """When an input has waited so long for its outputs the process ends, and its successor goes on."""
 
 
 _LEAST = {"max_message_retries": 0, "retry_delay_ms": 0}

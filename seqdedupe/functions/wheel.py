@@ -32,7 +32,7 @@ def _files(code: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
             yield f"seqdedupe/{path.relative_to(PACKAGE).as_posix()}", path.read_bytes()
     for given in code:
         root = given.resolve()
-        if root.name == PACKAGE.name:
+        if root.stem == PACKAGE.name:
             raise error("INVALID_FUNCTION", f"{given} has the name of this package: name it otherwise")
         if root.suffix == ".py" and root.is_file():
             yield root.name, root.read_bytes()

@@ -1,5 +1,6 @@
 """Functions that know nothing of the wrapper."""
 
+import sys
 import threading
 from typing import Any, ClassVar
 
@@ -96,3 +97,56 @@ class Upper:
 class Broken:
     def __init__(self) -> None:
         raise RuntimeError("no")
+
+
+class Bad(pulsar.Function):  # type: ignore[misc]
+    """A copy, but for the input `1`."""
+
+    def process(self, input: bytes, context: Any) -> bytes | None:
+        return self.bad(context) if input == b"1" else input
+
+    def bad(self, context: Any) -> bytes | None:
+        raise NotImplementedError
+
+
+class Exits(Bad):
+    def bad(self, context: Any) -> bytes | None:
+        sys.exit("enough")
+
+
+class Surrogates(Bad):
+    def bad(self, context: Any) -> bytes | None:
+        raise ValueError("\udcff")
+
+
+class SurrogateProperty(Bad):
+    def bad(self, context: Any) -> bytes | None:
+        context.publish("other", b"", properties={"name": "\udcff"})
+        return None
+
+
+class SurrogateKey(Bad):
+    def bad(self, context: Any) -> bytes | None:
+        context.publish("other", b"", message_conf={"partition_key": "\udcff"})
+        return None
+
+
+class LateForever(Bad):
+    """An event time that does not fit."""
+
+    def bad(self, context: Any) -> bytes | None:
+        context.publish("other", b"", message_conf={"event_timestamp": 2**63})
+        return None
+
+
+class CallsBackToExit(pulsar.Function):  # type: ignore[misc]
+    def process(self, input: bytes, context: Any) -> None:
+        context.publish("other", input, callback=lambda result, message: sys.exit("enough"))
+
+
+class Many(pulsar.Function):  # type: ignore[misc]
+    """As many outputs as the input says."""
+
+    def process(self, input: bytes, context: Any) -> None:
+        for _ in range(int(input)):
+            context.publish(context.get_user_config_value("output_topic"), b"")

@@ -236,3 +236,22 @@ def test_whatever_happens_on_the_way_each_output_is_stored_once_and_settled_when
     for name in {name for name, _ in log}:
         ids = [sequence_id for of, sequence_id in log if of == name]
         assert ids == sorted(ids)
+
+
+def test_a_name_begins_when_what_was_sent_before_is_settled() -> None:
+    """Else an input of a new ledger could be taken, and one before it be refused: no link leads from name to name."""
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(1, told, "ledger/7/0")])
+    backlog.add([row(2, told, "ledger/7/0")])
+    backlog.add([row(3, told, "ledger/8/0"), row(3, told, "ledger/8/1")])
+    backlog.add([row(4, told, "ledger/8/0")])
+    open_all(backlog)
+    first = sent(backlog)
+    assert first.batch.sequence_ids.tolist() == [1, 2]
+    backlog.add([row(5, told, "ledger/8/0")])
+    assert backlog.next_frame() is None
+    assert backlog.receipt(first.number, ALL_NEW)
+    second = sent(backlog)
+    assert second.batch.sequence_ids.tolist() == [3, 3, 4, 5]
+    backlog.add([row(6, told, "ledger/8/1")])
+    assert sent(backlog).batch.previous_sequence_ids.tolist() == [3]

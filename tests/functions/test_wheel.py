@@ -62,6 +62,12 @@ def test_what_is_missing_in_the_environment_ends_the_process_and_is_said(tmp_pat
     assert "went on" not in done.stdout
 
 
+def test_a_module_that_the_wrapper_would_hide_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "seqdedupe.py").write_text("")
+    with pytest.raises(ConfigurationError, match="name of this package"):
+        build([tmp_path / "seqdedupe.py"], tmp_path / "x-1-py3-none-any.whl")
+
+
 @pytest.mark.parametrize("name", ["seqdedupe.py", "folder", "text.txt"])
 def test_what_is_no_module_is_refused(tmp_path: Path, name: str) -> None:
     given = tmp_path / name

@@ -1,0 +1,61 @@
+"""Functions and inputs that would keep an instance from going on, or from ending."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from seqdedupe.functions import publisher
+from seqdedupe.testing import Sidecar
+from tests.functions.runtime import Id, Message, details, inputs
+from tests.functions.test_instance import Start, overlap, payloads, start
+
+__all__ = ["start"]
+
+
+@pytest.mark.parametrize("wrapped", ["Exits", "Surrogates", "LateForever", "SurrogateProperty", "SurrogateKey"])
+def test_whatever_a_function_gives_or_raises_is_a_dead_letter(
+    start: Start, shared_sidecar: Sidecar, topic: str, wrapped: str
+) -> None:
+    runtime = start(wrapped, dead_letter_topic=f"dead-{topic}", max_message_retries=0.0)
+    runtime.give(inputs(3))
+    runtime.until_acknowledged(3)
+    assert payloads(shared_sidecar, f"dead-{topic}") == [b"1"]
+    assert payloads(shared_sidecar, topic) == [b"0", b"2"]
+    assert not runtime.process.ended.is_set()
+
+
+def test_a_callback_that_would_end_its_thread_is_a_failed_callback(start: Start, topic: str) -> None:
+    runtime = start("CallsBackToExit")
+    runtime.give(inputs(3))
+    runtime.until_acknowledged(3)
+
+
+def test_many_outputs_of_one_input(start: Start, shared_sidecar: Sidecar, topic: str) -> None:
+    runtime = start("Many", deployed=details(name=topic + "x" * 60))
+    runtime.give([Message(b"%d" % n, Id(i)) for i, n in enumerate((10_000, 1, 12_000))])
+    runtime.until_acknowledged(3)
+    assert len(payloads(shared_sidecar, topic)) == 22_001
+
+
+def test_order_holds_from_one_ledger_to_the_next_while_instances_overlap(
+    start: Start, shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "LONGEST_TRUCE_SECONDS", 0.15)
+    first, second = start(max_in_flight_messages=20.0), start(max_in_flight_messages=20.0)
+    overlap(first, second, [Message(b"%d" % i, Id(i % 5, ledger_id=i // 5)) for i in range(300)])
+    assert payloads(shared_sidecar, topic) == [b"%d" % i for i in range(300)]
+
+
+def test_a_process_ends_though_nobody_reads_its_output() -> None:
+    """As where the worker has died: an exception out of `end` would be one out of `process`."""
+    script = (
+        "import sys; from seqdedupe.functions.process import InstanceProcess; sys.stdout.write('unread')\n"
+        "try:\n    InstanceProcess().end('why', failed=True)\nfinally:\n    import os; os._exit(77)"
+    )
+    unread, output = os.pipe()
+    os.close(unread)
+    with os.fdopen(output, "wb") as nobody:
+        done = subprocess.run([sys.executable, "-c", script], stdout=nobody, stderr=subprocess.PIPE, timeout=110)
+    assert done.returncode == 1, done.stderr
