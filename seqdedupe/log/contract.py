@@ -219,6 +219,19 @@ class Log(Protocol):
         is no longer there, (POSITION_AFTER_END) if it is above the next one.
         """
 
+    async def wait_for_more(self) -> None:
+        """For a log that another owner has: returns when something may stand there that no replay has given yet.
+
+        Never, where nobody else can write. Raises `UnavailableError` (LOG_UNREADABLE).
+        """
+
+    async def wait_until_free(self) -> None:
+        """Returns when nobody else seems to own the log, so that it is worth opening it for writing: an alarm, which
+        proves nothing. At once, where nobody else can write.
+
+        It outlasts failures of what it asks. Whoever is cancelled here does not wait any more, for certain.
+        """
+
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
         """Records of batches, whole, with the messages from `from_index` to at the most `stop_index - 1`.
 

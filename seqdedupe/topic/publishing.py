@@ -24,6 +24,7 @@ from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.standby import until_free
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -32,7 +33,8 @@ logger = logging.getLogger("seqdedupe.topic")
 class Topic(LoggedTopic):
     """A topic of this process. It takes messages once `recover` has returned.
 
-    `on_state` is told each change of state, with one line why.
+    `on_state` is told each change of state, with one line why. While another sidecar owns the log, the topic is taken
+    when somebody asks for it; with `is_standby` as soon as nobody owns it, and meanwhile it learns all that comes.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class Topic(LoggedTopic):
         applied: Applied,
         random_bytes: Callable[[int], bytes],
         on_state: Callable[[Any], None] = lambda topic: None,
+        is_standby: bool = False,
     ) -> None:
         super().__init__(
             name, log, store, snapshots, loaded, applied=applied, random_bytes=random_bytes, on_state=on_state
         )
         self.next_index = self.confirmed_index
         self.now_seconds = asyncio.get_running_loop().time
+        self._is_standby = is_standby
         self._keeping_away = KeepingAway(lambda: self.now_seconds(), random_bytes)
         self._streams: dict[int, Callable[[SeqdedupeError], None]] = {}
         self._is_recovering = False
@@ -67,8 +71,8 @@ class Topic(LoggedTopic):
         """Takes over the log and reads what the snapshot does not cover; then the topic serves.
 
         If that cannot be now, it is tried again beside this, for as long as it takes, and readers find what is
-        certain meanwhile. Where another sidecar owns the log that is when somebody asks for the topic, and not soon
-        after this one was shut out. Damage is looked at twice, then the topic is DAMAGED for good.
+        certain meanwhile. Where another sidecar owns the log it is not tried soon after this one was shut out. Damage
+        is looked at twice, then the topic is DAMAGED for good.
         """
         if not self._is_recovering and not self.knows_its_end:
             self._is_recovering = True
@@ -85,8 +89,11 @@ class Topic(LoggedTopic):
         if self.state is not State.STANDBY:
             await asyncio.sleep(delay_seconds)
             return
-        await asyncio.sleep(self._keeping_away.left_seconds)
-        await self.asked.wait()
+        if self._is_standby:
+            await until_free(self, self._follow, self._keeping_away)
+        else:
+            await asyncio.sleep(self._keeping_away.left_seconds)
+            await self.asked.wait()
 
     async def _has_recovered(self) -> bool:
         """Tries once. Whether there is nothing left to try."""
@@ -184,6 +191,12 @@ class Topic(LoggedTopic):
         self.confirmed.tell()
         for item in found:
             self._answer(item)
+
+    def _follow(self, chunk: bytes, table: recovery.Table, count: int, runs_of: recovery.RunsOf) -> None:
+        """Records that the log's owner has appended are merged."""
+        self._merge(chunk, table, count, runs_of)
+        self._known_term = max(self._known_term, int(table[:count, TERM].max()))
+        self.snapshotter.stored(count)
 
     # -- publishing --------------------------------------------------------------------------------------------
 
@@ -292,7 +305,7 @@ class Topic(LoggedTopic):
             self._snapshot_is_durable()
 
     def _snapshot_is_durable(self) -> None:
-        if self.state is not State.DRAINING and (self._trimming is None or self._trimming.done()):
+        if self.state not in (State.DRAINING, State.STANDBY) and (self._trimming is None or self._trimming.done()):
             self._trimming = self._spawn(trimming.trim(self))
 
     # -- producers that nobody uses ----------------------------------------------------------------------------

@@ -170,6 +170,13 @@ class EmbeddedLog:
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         return self._reader.replay(from_index)
 
+    async def wait_for_more(self) -> None:
+        # The folder is this process's alone.
+        await asyncio.get_running_loop().create_future()
+
+    async def wait_until_free(self) -> None:
+        """At once: the folder is this process's alone."""
+
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
         return Records(await self._reader.read(from_index, stop_index, max_bytes))
 
