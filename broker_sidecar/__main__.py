@@ -3,10 +3,10 @@
 import argparse
 import difflib
 import sys
-from dataclasses import fields
 from pathlib import Path
 
-from broker_sidecar.config import Config, from_process
+from broker_sidecar.config import KEYS, from_process
+from broker_sidecar.keys import flag_of
 from seqdedupe.errors import SeqdedupeError
 
 
@@ -18,13 +18,17 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="make records anew for logs of which the store knows nothing",
     )
-    for item in fields(Config):
-        flag = "--" + item.name.replace("_", "-")
+    for name, item in KEYS.items():
+        if item.metadata["is_secret"]:
+            # Everybody on the machine can read the arguments of a process.
+            continue
         about = item.metadata["about"].replace("%", "%%")
         if isinstance(item.default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=about)
+            parser.add_argument(
+                flag_of(name), dest=name, action=argparse.BooleanOptionalAction, default=None, help=about
+            )
         else:
-            parser.add_argument(flag, metavar=type(item.default).__name__.upper(), help=about)
+            parser.add_argument(flag_of(name), dest=name, metavar=type(item.default).__name__.upper(), help=about)
     return parser
 
 
@@ -35,10 +39,11 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     parser = arguments(argparse.ArgumentParser(prog=prog, description=about, allow_abbrev=False))
     found, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = ["--" + item.name.replace("_", "-") for item in fields(Config)]
+        flags = [flag_of(name) for name, item in KEYS.items() if not item.metadata["is_secret"]]
+        # What follows may be a secret.
         typed = unknown[0].partition("=")[0]
         near = [flag for flag in flags if flag.startswith(typed)] or difflib.get_close_matches(typed, flags, 1)
-        parser.error(f"there is no {unknown[0]}" + (f": do you mean {near[0]}?" if near else ""))
+        parser.error(f"there is no {typed}" + (f": do you mean {near[0]}?" if near else ""))
     given = vars(found)
     file, rebuild_store = given.pop("config"), given.pop("rebuild_store")
     try:

@@ -3,7 +3,6 @@
 import time
 from bisect import bisect_right
 from importlib.metadata import version
-from operator import itemgetter
 from typing import Any
 
 import grpc
@@ -13,12 +12,13 @@ from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.policies import Policies, policy_of
 from broker_sidecar.rpc import unary
 from broker_sidecar.streams import Streams
-from broker_sidecar.topics import topic_to_proto
+from broker_sidecar.topics import partitioned_to_proto, topic_to_proto
 from broker_sidecar.transfer import Transfer
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.names import producer_name, topic_name
+from seqdedupe.topic import partitioned
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.publishing import Topic
@@ -67,24 +67,37 @@ class AdminService:
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
         policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
-        topic = await self._topics.create(request.topic, policy=policy)
-        return admin_pb2.CreateTopicResponse(topic=topic_to_proto(topic))
+        if request.partitions:
+            await partitioned.create(self._topics, request.topic, request.partitions, policy)
+        else:
+            await self._topics.create(request.topic, policy=policy)
+        return admin_pb2.CreateTopicResponse(topic=self._topic(topic_name(request.topic)))
 
     async def _delete(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:
-        await self._topics.delete(request.topic)
+        full = topic_name(request.topic)
+        if full in self._topics.partitions:
+            await partitioned.delete(self._topics, full)
+        else:
+            await self._topics.delete(full)
         return admin_pb2.DeleteTopicResponse()
 
     async def _list(self, request: admin_pb2.ListTopicsRequest) -> admin_pb2.ListTopicsResponse:
-        topics = [(_name(topic), topic) for topic in self._topics.all()]
-        first = bisect_right(topics, topic_name(request.after), key=itemgetter(0)) if request.after else 0
-        page = topics[first : first + PAGE_ITEMS]
+        names = sorted([*map(_name, self._topics.all()), *self._topics.partitions])
+        first = bisect_right(names, topic_name(request.after)) if request.after else 0
+        page = names[first : first + PAGE_ITEMS]
         return admin_pb2.ListTopicsResponse(
-            topics=[topic_to_proto(topic) for _, topic in page],
-            next=page[-1][0] if first + PAGE_ITEMS < len(topics) else "",
+            topics=map(self._topic, page), next=page[-1] if first + PAGE_ITEMS < len(names) else ""
         )
 
     async def _get(self, request: admin_pb2.GetTopicRequest) -> admin_pb2.GetTopicResponse:
-        return admin_pb2.GetTopicResponse(topic=topic_to_proto(self._topics.look_at(request.topic)))
+        return admin_pb2.GetTopicResponse(topic=self._topic(topic_name(request.topic)))
+
+    def _topic(self, name: str) -> admin_pb2.Topic:
+        """A topic by its full name, as it is now. Raises TOPIC_NOT_FOUND."""
+        if name in self._topics.partitions:
+            return partitioned_to_proto(name, partitioned.partitions_of(self._topics, name))
+        topic = self._topics.look_at(name)
+        return topic_to_proto(topic, self._topics.partitions_beside(name))
 
     async def _producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
         topic = self._topics.get(request.topic)

@@ -7,11 +7,16 @@ import difflib
 import os
 import re
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from broker_sidecar.keys import environment_of, invalid, keys_of
+from broker_sidecar.keys import key as _key
+from broker_sidecar.pulsar_config import PulsarConfig
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.topic import policy
@@ -22,7 +27,7 @@ NO_KEYS = frozenset({"SEQDEDUPE_ADDRESS"})
 
 
 _WORDS = {
-    "log": ("embedded", "broker"),
+    "log": ("embedded", "pulsar", "broker"),
     "gap_policy": ("allow", "reject"),
     "overlap_policy": ("reject", "pulsar"),
     "log_level": ("debug", "info", "warning", "error"),
@@ -40,9 +45,9 @@ _LEAST = {**_OF_POLICIES, "admission_timeout_seconds": 1, "max_topics": 1, "max_
 
 _NEEDED = {bool: "true or false", int: "a whole number", str: "text in quotes"}
 
-
-def _key(default: Any, about: str) -> Any:
-    return field(default=default, metadata={"about": about})
+_INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_EVERYWHERE = ("0.0.0.0", "[::]", "*")
+"""Hosts to listen on that are no host to connect to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +62,13 @@ class Config:
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
     log: str = _key(
         "embedded",
-        "What holds the messages: `embedded`, the sidecar itself; `broker`, a broker that attaches (`DedupeService`).",
+        "What holds the messages: `embedded`, the sidecar itself; `pulsar`, a Pulsar cluster; `broker`, a broker that "
+        "attaches (`DedupeService`).",
     )
+    instance_name: str = _key(
+        "", "Whose the producers and subscriptions in Pulsar are: no two sidecars may have one. Left out: a random one."
+    )
+    advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
     allow_auto_topic_creation: bool = _key(
         True, "Create a topic when somebody opens a producer on it, or a broker attaches it."
     )
@@ -89,31 +99,40 @@ class Config:
     drain_timeout_seconds: int = _key(30, "At SIGTERM, wait at most so long for what is in flight.")
     log_level: str = _key("info", "`debug`, `info`, `warning` or `error`.")
     log_format: str = _key("json", "`json` (one object a line) or `text`.")
+    pulsar: PulsarConfig = field(default_factory=PulsarConfig)
 
     def check(self) -> "Config":
         """Raises INVALID_CONFIGURATION or INSECURE_LISTEN."""
         if not self.data_directory:
-            raise _invalid("data_directory", "is required")
-        for item in fields(self):
-            value, least = getattr(self, item.name), _LEAST.get(item.name, 0)
+            raise invalid("data_directory", "is required")
+        for name in KEYS:
+            value, least = attrgetter(name)(self), _LEAST.get(name, 0)
             if isinstance(value, int) and value < least:
-                raise _invalid(item.name, f"is {value}: at least {least} is needed")
-            if item.name in _OF_POLICIES and value > policy.LARGEST:
-                raise _invalid(item.name, f"is {value}: at most {policy.LARGEST} is possible")
+                raise invalid(name, f"is {value}: at least {least} is needed")
+            if name in _OF_POLICIES and value > policy.LARGEST:
+                raise invalid(name, f"is {value}: at most {policy.LARGEST} is possible")
         for key, words in _WORDS.items():
             if getattr(self, key) not in words:
                 *others, last = words
-                raise _invalid(key, f"is {getattr(self, key)!r}: it should be {', '.join(others)} or {last}")
+                raise invalid(key, f"is {getattr(self, key)!r}: it should be {', '.join(others)} or {last}")
         if not re.fullmatch("0?[0-7]{3}", self.socket_mode):
-            raise _invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
+            raise invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
         self._check_listen()
+        self._check_advertised()
+        if self.instance_name and not _INSTANCE_NAME.fullmatch(self.instance_name):
+            raise invalid(
+                "instance_name",
+                f"is {self.instance_name!r}: it should be 1 to 64 ASCII letters, digits and any of ._-",
+            )
+        if self.log == "pulsar":
+            self.pulsar.check()
         return self
 
     def _check_listen(self) -> None:
         try:
             address = SidecarAddress.parse(self.listen)
         except SeqdedupeError as e:
-            raise _invalid("listen", f"is {self.listen!r}: it should be host:port or unix:/path") from e
+            raise invalid("listen", f"is {self.listen!r}: it should be host:port or unix:/path") from e
         if not address.is_local and not self.allow_insecure_listen:
             raise error(
                 "INSECURE_LISTEN",
@@ -122,60 +141,98 @@ class Config:
                 key="listen",
             )
 
+    def _check_advertised(self) -> None:
+        if not self.advertised_address:
+            host = SidecarAddress.parse(self.listen).host
+            if self.log == "pulsar" and host in _EVERYWHERE:
+                raise invalid("advertised_address", f"is needed: with listen = {self.listen!r} nobody knows where")
+            return
+        try:
+            address = SidecarAddress.parse(self.advertised_address)
+        except SeqdedupeError as e:
+            raise invalid(
+                "advertised_address", f"is {self.advertised_address!r}: it should be host:port or unix:/path"
+            ) from e
+        if address.host in _EVERYWHERE or not (address.port or address.path):
+            raise invalid("advertised_address", f"is {self.advertised_address!r}: nobody can connect to that")
 
-def _invalid(key: str, why: str) -> SeqdedupeError:
-    return error("INVALID_CONFIGURATION", f"{key} {why}", key=key)
+
+KEYS = keys_of(Config)
+"""By name, as they are written: `pulsar.service_url` is `service_url` of the table `[pulsar]`."""
+_BY_ENVIRONMENT = {environment_of(name): name for name in KEYS}
 
 
-def _convert(key: str, value: Any, kind: type) -> Any:
+def _convert(name: str, value: Any) -> Any:
     """A value from a file, the environment or a flag, as the key's type."""
+    kind = type(KEYS[name].default)
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
     if kind is int and isinstance(value, str):
         try:
             return int(value)
         except ValueError as e:
-            raise _invalid(key, f"is {value!r}: {_NEEDED[kind]} is needed") from e
+            raise invalid(name, f"is {shown}: {_NEEDED[kind]} is needed") from e
     if type(value) is not kind:
-        shown = str(value).lower() if isinstance(value, bool) else repr(value)
-        raise _invalid(key, f"is {shown}: {_NEEDED[kind]} is needed")
+        raise invalid(name, f"is {shown}: {_NEEDED[kind]} is needed")
     return value
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Config:
-    """The configuration from a TOML file, the environment and flags (None: not given). Raises INVALID_CONFIGURATION."""
+    """The configuration from a TOML file, the environment and flags by key (None: not given).
+
+    Raises INVALID_CONFIGURATION.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if file is not None:
-        try:
-            values |= tomllib.loads(file.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-            why = e.strerror if isinstance(e, OSError) else e
-            raise error("INVALID_CONFIGURATION", f"the configuration file {file} cannot be read: {why}") from e
+        values |= _in_file(file)
         sources |= dict.fromkeys(values, f"the file {file}")
-    for name, value in environment.items():
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in NO_KEYS:
-            key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-            values[key], sources[key] = value, f"{name} in the environment"
+    for variable, value in environment.items():
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NO_KEYS:
+            name = _BY_ENVIRONMENT.get(variable) or variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            values[name], sources[name] = value, f"{variable} in the environment"
     for name, value in flags.items():
         if value is not None:
             values[name], sources[name] = value, "a flag"
     try:
         return _checked(values)
     except ConfigurationError as e:
-        key = e.numbers.get("key", "")
-        if key not in sources:
+        name = e.numbers.get("key", "")
+        if name not in sources:
             raise
-        raise error(e.reason, f"{e.message} (given by {sources[key]})", key=key) from e
+        raise error(e.reason, f"{e.message} (given by {sources[name]})", key=name) from e
+
+
+def _in_file(file: Path) -> dict[str, Any]:
+    """The values of a TOML file, by key."""
+    try:
+        tables = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else e
+        raise error("INVALID_CONFIGURATION", f"the configuration file {file} cannot be read: {why}") from e
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, dict) and name not in KEYS:
+            found |= {f"{name}.{within}": inner for within, inner in value.items()}
+        else:
+            found[name] = value
+    for name in found.keys() & KEYS.keys():
+        if KEYS[name].metadata["is_secret"]:
+            where = f"may stand in no file of the configuration, but in the environment: {environment_of(name)}"
+            raise error("INVALID_CONFIGURATION", f"{name} {where} (given by the file {file})", key=name)
+    return found
 
 
 def _checked(values: Mapping[str, Any]) -> Config:
-    kinds = {item.name: type(item.default) for item in fields(Config)}
-    for name in values:
-        if name not in kinds:
-            near = difflib.get_close_matches(name, kinds, 1)
-            raise _invalid(name, "is no key of the configuration" + (f": do you mean {near[0]}?" if near else ""))
-    return Config(**{name: _convert(name, value, kinds[name]) for name, value in values.items()}).check()
+    tables: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for name, value in values.items():
+        if name not in KEYS:
+            near = difflib.get_close_matches(name, KEYS, 1)
+            raise invalid(name, "is no key of the configuration" + (f": do you mean {near[0]}?" if near else ""))
+        table, _, within = name.rpartition(".")
+        tables[table][within] = _convert(name, value)
+    return Config(**tables.pop("", {}), pulsar=PulsarConfig(**tables["pulsar"])).check()
 
 
 def from_process(file: Path | None, flags: Mapping[str, Any]) -> Config:
@@ -186,7 +243,7 @@ def from_process(file: Path | None, flags: Mapping[str, Any]) -> Config:
 def table() -> str:
     """The table of keys for the documentation, in Markdown."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for item in fields(Config):
+    for name, item in KEYS.items():
         default = str(item.default).lower() if isinstance(item.default, bool) else item.default
-        rows.append(f"| `{item.name}` | {'–' if default == '' else default} | {item.metadata['about']} |")
+        rows.append(f"| `{name}` | {'–' if default == '' else default} | {item.metadata['about']} |")
     return "\n".join(rows)

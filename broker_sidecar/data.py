@@ -6,12 +6,15 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from broker_sidecar.config import Config
+from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import error
+from seqdedupe.log.contract import Logs
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
+from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.of_brokers import BrokersTopics
@@ -19,6 +22,9 @@ from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
+
+if TYPE_CHECKING:
+    from broker_sidecar.cluster import Cluster
 
 logger = logging.getLogger("seqdedupe.server")
 
@@ -38,19 +44,22 @@ def _fatal(why: str) -> None:
 
 
 class Data:
-    """The data directory of a sidecar: `topics` if the logs are its own, `brokers_topics` if they are a broker's.
+    """The data directory of a sidecar: `topics` if it writes the logs itself, `brokers_topics` if a broker does.
 
-    Raises INVALID_CONFIGURATION if `log` is a broker's and there are logs, and what `Store.open` raises.
+    Raises INVALID_CONFIGURATION if there are logs though `log` says that they are elsewhere, and what `Store.open` and
+    `Cluster` raise.
     """
 
     def __init__(
         self, config: Config, on_state: Callable[[str, State | None], None], *, rebuild_store: bool = False
     ) -> None:
         folder = Path(config.data_directory)
-        if config.log == "broker":
-            _check_no_logs(folder / "logs")
+        if config.log != "embedded":
+            _check_no_logs(config.log, folder / "logs")
         self._store = store = Store.open(folder / "store")
         self._logs: EmbeddedLogs | None = None
+        self._cluster: Cluster | None = None
+        self._is_advertised = bool(config.advertised_address)
         self._scrub_bytes_per_second = config.scrub_bytes_per_second
         self.topics: Topics[Topic] | None = None
         self.brokers_topics: Topics[AttachedTopic] | None = None
@@ -71,10 +80,16 @@ class Data:
                 **limits,
             )
             return
-        self._logs = logs = EmbeddedLogs(folder / "logs", clock_ms=_clock_ms, fatal=_fatal)
+        logs: Logs
+        if config.log == "pulsar":
+            self._cluster = _cluster(config, store)
+            kind, logs = LogKind.PULSAR, self._cluster.logs
+        else:
+            self._logs = EmbeddedLogs(folder / "logs", clock_ms=_clock_ms, fatal=_fatal)
+            kind, logs = LogKind.EMBEDDED, self._logs
         self.topics = Topics(
             store,
-            lambda told: PublishedTopics(store, logs, on_state=told, rebuild_store=rebuild_store),
+            lambda told: PublishedTopics(store, logs, log=kind, on_state=told, rebuild_store=rebuild_store),
             on_state=on_state,
             rebuild_store=rebuild_store,
             **limits,
@@ -93,18 +108,38 @@ class Data:
         if self._logs is not None and self._scrub_bytes_per_second:
             self._logs.scrub(self._scrub_bytes_per_second)
 
+    def listens(self, address: SidecarAddress) -> None:
+        """Where, which is what the sidecar advertises unless it was told something else."""
+        if self._cluster is not None and not self._is_advertised:
+            self._cluster.shared.address = str(address)
+
     async def close(self) -> None:
-        """Lets go of files, locks and threads."""
+        """Lets go of files, locks, connections and threads."""
         if self._logs is not None:
             await self._logs.close()
+        if self._cluster is not None:
+            await self._cluster.close()
         await asyncio.to_thread(self._store.close)
 
 
-def _check_no_logs(folder: Path) -> None:
+def _cluster(config: Config, store: Store) -> "Cluster":
+    try:
+        from broker_sidecar.cluster import Cluster
+    except ModuleNotFoundError as e:
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"log = 'pulsar' needs {e.name}, which is not installed",
+            hint="Install it: pip install 'seqdedupe[sidecar,pulsar]'",
+            key="log",
+        ) from e
+    return Cluster(config, store)
+
+
+def _check_no_logs(log: str, folder: Path) -> None:
     """Raises INVALID_CONFIGURATION if there are any: without the store's records nobody else would notice them."""
     if folder.is_dir() and any(entry.is_dir() for entry in folder.iterdir()):
         raise error(
-            "INVALID_CONFIGURATION", f"log = 'broker': the data directory has logs of a sidecar's own, in {folder}",
+            "INVALID_CONFIGURATION", f"log = {log!r}: the data directory has logs of a sidecar's own, in {folder}",
             key="log",
         )  # fmt: skip
 

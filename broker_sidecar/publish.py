@@ -20,6 +20,7 @@ from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.partitioned import check_gap_policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import encoded_names
 from seqdedupe.topic.state import State
@@ -142,6 +143,8 @@ class PublishService:
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
         names = list(request.producer_names)
         topic = await self._topic_of(request, names)
+        if self._topics.partitions_beside(topic.name):
+            check_gap_policy(topic.name, topic.applied.gap)
         opened = await open_sessions(topic, names, list(request.epochs) or None)
         response = publish_pb2.OpenResponse(
             incarnation=topic.log.incarnation,

@@ -104,6 +104,7 @@ class Sidecar:
         except (RuntimeError, OSError) as e:
             raise _cannot_listen(address, e) from e
         self.address = address if address.path else replace(address, port=port)
+        self._data.listens(self.address)
         await self._server.start()
 
     def _topic_changed(self, name: str, state: State | None) -> None:
@@ -176,27 +177,30 @@ def run(config: Config, *, rebuild_store: bool = False) -> int:
     os.umask(PRIVATE)
     give_back_freed_memory()
     try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(_served(config, rebuild_store))
+    return uvloop.run(_served(config, rebuild_store))
+
+
+async def _served(config: Config, rebuild_store: bool) -> int:
+    """Serves; the exit status. What is wrong is said in one line."""
+    status = EXIT_ERROR
+    try:
         directory.prepare(Path(config.data_directory))
-        _run(config, rebuild_store)
+        await _serve(config, rebuild_store)
+        status = 0
     except SeqdedupeError as e:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
-        return EXIT_ERROR
     except TimeoutError:
         print(
             "seqdedupe: draining took too long: what was in flight is decided at the next start",
             file=sys.stderr,
         )
-        return EXIT_ERROR
     except OSError as e:
         print(f"seqdedupe: {e}", file=sys.stderr)
-        return EXIT_ERROR
-    return 0
-
-
-def _run(config: Config, rebuild_store: bool) -> None:
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(_serve(config, rebuild_store))
-    else:
-        uvloop.run(_serve(config, rebuild_store))
+    if config.log == "pulsar":
+        # Threads that still wait for a cluster would hold the process up, and abort it once the loop is closed.
+        logging.shutdown()
+        os._exit(status)
+    return status

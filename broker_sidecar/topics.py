@@ -1,5 +1,8 @@
 """Topics and policies as the messages of `admin.proto`."""
 
+from collections.abc import Sequence
+
+from seqdedupe.names import whole_of
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.state import State, TopicBase
@@ -13,8 +16,48 @@ def policy_to_proto(policy: Policy | Applied) -> admin_pb2.TopicPolicy:
     return message
 
 
-def topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
-    """A topic as it is now."""
+_WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.STANDBY, State.READ_ONLY, State.DRAINING)
+
+_SUMMED = (
+    "log_bytes",
+    "not_dup",
+    "dup",
+    "unknown",
+    "refused",
+    "resets",
+    "purged",
+    "resumed_after_purge",
+    "damaged_places",
+    "damaged_messages",
+)
+"""Fields that a partitioned topic has as sums of those of its partitions."""
+
+
+def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | None]) -> admin_pb2.Topic:
+    """A partitioned topic as it is now; None is a partition that is not there."""
+    message = admin_pb2.Topic(name=whole, partitions=len(partitions), state=State.SERVING.value)  # type: ignore[arg-type]
+    parts = [topic_to_proto(topic) for topic in partitions if topic is not None]
+    for name in _SUMMED:
+        setattr(message, name, sum(getattr(part, name) for part in parts))
+    for state in _WORST_FIRST:
+        if one := next((part for part in parts if part.state == state.value), None):
+            message.state, message.why = one.state, f"{one.name}: {one.why}"
+            break
+    if missing := [k for k, topic in enumerate(partitions) if topic is None]:
+        message.state = State.DAMAGED.value  # type: ignore[assignment]
+        message.why = f"of its partitions these are not there: {', '.join(map(str, missing))}"
+    return message
+
+
+def topic_to_proto(topic: TopicBase | Closed, partitions: int = 0) -> admin_pb2.Topic:
+    """A topic as it is now. `partitions` as in its record."""
+    message = _topic_to_proto(topic)
+    if partitions:
+        message.partition_of = whole_of(message.name) or ""
+    return message
+
+
+def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
     if isinstance(topic, Closed):
         return admin_pb2.Topic(
             name=topic.record.name,

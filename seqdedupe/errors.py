@@ -126,6 +126,12 @@ REASONS: dict[str, Reason] = {
         "or let the sidecar do it: allow_auto_topic_creation = true.",
     ),
     "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the topic that is there, or another name."),
+    "TOPIC_IS_PARTITIONED": Reason(
+        InvalidRequestError,
+        "FAILED_PRECONDITION",
+        "Name one of its partitions, `name-partition-0` and on. Producers and readers take the whole topic where the "
+        "client knows partitions.",
+    ),
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",

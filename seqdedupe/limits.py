@@ -19,6 +19,8 @@ MAX_BATCH_BYTES = 8 * 1024 * 1024
 MAX_BATCH_ROWS = 65_536
 MAX_PAYLOAD_BYTES = 5 * 1024 * 1024
 """Pulsar's `maxMessageSize`."""
+MAX_PARTITIONS = 1024
+"""Of a partitioned topic."""
 MAX_OPEN_NAMES = 65_536
 """Names in one `Open` or `Register`."""
 MAX_POSITION_BYTES = 255

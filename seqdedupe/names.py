@@ -8,6 +8,7 @@ from seqdedupe.limits import MAX_NAME_BYTES
 _SHORT_NAME = re.compile(r"[\w.:=\-]+", re.ASCII)
 _FULL_NAME = re.compile(r"persistent://([\w.=\-]+)/([\w.=\-]+)/([\w.:=\-]+)", re.ASCII)
 _NAMESPACE = re.compile(r"[\w.=\-]+/[\w.=\-]+", re.ASCII)
+_PARTITION = re.compile(r"(.+)-partition-(\d+)", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -25,6 +26,17 @@ def topic_name(name: str) -> str:
             f"of ASCII letters, digits and any of _-.=:, at most {MAX_NAME_BYTES} bytes in all",
         )
     return full
+
+
+def partition_name(whole: str, partition: int) -> str:
+    """The full name of a partition of a partitioned topic, as in Pulsar. Raises INVALID_TOPIC_NAME."""
+    return topic_name(f"{whole}-partition-{partition}")
+
+
+def whole_of(topic: str) -> str | None:
+    """The name of the partitioned topic of which a topic with this name would be a partition; None if of none."""
+    found = _PARTITION.fullmatch(topic)
+    return found[1] if found else None
 
 
 def namespace_name(name: str) -> str:

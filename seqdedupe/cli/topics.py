@@ -37,9 +37,14 @@ def _known(topic: admin_pb2.Topic, value: T) -> T | None:
     return None if topic.state == admin_pb2.TOPIC_STATE_DAMAGED else value
 
 
+def _of_log(topic: admin_pb2.Topic, value: T) -> T | None:
+    """The same; None also for a partitioned topic, which has no log of its own."""
+    return None if topic.partitions else _known(topic, value)
+
+
 def _messages(topic: admin_pb2.Topic) -> int | None:
     """How many can be read."""
-    return _known(topic, topic.last.index + 1 - topic.first_index)
+    return _of_log(topic, topic.last.index + 1 - topic.first_index)
 
 
 def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
@@ -47,13 +52,15 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
         "name": topic.name,
         "state": state_name(topic),
         "why": topic.why or None,
+        "partitions": topic.partitions,
+        "partition_of": topic.partition_of or None,
         "deduplication_enabled": topic.policy.deduplication_enabled if topic.HasField("policy") else None,
         "messages": _messages(topic),
-        "first_index": _known(topic, topic.first_index),
-        "last": _known(topic, position_json(Position.from_proto(topic.last))),
-        "snapshot_index": _known(topic, topic.snapshot_index),
-        "term": _known(topic, topic.term),
-        "producers": _known(topic, topic.producers),
+        "first_index": _of_log(topic, topic.first_index),
+        "last": _of_log(topic, position_json(Position.from_proto(topic.last))),
+        "snapshot_index": _of_log(topic, topic.snapshot_index),
+        "term": _of_log(topic, topic.term),
+        "producers": _of_log(topic, topic.producers),
         "log_bytes": _known(topic, topic.log_bytes),
         "not_dup": topic.not_dup,
         "dup": topic.dup,
@@ -73,11 +80,7 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
     for name, value in (
         ("topic", topic.name),
         ("state", state_name(topic) + (f": {topic.why}" if topic.why else "")),
-        ("deduplication", _on_off(topic)),
-        ("messages", _known(topic, _extent(topic))),
-        ("last", _known(topic, Position.from_proto(topic.last))),
-        ("snapshot", _known(topic, f"up to index {topic.snapshot_index}, not included")),
-        ("producers", _known(topic, f"{topic.producers:,}")),
+        *(_of_whole(topic) if topic.partitions else _of_one(topic)),
         ("log", _known(topic, f"{topic.log_bytes:,} bytes")),
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since it was opened"),
         ("refused", f"{topic.refused:,} frames since it was opened"),
@@ -85,6 +88,23 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         *_damage(topic),
     ):
         echo(f"{name:<14}{printable(str(_shown(value)))}")
+
+
+def _of_whole(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
+    """Lines for a partitioned topic."""
+    return [("partitions", f"{topic.partitions}, {topic.name}-partition-0 and on: each can be shown by its name")]
+
+
+def _of_one(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
+    """Lines for a topic that has a log, as a partition too."""
+    return [
+        *([("partition of", topic.partition_of)] if topic.partition_of else []),
+        ("deduplication", _on_off(topic)),
+        ("messages", _known(topic, _extent(topic))),
+        ("last", _known(topic, Position.from_proto(topic.last))),
+        ("snapshot", _known(topic, f"up to index {topic.snapshot_index}, not included")),
+        ("producers", _known(topic, f"{topic.producers:,}")),
+    ]
 
 
 def _extent(topic: admin_pb2.Topic) -> str:
@@ -114,6 +134,11 @@ def _shown(value: object) -> object:
     return "?" if value is None else value
 
 
+def _title(topic: admin_pb2.Topic) -> str:
+    """A name in the list; how many partitions stand under it."""
+    return f"{topic.name} ({topic.partitions} partitions)" if topic.partitions else topic.name
+
+
 def _on_off(topic: admin_pb2.Topic) -> str | None:
     if not topic.HasField("policy"):
         return None
@@ -137,7 +162,7 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
     print_table(
         ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
         [
-            (t.name, state_name(t), _on_off(t), _messages(t), _known(t, t.producers), _known(t, t.log_bytes))
+            (_title(t), state_name(t), _on_off(t), _messages(t), _of_log(t, t.producers), _known(t, t.log_bytes))
             for t in found
         ],
     )
@@ -148,18 +173,20 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
 @click.option(
     "--deduplication/--no-deduplication", default=None, help="Whether it deduplicates, whatever its namespace says."
 )
+@click.option("--partitions", type=click.IntRange(min=1), metavar="N", help="Make it of N partitions, for good.")
 @common
-def create(name: str, deduplication: bool | None, address: str, as_json: bool) -> None:
+def create(name: str, deduplication: bool | None, partitions: int | None, address: str, as_json: bool) -> None:
     """Create a topic and show it."""
     with connect(address) as client:
-        _print_topic(client.admin.create_topic(name, deduplication_enabled=deduplication), as_json)
+        made = client.admin.create_topic(name, partitions=partitions or 0, deduplication_enabled=deduplication)
+    _print_topic(made, as_json)
 
 
 @topics.command()
 @click.argument("name")
 @common
 def delete(name: str, address: str, as_json: bool) -> None:
-    """Delete a topic with its messages and producers, for good and without asking."""
+    """Delete a topic with its messages, producers and partitions, for good and without asking."""
     with connect_to(address, name) as client:
         client.admin.delete_topic(name)
     if as_json:

@@ -37,11 +37,19 @@ class Admin:
         self._address = address
         self._stub = AdminServiceStub(channel)
 
-    async def create_topic(self, topic: str, *, deduplication_enabled: bool | None = None) -> admin_pb2.Topic:
-        """`deduplication_enabled` None: it is inherited. Raises InvalidRequestError (TOPIC_EXISTS)."""
-        request = admin_pb2.CreateTopicRequest(
-            topic=topic_name(topic), policy=admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
-        )
+    async def create_topic(
+        self,
+        topic: str,
+        *,
+        partitions: int = 0,
+        deduplication_enabled: bool | None = None,
+        policy: admin_pb2.TopicPolicy | None = None,
+    ) -> admin_pb2.Topic:
+        """With so many partitions, for good; 0: it is not partitioned. What its policy (of each partition) leaves out
+        is inherited, and so is `deduplication_enabled` None. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        given = admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
+        given.MergeFrom(policy or admin_pb2.TopicPolicy())
+        request = admin_pb2.CreateTopicRequest(topic=topic_name(topic), policy=given, partitions=partitions)
         return (await call(self._address, self._stub.CreateTopic, request)).topic
 
     async def delete_topic(self, topic: str) -> None:

@@ -10,11 +10,11 @@ from seqdedupe.doctor.log import examine_log
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import DamagedError, error
 from seqdedupe.format.tag import key_of
-from seqdedupe.log.embedded.logs import incarnations, topic_of
+from seqdedupe.log.embedded.logs import incarnations, said_by
 from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
-from seqdedupe.names import topic_name
+from seqdedupe.names import partition_name, topic_name, whole_of
 from seqdedupe.store.copy import check_all, of_original, opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.mark import kept_unused
@@ -60,6 +60,7 @@ def examine(directory: Path, each: Callable[[Examined], None] = lambda examined:
             topic = _topic(logs / str(incarnation), incarnation, loaded, found.store, each)
             found.topics.append(topic)
         _check_names(found.topics)
+        _check_partitions(found.topics)
         if any(not topic.is_whole for topic in found.topics) and found.store is StoreState.WHOLE:
             found.cures += _directory_cures(found.topics)
         return found
@@ -106,8 +107,9 @@ def _topic(
     each: Callable[[Examined], None],
 ) -> TopicFindings:
     record = stored.record
-    said, name_why = _name_of(folder)
+    said, partitions, name_why = _said_by(folder)
     found = TopicFindings(record.name if record else said or topic_name(f"rebuilt-{incarnation}"), incarnation)
+    found.partitions = record.partitions if record else partitions
     loaded = stored.load()
     if stored.why:
         found.disagreements.append(stored.why)
@@ -125,6 +127,12 @@ def _topic(
         found.cures.append("restore log and store from one backup, or start once with --rebuild-store")
     if name_why or (record is not None and said not in (None, record.name)):
         found.disagreements.append(name_why or f"the file topic of {folder} names another topic, {said}")
+        found.cures.append(RESTORE)
+    elif said is not None and partitions != found.partitions:
+        found.disagreements.append(
+            f"the store says that it is one of {found.partitions} partitions, and the file topic of {folder} says one "
+            f"of {partitions}"
+        )
         found.cures.append(RESTORE)
     if record is not None and not folder.is_dir():
         found.disagreements.append("the store has a record, but there is no log")
@@ -150,11 +158,12 @@ def _segments(folder: Path) -> Iterator[Path]:
     return (segment_path(folder, base) for base in base_indexes(folder))
 
 
-def _name_of(folder: Path) -> tuple[str | None, str]:
+def _said_by(folder: Path) -> tuple[str | None, int, str]:
+    """What `said_by` answers, and why not."""
     try:
-        return (topic_of(folder), "") if folder.is_dir() else (None, "")
+        return (*said_by(folder), "") if folder.is_dir() else (None, 0, "")
     except DamagedError as e:
-        return None, e.message
+        return None, 0, e.message
 
 
 def _secret(folder: Path, record: TopicRecord | None, found: TopicFindings) -> bytes:
@@ -176,6 +185,20 @@ def _check_names(topics: list[TopicFindings]) -> None:
                 f"there is another topic of this name, incarnation {seen[topic.name].incarnation}"
             )
         seen.setdefault(topic.name, topic)
+
+
+def _check_partitions(topics: list[TopicFindings]) -> None:
+    """A partitioned topic lacks none of its partitions."""
+    there = {topic.name for topic in topics}
+    for topic in topics:
+        whole = whole_of(topic.name) if topic.partitions else None
+        if whole is None:
+            continue
+        missing = [k for k in range(topic.partitions) if partition_name(whole, k) not in there]
+        if missing and not any(topic.notes):
+            lacks = ", ".join(map(str, missing))
+            topic.disagreements.append(f"it is one of {topic.partitions} partitions, and these are not there: {lacks}")
+            topic.cures.append(RESTORE)
 
 
 def _directory_cures(topics: list[TopicFindings]) -> list[str]:

@@ -51,6 +51,8 @@ class TopicFindings:
     """That can be read."""
     producers: int = 0
     log_bytes: int = 0
+    partitions: int = 0
+    """How many the partitioned topic has of which it is one; 0 if it is none."""
     damage: list[Damage] = field(default_factory=list)
     torn_end: TornEnd | None = None
     missing: list[Missing] = field(default_factory=list)
@@ -76,6 +78,7 @@ class TopicFindings:
             "next_index": self.next_index,
             "producers": self.producers,
             "log_bytes": self.log_bytes,
+            "partitions": self.partitions,
             "damage": [_damage_json(damage) for damage in self.damage],
             "torn_end": None if self.torn_end is None else _torn_json(self.torn_end),
             "missing": [missing.to_json() for missing in self.missing],

@@ -161,18 +161,19 @@ def _copy(examined: Examined, to: Path) -> SalvagedTopic:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    create_log(folder, found.name, examined.secret)
+    create_log(folder, found.name, examined.secret, found.partitions)
     kept = [Kept(found.first_index, found.next_index - 1, found.first_index)] if found.messages else []
-    record = TopicRecord(found.name, incarnation, TopicState.ACTIVE, examined.secret)
+    record = TopicRecord(found.name, incarnation, TopicState.ACTIVE, examined.secret, partitions=found.partitions)
     return SalvagedTopic(record, True, kept, examined.loaded)
 
 
 def _rewrite(examined: Examined, to: Path, others: list[SalvagedTopic]) -> SalvagedTopic:
     taken = [examined.identity.incarnation, *(other.record.incarnation for other in others)]
     incarnation = max(time.time_ns() // 1000, max(taken) + 1)
-    record = TopicRecord(examined.findings.name, incarnation, TopicState.ACTIVE, secrets.token_bytes(SECRET_BYTES))
+    found, secret = examined.findings, secrets.token_bytes(SECRET_BYTES)
+    record = TopicRecord(found.name, incarnation, TopicState.ACTIVE, secret, partitions=found.partitions)
     folder = to / "logs" / str(incarnation)
-    create_log(folder, record.name, record.secret)
+    create_log(folder, record.name, record.secret, record.partitions)
     tally = examined.tally
     term = tally.term + 1
     identity = Identity(incarnation, key_of(record.secret))
@@ -232,6 +233,6 @@ async def _make_store(folder: Path, topics: list[SalvagedTopic], policies: list[
             if topic.loaded is not None:
                 snapshots = Snapshots(store, topic.record.incarnation)
                 await store.flush(await snapshots.write_anew(topic.loaded.whole()))
-            await store.put_topic(topic.record)
+            await store.put_topics(topic.record)
     finally:
         store.close()

@@ -296,14 +296,18 @@ class LogName(NamedTuple):
     topic: str | None
     """The full name of the topic whose log it is; None if the log does not say it (its creation was interrupted)."""
 
+    partitions: int = 0
+    """How many the partitioned topic has of which it is one; 0 if it is none."""
+
 
 class Logs(Protocol):
     """All topics' logs of one kind."""
 
-    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
+    async def create(self, incarnation: int, topic: str, secret: bytes, partitions: int = 0) -> None:
         """Makes an empty log, durable on return. One that is there stays as it is, made whole where creating it was
         interrupted.
 
+        `partitions` stands there for good, see `LogName`.
         `secret` is SECRET_BYTES of random bytes (`format.tag`) which make this incarnation's records its own.
         Raises `UnavailableError` (LOG_REFUSED).
         """

@@ -133,12 +133,14 @@ class Store:
         self._last_incarnation = max(now_us, self._last_incarnation + 1)
         return self._last_incarnation
 
-    async def put_topic(self, record: TopicRecord) -> None:
-        """Writes a topic's record, and that its incarnation has been given. Durable on return."""
-        self._last_incarnation = max(self._last_incarnation, record.incarnation)
-        key = topic_key(record.incarnation)
+    async def put_topics(self, *records: TopicRecord) -> None:
+        """Writes topics' records, all or none of them, and that their incarnations have been given. Durable on
+        return."""
         batch = WriteBatch(raw_mode=True)
-        batch.put(key, seal(key, record.encode()))
+        for record in records:
+            self._last_incarnation = max(self._last_incarnation, record.incarnation)
+            key = topic_key(record.incarnation)
+            batch.put(key, seal(key, record.encode()))
         batch.put(LAST_INCARNATION, seal(LAST_INCARNATION, self._last_incarnation.to_bytes(8, "little")))
         await self.flush(self.write(batch))
 

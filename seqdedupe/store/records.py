@@ -10,11 +10,17 @@ import google_crc32c
 
 from seqdedupe.errors import SeqdedupeError, error
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Of the store as a whole and of every record in it."""
 
 LAST_INCARNATION = b"I"
 """The key of the last incarnation that a topic was written with."""
+
+INSTANCE_NAME = b"A"
+"""The key of the sidecar's name in a cluster that holds its logs."""
+
+LAST_OPENING = b"O"
+"""The key of the number of its last opening of a topic there."""
 
 NAMESPACES = (b"N", b"O")
 """The keys of namespaces' policies, from the first to before the second."""

@@ -6,22 +6,20 @@ deleting run as tasks of their own: whoever asked for them may give up waiting, 
 
 import asyncio
 import logging
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import LogName
-from seqdedupe.names import namespace_of, topic_name
+from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
+from seqdedupe.topic.lives import Lives
 from seqdedupe.topic.namespaces import Namespaces
+from seqdedupe.topic.partitions import Partitions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
 from seqdedupe.topic.retry import again_until
@@ -62,14 +60,20 @@ class Topics(Generic[T]):
         self.live: dict[str, T] = {}
         self.closed: dict[str, Closed] = {}
         self.records: dict[str, TopicRecord] = {}
+        self.lives = Lives(store, self.kind, self.stored, self.live, self.records, self._inherited, on_state)
         self.creating: dict[str, asyncio.Task[T]] = {}
         self.deleting: dict[str, asyncio.Task[None]] = {}
+        self.partitions = Partitions()
+        self.changing: dict[str, asyncio.Task[None]] = {}
+        """Partitioned topics that are being made or deleted."""
         self.renewing: dict[str, asyncio.Task[asyncio.Task[None] | None]] = {}
         self.rebuilt: set[int] = set()
         """Incarnations that begin again from their log alone, and have no durable snapshot yet."""
         self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By name: nobody opens a topic that another one opens."""
         self._opened_at_start: list[T] = []
+        self._unlisted: SeqdedupeError | None = None
+        """Why it is not known which topics there are."""
         self._background: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
@@ -78,7 +82,8 @@ class Topics(Generic[T]):
     async def open_all(self) -> None:
         """Opens every log. One that cannot be opened is tried again or DAMAGED, and the others are there.
 
-        Raises STORE_MISSING if there is a log without a record, and what `Logs.list` raises.
+        Those of a cluster, which may not answer now, are opened by `recover_all`, and RECOVERING until then. Raises
+        STORE_MISSING if there is a log without a record, and what `Logs.list` raises.
         """
         self.namespaces.load()
         records = self.store.topics()
@@ -89,15 +94,48 @@ class Topics(Generic[T]):
                 f"{other.log.name.lower()!r}, of which {other.name} is one",
                 key="log",
             )
-        known = {record.incarnation for record in records}
+        if self.kind.log.is_shared:
+            self._cannot_list(records, error("RECOVERING", "the cluster was not asked yet"))
+        else:
+            await self._open_logs()
+
+    async def _open_logs(self) -> None:
+        records = self.store.topics()
+        known, names = {r.incarnation for r in records}, {r.name: r for r in records}
         for log in await self.kind.list():
-            if log.incarnation not in known:
-                await self._orphan(log)
+            if log.incarnation in known:
+                continue
+            if self.kind.log.is_shared and (before := names.get(log.topic or "")):
+                logger.warning("topic %s was deleted and made anew", before.name)
+                await self.store.remove_topic(before.incarnation)
+            await self._orphan(log)
+        self._unlisted = None
         await asyncio.gather(*(self._open_at_start(record) for record in self.store.topics()))
+
+    async def _have_opened(self) -> bool:
+        """Tries to open the logs of a cluster. Whether there is nothing left to try."""
+        try:
+            await self._open_logs()
+        except SeqdedupeError as e:
+            self._cannot_list(self.store.topics(), e)
+            return False
+        return True
+
+    def _cannot_list(self, records: list[TopicRecord], why: SeqdedupeError) -> None:
+        """It is not known which topics there are; those of which there are records cannot be used, and say why."""
+        unlisted = error("RECOVERING", f"which topics there are is not known yet: {why}", hint=why.hint)
+        if self._unlisted is not None and str(unlisted) != str(self._unlisted):
+            logger.warning("%s", unlisted)
+        self._unlisted = unlisted
+        for record in records:
+            if record.state is TopicState.ACTIVE:
+                self.closed[record.name] = Closed(record, why)
+                self.on_state(record.name, State.RECOVERING)
 
     async def _orphan(self, log: LogName) -> None:
         name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
-        if not self._rebuild_store:
+        # In a cluster others make logs too.
+        if not (self._rebuild_store or self.kind.log.is_shared):
             raise error(
                 "STORE_MISSING",
                 f"there is a log of the topic {name}, of which the store knows nothing",
@@ -105,7 +143,8 @@ class Topics(Generic[T]):
                 incarnation=log.incarnation,
             )
         logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
-        await self.store.put_topic(TopicRecord(name, log.incarnation, TopicState.ACTIVE))
+        record = TopicRecord(name, log.incarnation, TopicState.ACTIVE, log=self.kind.log, partitions=log.partitions)
+        await self.store.put_topics(record)
 
     async def _open_at_start(self, record: TopicRecord) -> None:
         """Finishes what was begun with a topic, or opens it."""
@@ -116,8 +155,10 @@ class Topics(Generic[T]):
             # Nobody was told that it is there.
             await self.stored.undo(record)
             return
+        why = self.partitions.learn(record) if record.partitions else None
         if record.name in self.records:
             why = error("STORE_DAMAGED", f"the store has two records of the topic {record.name}")
+        if why is not None:
             self._close(Closed(record, why, State.DAMAGED))
             return
         self.records[record.name] = record
@@ -160,7 +201,11 @@ class Topics(Generic[T]):
 
     def _close(self, closed: Closed) -> None:
         name = closed.record.name
+        before = self.closed.get(name)
         self.closed[name] = closed
+        if before is not None and (before.state, str(before.why)) == (closed.state, str(closed.why)):
+            # It is tried again and again.
+            return
         logger.error("topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
         self.on_state(name, closed.state)
 
@@ -171,6 +216,8 @@ class Topics(Generic[T]):
 
     async def recover_all(self) -> None:
         """Recovers every topic; one that cannot be recovered now goes on trying by itself, beside this."""
+        if self._unlisted is not None and not await self._have_opened():
+            await again_until(self._have_opened)
         opened, self._opened_at_start = self._opened_at_start, []
         await asyncio.gather(*(topic.recover() for topic in opened))
         if self._rebuild_store:
@@ -181,7 +228,7 @@ class Topics(Generic[T]):
         """Takes nothing more; settles what is in flight; durable snapshots. Reading goes on."""
         self.is_draining = True
         await self.namespaces.close()
-        under_way = [*self.creating.values(), *self.deleting.values(), *self.renewing.values()]
+        under_way = [*self.creating.values(), *self.deleting.values(), *self.renewing.values(), *self.changing.values()]
         if under_way:
             await asyncio.wait(under_way)
         # What is tried again and again is finished at the next start.
@@ -214,25 +261,42 @@ class Topics(Generic[T]):
         """Raises DRAINING, STORE_UNAVAILABLE if nothing may be begun with this name now."""
         if self.is_draining:
             raise error("DRAINING", "the sidecar is shutting down")
+        self.check_listed()
         self.stored.check_written(full)
+
+    def check_listed(self) -> None:
+        """Raises RECOVERING while it is not known which topics there are."""
+        if self._unlisted is not None:
+            raise self._unlisted
 
     # -- topics ------------------------------------------------------------------------------------------------
 
     def all(self) -> list[T | Closed]:
-        """All topics by name: live ones, and those that cannot be opened."""
+        """All topics by name: live ones, and those that cannot be opened. Raises RECOVERING while there may be more."""
+        self.check_listed()
         every: dict[str, T | Closed] = {**self.closed, **self.live}
         return [every[name] for name in sorted(every)]
 
     def look_at(self, name: str) -> T | Closed:
-        """A topic, whether or not it can be used. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND."""
+        """A topic, whether or not it can be used.
+
+        Raises INVALID_TOPIC_NAME, TOPIC_IS_PARTITIONED, TOPIC_NOT_FOUND, RECOVERING.
+        """
         full = topic_name(name)
+        self.partitions.check_is_none(full)
         found = self.live.get(full) or self.closed.get(full)
         if found is None:
+            self.check_listed()
             raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
         return found
 
+    def partitions_beside(self, full: str) -> int:
+        """How many the partitioned topic has of which this topic is one; 0 if it is none, or not there."""
+        record = self.records.get(full)
+        return record.partitions if record is not None else 0
+
     def get(self, name: str) -> T:
-        """The live topic. Raises INVALID_TOPIC_NAME, TOPIC_NOT_FOUND, and what a topic that cannot be opened says."""
+        """The live topic. Raises what `look_at` does, and what a topic that cannot be opened says."""
         found = self.look_at(name)
         if isinstance(found, Closed):
             raise found.error()
@@ -241,7 +305,8 @@ class Topics(Generic[T]):
     async def get_or_create(self, name: str) -> T:
         """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
         full = topic_name(name)
-        if full in self.live or full in self.closed or not self._allow_auto_topic_creation:
+        is_there = full in self.live or full in self.closed or full in self.partitions
+        if is_there or not self._allow_auto_topic_creation:
             return self.get(full)
         return await self.create(full, exists_ok=True)
 
@@ -264,13 +329,15 @@ class Topics(Generic[T]):
                 if exists_ok:
                     return topic
             raise error("TOPIC_EXISTS", f"the topic {full} is there already", topic=full)
+        self.partitions.check_is_free(full)
         self.check_room()
         return await shielded(self.creating, full, self._create(full, policy or Policy()))
 
-    def check_room(self) -> None:
-        """Raises TOO_MANY_TOPICS."""
-        count = len(self.live) + len(self.closed) + len(self.creating)
-        if count >= self._max_topics:
+    def check_room(self, more: int = 1) -> None:
+        """Raises TOO_MANY_TOPICS unless there may be so many more."""
+        making = sum(len(self.partitions.names(whole)) for whole in self.changing)
+        count = len(self.live) + len(self.closed) + len(self.creating) + making
+        if count + more > self._max_topics:
             raise error(
                 "TOO_MANY_TOPICS",
                 f"there are {count} topics: max_topics allows no more",
@@ -278,26 +345,7 @@ class Topics(Generic[T]):
             )
 
     async def _create(self, full: str, policy: Policy) -> T:
-        incarnation = self.store.next_incarnation(time.time_ns() // 1000)
-        secret = secrets.token_bytes(SECRET_BYTES) if self.kind.log is LogKind.EMBEDDED else b""
-        record = TopicRecord(full, incarnation, TopicState.CREATING, secret, self.kind.log)
-        topic: T | None = None
-        try:
-            await self.store.put_topic(record)
-            topic = await self.kind.make(record, self._inherited(full))
-            if policy != Policy():
-                await topic.set_policy(policy)
-            record = replace(record, state=TopicState.ACTIVE)
-            await self.store.put_topic(record)
-        except Exception:
-            if topic is not None:
-                await topic.delete()
-            await self.stored.undo(record)
-            raise
-        self.records[full] = record
-        self.live[full] = topic
-        topic.inherit(self._inherited(full))
-        self.on_state(full, topic.state)
+        [topic] = await self.lives.make([full], policy)
         return topic
 
     async def delete(self, name: str) -> None:
@@ -314,16 +362,8 @@ class Topics(Generic[T]):
             return
         self.check_takes_changes(full)
         topic = self.get(full)
+        if self.partitions_beside(full):
+            whole = whole_of(full)
+            raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")
         topic.check_not_damaged()
-        await shielded(self.deleting, full, self._delete(topic))
-
-    async def _delete(self, topic: T) -> None:
-        topic.hold(error("DRAINING", f"topic {topic.name} is being deleted"))
-        deleting = replace(self.records[topic.name], state=TopicState.DELETING)
-        await self.stored.write(topic, deleting, self.records[topic.name])
-        try:
-            await topic.delete()
-        finally:
-            del self.live[topic.name], self.records[topic.name]
-            self.on_state(topic.name, None)
-        await self.stored.clean_up(deleting)
+        await shielded(self.deleting, full, self.lives.remove([topic], full))

@@ -1,4 +1,4 @@
-"""Topics whose log is the sidecar's own: opened from their log and their snapshot."""
+"""Topics with a log that is no attached broker's: opened from their log and their snapshot."""
 
 import asyncio
 import secrets
@@ -17,16 +17,16 @@ from seqdedupe.topic.state import State, TopicBase
 class PublishedTopics:
     """A `TopicKind`. `on_state` is told each change of a topic's state; `rebuild_store`: snapshots may be missing."""
 
-    log = LogKind.EMBEDDED
-
     def __init__(
         self,
         store: Store,
         logs: Logs,
         *,
+        log: LogKind = LogKind.EMBEDDED,
         on_state: Callable[[Topic], None],
         rebuild_store: bool = False,
     ) -> None:
+        self.log = log
         self._store = store
         self._logs = logs
         self._on_state = on_state
@@ -36,7 +36,7 @@ class PublishedTopics:
         return await self._logs.list()
 
     async def make(self, record: TopicRecord, applied: Applied) -> Topic:
-        await self._logs.create(record.incarnation, record.name, record.secret)
+        await self._logs.create(record.incarnation, record.name, record.secret, record.partitions)
         topic = await self.open(record, applied)
         try:
             await topic.recover()

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -47,49 +47,58 @@ class Records:
         if other := next((r for r in chain(self._store.topics(), known) if r.incarnation == incarnation), None):
             raise error("TOPIC_EXISTS", f"the topic {other.name} has the incarnation {incarnation} of the snapshot")
 
-    async def write(self, topic: TopicBase, record: TopicRecord, in_force: TopicRecord) -> None:
-        """Makes a live topic's new record durable. Raises STORE_UNAVAILABLE.
+    async def write(
+        self, topics: Sequence[TopicBase], records: Sequence[TopicRecord], in_force: Sequence[TopicRecord]
+    ) -> None:
+        """Makes the new records of live topics durable, all in one write. Raises STORE_UNAVAILABLE.
 
-        Then the store may have it all the same, and at the next start it would be in force. So the topic takes nothing
-        until the record that is in force has been written again.
+        Then the store may have them all the same, and at the next start they would be in force. So the topics take
+        nothing until the records that are in force have been written again.
         """
         try:
-            await self._store.put_topic(record)
+            await self._store.put_topics(*records)
         except SeqdedupeError as e:
-            topic.hold(
-                error("STORE_UNAVAILABLE", f"the record of topic {topic.name} could not be written: {e.message}")
-            )
-            self._unwritten[topic.name] = e
-            self._in_background(self._write_again(topic, in_force))
+            for topic in topics:
+                topic.hold(
+                    error("STORE_UNAVAILABLE", f"the record of topic {topic.name} could not be written: {e.message}")
+                )
+                self._unwritten[topic.name] = e
+            self._in_background(self._write_again(topics, in_force))
             raise
 
-    async def _write_again(self, topic: TopicBase, record: TopicRecord) -> None:
-        await again_until(lambda: self._is_durable(record))
-        topic.release()
+    async def _write_again(self, topics: Sequence[TopicBase], records: Sequence[TopicRecord]) -> None:
+        await again_until(lambda: self._are_durable(records))
+        for topic in topics:
+            topic.release()
 
-    async def _is_durable(self, record: TopicRecord) -> bool:
+    async def _are_durable(self, records: Sequence[TopicRecord]) -> bool:
         try:
-            await self._store.put_topic(record)
+            await self._store.put_topics(*records)
         except SeqdedupeError as e:
-            self._unwritten[record.name] = e
+            self._unwritten |= {record.name: e for record in records}
             return False
-        self._unwritten.pop(record.name, None)
+        for record in records:
+            self._unwritten.pop(record.name, None)
         return True
 
-    async def undo(self, record: TopicRecord) -> None:
+    async def undo(self, *records: TopicRecord) -> None:
         """A creation has failed: nothing of it is left, also if that has to be tried again, or at the next start.
 
-        The name stays taken until the store says so: there must never be two records of it.
+        The names stay taken until the store says so: there must never be two records of one.
         """
-        deleting = replace(record, state=TopicState.DELETING)
-        if await self._is_durable(deleting):
-            await self.clean_up(deleting)
+        deleting = [replace(record, state=TopicState.DELETING) for record in records]
+        if await self._are_durable(deleting):
+            await self._clean_up_all(deleting)
         else:
             self._in_background(self._undo_later(deleting))
 
-    async def _undo_later(self, deleting: TopicRecord) -> None:
-        await again_until(lambda: self._is_durable(deleting))
-        await self.clean_up(deleting)
+    async def _undo_later(self, deleting: Sequence[TopicRecord]) -> None:
+        await again_until(lambda: self._are_durable(deleting))
+        await self._clean_up_all(deleting)
+
+    async def _clean_up_all(self, deleting: Sequence[TopicRecord]) -> None:
+        for record in deleting:
+            await self.clean_up(record)
 
     async def clean_up(self, record: TopicRecord) -> None:
         """Removes what is left of a topic whose record says DELETING; what cannot be removed now is tried again."""

@@ -28,12 +28,14 @@ async def renew(topics: Topics[T], name: str, incarnation: int | None, loaded: L
 
     The snapshot takes the place of the one in the store, durably, and the topic has tried to recover, on return. Who
     uses the topic comes again. A broker's topic that the store does not know is made as what it was. Raises
-    TOPIC_NOT_FOUND, POSITION_OF_ANOTHER_INCARNATION, TOO_MANY_TOPICS, DRAINING, and what `TopicKind.check_snapshot`
-    raises: then nothing has changed, or, where the log's beginning was dropped meanwhile, the topic goes on from what
-    it had; STORE_UNAVAILABLE: then it goes on from what the store has, the one snapshot or the other, or there is none.
+    TOPIC_NOT_FOUND, TOPIC_IS_PARTITIONED, POSITION_OF_ANOTHER_INCARNATION, TOO_MANY_TOPICS, DRAINING, and what
+    `TopicKind.check_snapshot` raises: then nothing has changed, or, where the log's beginning was dropped meanwhile,
+    the topic goes on from what it had; STORE_UNAVAILABLE: then it goes on from what the store has, the one snapshot or
+    the other, or there is none.
     """
     full = topic_name(name)
     topics.check_takes_changes(full)
+    topics.partitions.check_is_none(full)
     if full in topics.renewing:
         raise error("RECOVERING", f"topic {full} is being opened again")
     record = topics.records.get(full)
@@ -75,7 +77,7 @@ async def _make_anew(topics: Topics[T], record: TopicRecord, loaded: Loaded) -> 
     """`renew` of a topic that the store knows nothing of."""
     try:
         await _put_snapshot(topics, record, loaded)
-        await topics.store.put_topic(record)
+        await topics.store.put_topics(record)
     except Exception:
         await topics.stored.undo(record)
         del topics.closed[record.name], topics.records[record.name]

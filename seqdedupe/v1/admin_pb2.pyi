@@ -270,6 +270,8 @@ class Topic(_message.Message):
     RESUMED_AFTER_PURGE_FIELD_NUMBER: _builtins.int
     DAMAGED_PLACES_FIELD_NUMBER: _builtins.int
     DAMAGED_MESSAGES_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    PARTITION_OF_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The full name."""
     incarnation: _builtins.int
@@ -308,6 +310,14 @@ class Topic(_message.Message):
     """
     damaged_messages: _builtins.int
     """The messages there, which cannot be read."""
+    partitions: _builtins.int
+    """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
+    stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
+    their numbers of bytes, rows, frames, resets, producers forgotten and damage. Calls that are for one log answer
+    `TOPIC_IS_PARTITIONED` to its name.
+    """
+    partition_of: _builtins.str
+    """The name of the partitioned topic of which it is a partition; empty if it is none."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """What is in force, each value of it."""
@@ -346,10 +356,12 @@ class Topic(_message.Message):
         resumed_after_purge: _builtins.int = ...,
         damaged_places: _builtins.int = ...,
         damaged_messages: _builtins.int = ...,
+        partitions: _builtins.int = ...,
+        partition_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -397,21 +409,27 @@ class CreateTopicRequest(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
+    partitions: _builtins.int
+    """0: it is not partitioned. Otherwise how many partitions it has, for good: 1 to 1,024."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """Its policy. Left out: all of it is inherited."""
+        """Its policy, or that of each partition. Left out: all of it is inherited. Partitions cannot have
+        `GAP_POLICY_REJECT`: sequence IDs count over all of them, so that each has gaps.
+        """
 
     def __init__(
         self,
         *,
         topic: _builtins.str = ...,
         policy: Global___TopicPolicy | None = ...,
+        partitions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "policy", b"policy", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

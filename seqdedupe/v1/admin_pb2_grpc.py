@@ -152,8 +152,9 @@ class AdminServiceServicer(object):
     """
 
     def CreateTopic(self, request, context):
-        """Creates a topic. Errors: `INVALID_TOPIC_NAME`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED` if one of
-        that name is damaged.
+        """Creates a topic, with partitions or without. One with partitions is so many topics, `name-partition-0` and on,
+        made all or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED`
+        if one of that name is damaged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,15 +162,16 @@ class AdminServiceServicer(object):
 
     def DeleteTopic(self, request, context):
         """Deletes a topic, its log and its producers for good. A topic made anew under the name has another incarnation.
-        It takes nothing more from now on, and a deletion that was begun goes on when the call is given up. Errors:
-        `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
+        It takes nothing more from now on, and a deletion that was begun goes on when the call is given up. A partitioned
+        topic goes with all of its partitions, of which none can be deleted by itself. Errors: `TOPIC_NOT_FOUND`,
+        `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTopics(self, request, context):
-        """All topics, by name, 1,000 a page.
+        """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

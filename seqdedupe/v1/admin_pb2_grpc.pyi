@@ -34,16 +34,18 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     CreateTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateTopicRequest, _admin_pb2.CreateTopicResponse]
-    """Creates a topic. Errors: `INVALID_TOPIC_NAME`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED` if one of
-    that name is damaged.
+    """Creates a topic, with partitions or without. One with partitions is so many topics, `name-partition-0` and on,
+    made all or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED`
+    if one of that name is damaged.
     """
     DeleteTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteTopicRequest, _admin_pb2.DeleteTopicResponse]
     """Deletes a topic, its log and its producers for good. A topic made anew under the name has another incarnation.
-    It takes nothing more from now on, and a deletion that was begun goes on when the call is given up. Errors:
-    `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
+    It takes nothing more from now on, and a deletion that was begun goes on when the call is given up. A partitioned
+    topic goes with all of its partitions, of which none can be deleted by itself. Errors: `TOPIC_NOT_FOUND`,
+    `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
     """
     ListTopics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTopicsRequest, _admin_pb2.ListTopicsResponse]
-    """All topics, by name, 1,000 a page."""
+    """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too."""
     GetTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTopicRequest, _admin_pb2.GetTopicResponse]
     """One topic."""
     SetTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetTopicPolicyRequest, _admin_pb2.SetTopicPolicyResponse]
@@ -123,16 +125,18 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateTopicRequest, _admin_pb2.CreateTopicResponse]  # type: ignore[assignment]
-    """Creates a topic. Errors: `INVALID_TOPIC_NAME`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED` if one of
-    that name is damaged.
+    """Creates a topic, with partitions or without. One with partitions is so many topics, `name-partition-0` and on,
+    made all or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED`
+    if one of that name is damaged.
     """
     DeleteTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteTopicRequest, _admin_pb2.DeleteTopicResponse]  # type: ignore[assignment]
     """Deletes a topic, its log and its producers for good. A topic made anew under the name has another incarnation.
-    It takes nothing more from now on, and a deletion that was begun goes on when the call is given up. Errors:
-    `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
+    It takes nothing more from now on, and a deletion that was begun goes on when the call is given up. A partitioned
+    topic goes with all of its partitions, of which none can be deleted by itself. Errors: `TOPIC_NOT_FOUND`,
+    `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
     """
     ListTopics: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTopicsRequest, _admin_pb2.ListTopicsResponse]  # type: ignore[assignment]
-    """All topics, by name, 1,000 a page."""
+    """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too."""
     GetTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTopicRequest, _admin_pb2.GetTopicResponse]  # type: ignore[assignment]
     """One topic."""
     SetTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetTopicPolicyRequest, _admin_pb2.SetTopicPolicyResponse]  # type: ignore[assignment]
@@ -215,8 +219,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.CreateTopicRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CreateTopicResponse, _abc.Awaitable[_admin_pb2.CreateTopicResponse]]:
-        """Creates a topic. Errors: `INVALID_TOPIC_NAME`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED` if one of
-        that name is damaged.
+        """Creates a topic, with partitions or without. One with partitions is so many topics, `name-partition-0` and on,
+        made all or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED`
+        if one of that name is damaged.
         """
 
     @_abc_1.abstractmethod
@@ -226,8 +231,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DeleteTopicResponse, _abc.Awaitable[_admin_pb2.DeleteTopicResponse]]:
         """Deletes a topic, its log and its producers for good. A topic made anew under the name has another incarnation.
-        It takes nothing more from now on, and a deletion that was begun goes on when the call is given up. Errors:
-        `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
+        It takes nothing more from now on, and a deletion that was begun goes on when the call is given up. A partitioned
+        topic goes with all of its partitions, of which none can be deleted by itself. Errors: `TOPIC_NOT_FOUND`,
+        `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
         """
 
     @_abc_1.abstractmethod
@@ -236,7 +242,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListTopicsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListTopicsResponse, _abc.Awaitable[_admin_pb2.ListTopicsResponse]]:
-        """All topics, by name, 1,000 a page."""
+        """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too."""
 
     @_abc_1.abstractmethod
     def GetTopic(

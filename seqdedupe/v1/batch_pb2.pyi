@@ -49,6 +49,14 @@ class Batch(_message.Message):
         "é" 269551495 5
         "日本語" 631534231 1
 
+    A producer of a partitioned topic has a session of the same name in each partition, and numbers its messages over all
+    of them: in a partition there are gaps. Each partition has links, verdicts, refusals and resumes of its own. With
+    every batch it says in `complete_up_to` up to which ID it will never again have to send anything, because everything
+    has its receipt, in whichever partition. One that starts reads the last message that each partition has of it
+    (`OpenResponse.persisted_indexes`), and goes on after the highest `complete_up_to` that it finds there, or from its
+    beginning: what a partition has already is `DUP` there, and what it lacks is `NOT_DUP`. Not after the lowest
+    `persisted`: a partition that no key leads to stays at -1. Nor after the highest: others may lack what is below it.
+
     Limits: a batch is at most 8 MiB encoded and has at most 65,536 rows; a payload is at most 5 MiB; a key
     and the properties of a message are limited by the batch.
     """

@@ -128,6 +128,8 @@ class PublishServiceServicer(object):
         epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
         that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
         the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+        `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name; see batch.proto for the
+        route and the rules.
         A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -73,6 +73,8 @@ class PublishServiceStub:
     epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
     that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
     the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+    `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name; see batch.proto for the
+    route and the rules.
     A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.
     """
     Publish: _grpc.UnaryUnaryMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]
@@ -133,6 +135,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
     that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
     the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+    `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name; see batch.proto for the
+    route and the rules.
     A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.
     """
     Publish: _aio.UnaryUnaryMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]  # type: ignore[assignment]
@@ -196,6 +200,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, or name an epoch
         that was never given, stand in `refusals`, and the others are open. If the call fails nobody was fenced. Errors of
         the call as a whole: `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
+        `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name; see batch.proto for the
+        route and the rules.
         A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.
         """
 

@@ -13,7 +13,7 @@ from seqdedupe.client.client import TopicEnds
 from seqdedupe.client.connection import Backoff
 from seqdedupe.errors import DamagedError, NotFoundError, PositionError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
-from seqdedupe.names import topic_name
+from seqdedupe.names import partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark.options import NO_LIMITS, End, Limits, Place, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, partition_of
@@ -107,7 +107,9 @@ class Listing:
         """Raises UnavailableError after PATIENCE_SECONDS."""
         self._client = client
         self._should_stop = should_stop
-        self._topics = {topic.name: topic for topic in self._patiently(client.admin.topics)}
+        listed = self._patiently(client.admin.topics)
+        self._topics = {topic.name: topic for topic in listed if not topic.partitions}
+        self._counts = {topic.name: topic.partitions for topic in listed if topic.partitions}
 
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, should_stop=self._should_stop)
@@ -116,9 +118,10 @@ class Listing:
         """The full names of the topics there are; those of the partitions for a name that has no topic of its own.
 
         A pattern matches whole names, full or short, with or without `-partition-3`; it may match none. Topics that are
-        `known` count as there. Raises NotFoundError where a named topic is missing.
+        `known` count as there. Raises NotFoundError where a named topic is missing, or a partition of one.
         """
         there = self._topics.keys() | set(known)
+        self._check_whole(selection, there)
         if selection.pattern is not None:
             return _in_order(name for name in there if _matches(selection.pattern, name))
         partitions = _partitions(there)
@@ -128,6 +131,15 @@ class Listing:
                 raise error("TOPIC_NOT_FOUND", f"the sidecar has no topic {name}", topic=name)
             found += [name] if name in there else partitions[name]
         return _in_order(found)
+
+    def _check_whole(self, selection: Selection, there: Iterable[str]) -> None:
+        """No partition is left out in silence of a topic that was made with so many."""
+        for name, count in self._counts.items():
+            if name in selection.names or (selection.pattern is not None and _matches(selection.pattern, name)):
+                parts = {partition_name(name, k) for k in range(count)}
+                if missing := parts.difference(there):
+                    why = f"the topic {name} has {count} partitions, and {min(missing)} is not there"
+                    raise error("TOPIC_NOT_FOUND", why, topic=name)
 
     def ends(self, topic: str) -> TopicEnds | None:
         """What the topic holds; None if it is not there. Raises UnavailableError."""

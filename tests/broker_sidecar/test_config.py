@@ -5,13 +5,12 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from broker_sidecar.config import Config, load
+from broker_sidecar.config import KEYS, Config, load
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import Sidecar
 from seqdedupe.topic.policy import LARGEST, LEAST
@@ -164,7 +163,7 @@ def test_other_addresses_only_if_that_is_wanted(listen: str) -> None:
 
 
 def test_every_key_has_a_default_of_its_type_and_a_meaning() -> None:
-    for item in fields(Config):
+    for item in KEYS.values():
         assert type(item.default) is item.type or type(item.default).__name__ == item.type
         assert item.metadata["about"].endswith(".")
 

@@ -35,7 +35,7 @@ class RollingLogs(MemoryLogs):
         super().__init__({})
         self.packed = packed
 
-    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
+    async def create(self, incarnation: int, topic: str, secret: bytes, partitions: int = 0) -> None:
         self.storages[incarnation] = (topic, Storage(incarnation, packed=self.packed))
 
 

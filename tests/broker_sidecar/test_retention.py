@@ -89,5 +89,5 @@ async def forget_snapshot(sidecar: Sidecar) -> None:
     store = Store.open(sidecar.data / "store")
     for record in store.topics():
         await store.remove_topic(record.incarnation)
-        await store.put_topic(record)
+        await store.put_topics(record)
     store.close()

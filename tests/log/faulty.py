@@ -61,6 +61,8 @@ class Storage:
         self.next_index = 0
         self.first_index = 0
         self.term = 0
+        self.partitions = 0
+        """What `Logs.create` was given."""
         self.writer: FaultyLog | None = None
         self.news = Broadcast()
         """Tells that something is stored, or that nobody writes any more."""

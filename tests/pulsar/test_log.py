@@ -95,9 +95,7 @@ async def test_a_topic_is_made_found_opened_kept_and_deleted(cluster: Cluster, c
     await cluster.admin.create_topic(f"{topic}-of-somebody", {})
 
     def logs() -> PulsarLogs:
-        return PulsarLogs(
-            shared(client, cluster), cluster.admin, [namespace], EntryFormat.PACKED, may_change_policies=True
-        )
+        return PulsarLogs(shared(client, cluster), [namespace], EntryFormat.PACKED, may_change_policies=True)
 
     ours = logs()
     assert await ours.list() == []
@@ -132,9 +130,7 @@ async def test_a_topic_is_made_found_opened_kept_and_deleted(cluster: Cluster, c
 
 
 async def test_a_topic_that_is_not_safe_is_no_log(cluster: Cluster, client: pulsar.asyncio.Client, topic: str) -> None:
-    logs = PulsarLogs(
-        shared(client, cluster), cluster.admin, [namespace_of(topic)], EntryFormat.PLAIN, may_change_policies=False
-    )
+    logs = PulsarLogs(shared(client, cluster), [namespace_of(topic)], EntryFormat.PLAIN, may_change_policies=False)
     with pytest.raises(SeqdedupeError, match="UNSAFE_TOPIC_POLICY"):
         await logs.create(INCARNATION + 7, topic, b"")
     with pytest.raises(SeqdedupeError, match="UNSAFE_TOPIC_POLICY"):

@@ -50,6 +50,23 @@ class TestTopics:
         assert Listing(client).select(selected(topic)) == parts
         assert Listing(client).select(selected(f"{topic}-partition-2", topic, topic)) == parts
 
+    def test_the_name_of_a_partitioned_topic_stands_for_all_of_its_partitions(
+        self, client: blocking.Client, topic: str
+    ) -> None:
+        client.admin.create_topic(topic, partitions=11)
+        parts = [f"{topic}-partition-{k}" for k in range(11)]
+        assert Listing(client).select(selected(topic)) == full(*parts)
+        assert Listing(client).select(Selection("topicsPattern", pattern=topic)) == full(*parts)
+        assert Listing(client).select(selected(parts[3])) == full(parts[3])
+
+    def test_no_partition_is_left_out_in_silence(self, client: blocking.Client, topic: str) -> None:
+        client.admin.create_topic(topic, partitions=2)
+        lacking = Listing(client)
+        del lacking._topics[topic_name(f"{topic}-partition-1")]
+        for selection in (selected(topic), Selection("topicsPattern", pattern=topic)):
+            with pytest.raises(NotFoundError, match=r"has 2 partitions, and .*-partition-1 is not there"):
+                lacking.select(selection)
+
     def test_a_missing_name_is_an_error_unless_it_is_known(self, client: blocking.Client, topic: str) -> None:
         client.admin.create_topic(topic)
         with pytest.raises(NotFoundError, match=rf"no topic .*/{topic}-no"):

@@ -137,7 +137,7 @@ class Machine:
         self.snapshots = Snapshots(self.store, INCARNATION)
         self._synced = self.logs()
         self._mark = (self.folder / "DURABLE").read_bytes()
-        await self.store.put_topic(topic())
+        await self.store.put_topics(topic())
         self.marked()
 
     def logs(self) -> Files:

@@ -31,7 +31,7 @@ async def write_a_small_store(folder: Path) -> tuple[State, int]:
     for part in range(2):
         store = Store.open(folder)
         snapshots = Snapshots(store, INCARNATION)
-        await store.put_topic(topic())
+        await store.put_topics(topic())
         for step in range(3 * part, 3 * part + 3):
             change = delta(
                 step + 1, {step: (step * 10, 1), 0: (step, step)}, first_name=step, names=[b"name-%d" % step]
@@ -172,7 +172,7 @@ async def test_a_torn_end_that_was_never_durable_is_cut(memory: Path) -> None:
     folder = memory / "torn"
     store = Store.open(folder)
     snapshots = Snapshots(store, INCARNATION)
-    await store.put_topic(topic())
+    await store.put_topics(topic())
     change = delta(1, {0: (1, 1)}, names=[b"a"])
     await store.flush(snapshots.write_delta(change))
     durable = State().after(change)
@@ -194,7 +194,7 @@ async def test_an_old_copy_of_the_whole_store_is_not_noticed_here(memory: Path) 
     folder = memory / "old"
     store = Store.open(folder)
     snapshots = Snapshots(store, INCARNATION)
-    await store.put_topic(topic())
+    await store.put_topics(topic())
     await store.flush(snapshots.write_delta(delta(1, {0: (1, 1)}, names=[b"a"])))
     copy = shutil.copytree(folder, memory / "old-copy")
     await store.flush(snapshots.write_delta(delta(2, {0: (2, 1)}, first_name=1)))

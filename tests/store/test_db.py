@@ -36,13 +36,13 @@ async def test_topics_are_there_again_after_a_restart(folder: Path) -> None:
     assert str(secret) not in repr(first)
     store = Store.open(folder)
     assert store.topics() == []
-    await store.put_topic(second)
-    await store.put_topic(first)
+    await store.put_topics(second)
+    await store.put_topics(first)
     store.close()
     store = Store.open(folder)
     assert store.topics() == [first, second]
     changed = TopicRecord(first.name, 5, TopicState.ACTIVE, secret)
-    await store.put_topic(changed)
+    await store.put_topics(changed)
     assert store.topics() == [changed, second]
     store.close()
 
@@ -51,7 +51,7 @@ async def test_incarnations_rise_also_above_those_of_removed_topics(folder: Path
     store = Store.open(folder)
     given = [store.next_incarnation(1000), store.next_incarnation(1000), store.next_incarnation(7)]
     assert given == [1000, 1001, 1002]
-    await store.put_topic(topic(1002))
+    await store.put_topics(topic(1002))
     await store.remove_topic(1002)
     store.close()
     store = Store.open(folder)
@@ -64,7 +64,7 @@ async def test_incarnations_rise_also_above_those_of_removed_topics(folder: Path
 async def test_removing_a_topic_takes_its_snapshots_and_nothing_else(store: Store, small_pages: None) -> None:
     topics = {number: Snapshots(store, number) for number in (INCARNATION - 1, INCARNATION, INCARNATION + 1)}
     for incarnation, snapshots in topics.items():
-        await store.put_topic(topic(incarnation))
+        await store.put_topics(topic(incarnation))
         for index in range(6):
             await save(store, snapshots, delta(index, {index: (index, 1)}, first_name=index, names=[b"%d" % index]))
             await snapshots.compact_if_due()
@@ -137,7 +137,7 @@ async def test_a_record_of_another_format_is_refused(
     store = Store.open(folder)
     with monkeypatch.context() as other:
         other.setattr(records, "FORMAT_VERSION", version)
-        await store.put_topic(topic())
+        await store.put_topics(topic())
     store.close()
     with pytest.raises(DamagedError) as raised:
         Store.open(folder)
@@ -153,7 +153,7 @@ from tests.store.model import topic
 os.umask(0o077)
 for number in (1, 2):
     store = Store.open(Path(sys.argv[1]))
-    asyncio.run(store.put_topic(topic(number)))
+    asyncio.run(store.put_topics(topic(number)))
     store.close()
 """
 
@@ -177,7 +177,7 @@ async def test_a_record_that_is_not_sealed_for_its_key_is_refused(folder: Path, 
 
 async def test_files_of_other_names_beside_those_of_the_store_are_left_alone(folder: Path) -> None:
     store = Store.open(folder)
-    await store.put_topic(topic())
+    await store.put_topics(topic())
     store.close()
     (folder / "notes.log").write_bytes(b"mine")
     store = Store.open(folder)
@@ -188,7 +188,7 @@ async def test_files_of_other_names_beside_those_of_the_store_are_left_alone(fol
 
 async def test_a_topic_above_the_last_incarnation_given_is_refused(folder: Path) -> None:
     store = Store.open(folder)
-    await store.put_topic(topic(5))
+    await store.put_topics(topic(5))
     await store.flush(put(store, LAST_INCARNATION, seal(LAST_INCARNATION, (4).to_bytes(8, "little"))))
     store.close()
     with pytest.raises(DamagedError):
@@ -225,7 +225,7 @@ async def test_callers_share_flushes(store: Store, monkeypatch: pytest.MonkeyPat
         return sync(db)
 
     monkeypatch.setattr(rocksdb, "sync", counted)
-    await asyncio.gather(*(store.put_topic(topic(number)) for number in range(1, 101)))
+    await asyncio.gather(*(store.put_topics(topic(number)) for number in range(1, 101)))
     assert len(store.topics()) == 100
     assert 1 <= syncs <= 2
 
@@ -233,10 +233,10 @@ async def test_callers_share_flushes(store: Store, monkeypatch: pytest.MonkeyPat
 async def test_a_flush_that_was_running_does_not_count_for_a_later_write(folder: Path) -> None:
     """What is durable is read from a copy of the mark, which moves only after a sync."""
     store = Store.open(folder)
-    running = asyncio.create_task(store.put_topic(topic(1)))
+    running = asyncio.create_task(store.put_topics(topic(1)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    await store.put_topic(topic(2))
+    await store.put_topics(topic(2))
     await running
     copied = mark.Mark.open(shutil.copytree(folder, folder.with_name("copy")))
     written = 4
@@ -246,8 +246,8 @@ async def test_a_flush_that_was_running_does_not_count_for_a_later_write(folder:
 
 
 async def test_a_cancelled_caller_takes_no_others_flush_away(store: Store) -> None:
-    first = asyncio.create_task(store.put_topic(topic(1)))
-    second = asyncio.create_task(store.put_topic(topic(2)))
+    first = asyncio.create_task(store.put_topics(topic(1)))
+    second = asyncio.create_task(store.put_topics(topic(2)))
     await asyncio.sleep(0)
     first.cancel()
     await second
@@ -261,14 +261,14 @@ async def test_a_closed_store_takes_nothing(folder: Path) -> None:
     store.close()
     store.close()
     with pytest.raises(UnavailableError):
-        await store.put_topic(topic())
+        await store.put_topics(topic())
     with pytest.raises(UnavailableError):
         store.topics()
 
 
 async def test_durable_writes_survive_without_closing(folder: Path) -> None:
     store = Store.open(folder)
-    await store.put_topic(topic())
+    await store.put_topics(topic())
     snapshots = Snapshots(store, INCARNATION)
     change = delta(1, {0: (7, 3)}, names=[b"a"])
     await save(store, snapshots, change)

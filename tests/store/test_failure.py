@@ -174,11 +174,13 @@ async def until_open(store: Store) -> None:
 
 async def test_a_failed_sync_fails_all_that_wait_for_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = SyncFailsOnce(monkeypatch)
-    results = await asyncio.gather(*(store.put_topic(topic(number)) for number in range(1, 11)), return_exceptions=True)
+    results = await asyncio.gather(
+        *(store.put_topics(topic(number)) for number in range(1, 11)), return_exceptions=True
+    )
     assert fault.failed
     assert all(isinstance(result, UnavailableError) for result in results)
     await until_open(store)
-    await store.put_topic(topic(11))
+    await store.put_topics(topic(11))
     assert store.topics()[-1] == topic(11)
 
 
@@ -189,7 +191,7 @@ async def test_a_write_from_before_a_reopening_is_never_called_durable(
     written = snapshots.write_delta(delta(1, {0: (1, 1)}, names=[b"a"]))
     SyncFailsOnce(monkeypatch)
     with pytest.raises(UnavailableError):
-        await store.put_topic(topic(1))
+        await store.put_topics(topic(1))
     await until_open(store)
     with pytest.raises(UnavailableError):
         await store.flush(written)
@@ -212,7 +214,7 @@ async def test_a_retry_says_names_again_whether_or_not_they_were_lost(
 
 async def test_opening_again_happens_once_for_all_that_ask(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     SyncFailsOnce(monkeypatch)
-    await asyncio.gather(*(store.put_topic(topic(number)) for number in (1, 2)), return_exceptions=True)
+    await asyncio.gather(*(store.put_topics(topic(number)) for number in (1, 2)), return_exceptions=True)
     for _ in range(100):
         with pytest.raises(UnavailableError):
             store.write(None)  # type: ignore[arg-type]
@@ -224,10 +226,10 @@ async def test_a_store_that_turns_out_damaged_when_opened_again_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.open(folder)
-    await store.put_topic(topic())
+    await store.put_topics(topic())
     SyncFailsOnce(monkeypatch)
     with pytest.raises(UnavailableError):
-        await store.put_topic(topic())
+        await store.put_topics(topic())
     (folder / "CURRENT").unlink()
     with pytest.raises(UnavailableError):
         store.topics()

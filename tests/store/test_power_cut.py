@@ -222,7 +222,7 @@ async def tables_made(folder: Path, count: int) -> tuple[list[TableMade], State]
     """So many tables, and the state when the store was closed."""
     store = Store.open(folder)
     snapshots = Snapshots(store, INCARNATION)
-    await store.put_topic(topic())
+    await store.put_topics(topic())
     after = settled(folder)
     synced = logs(after)
     states = [State()]

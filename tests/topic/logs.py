@@ -15,9 +15,10 @@ class MemoryLogs:
         self.storages = storages
         self.before = before
 
-    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
+    async def create(self, incarnation: int, topic: str, secret: bytes, partitions: int = 0) -> None:
         self.before("create")
-        self.storages.setdefault(incarnation, (topic, Storage(incarnation)))
+        _, storage = self.storages.setdefault(incarnation, (topic, Storage(incarnation)))
+        storage.partitions = partitions
 
     async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> Any:
         self.before("open")
@@ -26,7 +27,8 @@ class MemoryLogs:
         return FaultyLog(self.storages[incarnation][1], automatic=True)
 
     async def list(self) -> list[LogName]:
-        return [LogName(incarnation, topic) for incarnation, (topic, _) in sorted(self.storages.items())]
+        there = sorted(self.storages.items())
+        return [LogName(incarnation, topic, storage.partitions) for incarnation, (topic, storage) in there]
 
     async def delete(self, incarnation: int) -> None:
         self.before("delete")

@@ -31,8 +31,19 @@ class Admin:
     def _run(self, call: Callable[[_admin.Admin], Coroutine[Any, Any, T]]) -> T:
         return run(lambda: call(self._client.admin))
 
-    def create_topic(self, topic: str, *, deduplication_enabled: bool | None = None) -> admin_pb2.Topic:
-        return self._run(lambda admin: admin.create_topic(topic, deduplication_enabled=deduplication_enabled))
+    def create_topic(
+        self,
+        topic: str,
+        *,
+        partitions: int = 0,
+        deduplication_enabled: bool | None = None,
+        policy: admin_pb2.TopicPolicy | None = None,
+    ) -> admin_pb2.Topic:
+        return self._run(
+            lambda admin: admin.create_topic(
+                topic, partitions=partitions, deduplication_enabled=deduplication_enabled, policy=policy
+            )
+        )
 
     def delete_topic(self, topic: str) -> None:
         self._run(lambda admin: admin.delete_topic(topic))

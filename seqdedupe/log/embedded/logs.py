@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,9 @@ DEFAULT_SEGMENT_BYTES = 128 * 1024 * 1024
 READ_THREADS = 4
 
 TOPIC_FILE = "topic"
-"""In a log's folder: the full name of its topic, for the case that the store is lost."""
+"""In a log's folder: the full name of its topic, for the case that the store is lost. Where it is a partition, a line
+says of how many."""
+_SAID = re.compile(rb"(.*?)(?:\n([1-9]\d{0,3}) partitions\n)?", re.DOTALL)
 
 T = TypeVar("T")
 
@@ -73,10 +76,10 @@ class EmbeddedLogs:
         except OSError as e:
             raise unreadable(self._folder, e) from e
 
-    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
+    async def create(self, incarnation: int, topic: str, secret: bytes, partitions: int = 0) -> None:
         """See `Logs.create`."""
         try:
-            await self._in_thread(create_log, self._of(incarnation), topic, secret)
+            await self._in_thread(create_log, self._of(incarnation), topic, secret, partitions)
         except OSError as e:
             raise error("LOG_REFUSED", f"the log of topic {topic} cannot be made: {e}") from e
 
@@ -144,12 +147,13 @@ class EmbeddedLogs:
         return await asyncio.get_running_loop().run_in_executor(self._shared.threads, function, *arguments)
 
 
-def create_log(folder: Path, topic: str, secret: bytes) -> None:
+def create_log(folder: Path, topic: str, secret: bytes, partitions: int = 0) -> None:
     """Makes an empty log in its folder, or the rest of one, durable on return. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     if not base_indexes(folder):
         write_synced(folder / SECRET_FILE, secret)
-        write_synced(folder / TOPIC_FILE, topic.encode())
+        said = f"{topic}\n{partitions} partitions\n" if partitions else topic
+        write_synced(folder / TOPIC_FILE, said.encode())
         # Last: a log with a segment has all that it needs.
         os.close(os.open(segment_path(folder, 0), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
     for made in (folder, folder.parent, folder.parent.parent):
@@ -159,7 +163,7 @@ def create_log(folder: Path, topic: str, secret: bytes) -> None:
 def _names(folder: Path) -> list[LogName]:
     if not folder.exists():
         return []
-    return [LogName(incarnation, topic_of(folder / str(incarnation))) for incarnation in incarnations(folder)]
+    return [LogName(incarnation, *said_by(folder / str(incarnation))) for incarnation in incarnations(folder)]
 
 
 def incarnations(folder: Path) -> list[int]:
@@ -169,12 +173,18 @@ def incarnations(folder: Path) -> list[int]:
 
 def topic_of(folder: Path) -> str | None:
     """The name that a log's folder says; None if it does not say one yet. Raises LOG_DAMAGED; OSError."""
+    return said_by(folder)[0]
+
+
+def said_by(folder: Path) -> tuple[str | None, int]:
+    """`topic_of`, and how many partitions the topic has of which this is one, or 0."""
     path = folder / TOPIC_FILE
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        return None
+        return None, 0
     try:
-        return topic_name(raw.decode()) if raw else None
+        name, partitions = _SAID.fullmatch(raw).groups()  # type: ignore[union-attr]  # it matches anything, or nothing
+        return (topic_name(name.decode()) if name else None), int(partitions or 0)
     except (SeqdedupeError, UnicodeDecodeError) as e:
         raise error("LOG_DAMAGED", f"{path} does not say the name of a topic: {e}", file=path) from e

@@ -95,6 +95,10 @@ class Admin:
         """The policy of this name that is in force for a topic, wherever it was set."""
         return await self._url.get(f"{_path(topic)}/{name}?applied=true")
 
+    async def namespace_policy(self, namespace: str, name: str) -> Any:
+        """The policy of this name that is set for a namespace."""
+        return await self._url.get(f"namespaces/{namespace}/{name}")
+
     async def set_policy(self, topic: str, name: str, value: object) -> None:
         """Sets a policy of the topic itself. It is in force soon after."""
         await self._url.call("POST", f"{_path(topic)}/{name}", value)

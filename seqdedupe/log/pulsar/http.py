@@ -5,7 +5,7 @@ import json
 import re
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
@@ -92,9 +92,11 @@ class AdminUrl:
     def _call(self, method: str, path: str, body: object) -> Answer:
         limit = time.monotonic() + self._timeout_seconds
         url = f"{self._url}/admin/v2/{path}"
+        raw = None if body is None else json.dumps(body).encode()
+        headers = {"Accept": "application/json"} | ({"Content-Type": "application/json"} if raw is not None else {})
         for _ in range(1 + MAX_REDIRECTS):
-            with _Connection(url, self._tls, limit) as connection:
-                answer, location = connection.call(method, body, self._bearer())
+            with Connection(url, self._tls, limit) as connection:
+                answer, location = connection.call(method, raw, headers | self._authorization())
             if answer.status not in _REDIRECTS or not location:
                 return answer
             onward = urljoin(url, location)
@@ -104,18 +106,18 @@ class AdminUrl:
             url = onward
         raise HTTPException(f"sent on more than {MAX_REDIRECTS} times")
 
-    def _bearer(self) -> str | None:
+    def _authorization(self) -> dict[str, str]:
         if self._token is None:
-            return None
+            return {}
         token = self._token().strip()
         if not _TOKEN.fullmatch(token):
             # What complains of it otherwise would show it.
             raise error("INVALID_CONFIGURATION", "the token for Pulsar is empty, or has characters that no token has")
-        return token
+        return {"Authorization": f"Bearer {token}"}
 
 
-class _Connection:
-    """For one call."""
+class Connection:
+    """For one call, which ends at a limit of `time.monotonic()`. Raises OSError, HTTPException, ValueError."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None, limit: float) -> None:
         parts = urlsplit(url)
@@ -128,20 +130,15 @@ class _Connection:
             else HTTPConnection(host, parts.port, timeout=timeout)
         )
 
-    def __enter__(self) -> "_Connection":
+    def __enter__(self) -> "Connection":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def call(self, method: str, body: object, token: str | None) -> tuple[Answer, str | None]:
+    def call(self, method: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[Answer, str | None]:
         """The answer, and where it sends on to."""
-        headers = {"Accept": "application/json"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        self._connection.request(method, self._target, None if body is None else json.dumps(body).encode(), headers)
+        self._connection.request(method, self._target, body, dict(headers))
         with self._connection.getresponse() as response:
             return Answer(response.status, self._read(response)), response.getheader("Location")
 

@@ -36,7 +36,7 @@ _WIDEST_NUMBER = 2**62
 _WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Shared:
     """What all logs of a sidecar have in common."""
 
@@ -44,7 +44,8 @@ class Shared:
     instance_name: str
     """No other sidecar has it."""
     address: str
-    """Where this sidecar can be reached: it stands in markers and in the topic's statistics."""
+    """Where this sidecar can be reached: it stands in markers and in the topic's statistics. Known before anything is
+    opened for writing."""
     clock_ms: Callable[[], int]
     claim_opening: Callable[[str, int], Awaitable[int]]
     """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever

@@ -5,10 +5,10 @@ from contextlib import suppress
 
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
-from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, PREFIX, EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.policies import ensure_safe
+from seqdedupe.names import namespace_of
 
 INCARNATION = PREFIX + "incarnation"
 """A property of the topic."""
@@ -26,25 +26,43 @@ class PulsarLogs:
     def __init__(
         self,
         shared: Shared,
-        admin: Admin,
         namespaces: Sequence[str],
         entry_format: EntryFormat,
         *,
         may_change_policies: bool,
     ) -> None:
         self._shared = shared
-        self._admin = admin
+        self._admin = shared.admin
         self._namespaces = namespaces
         self._entry_format = entry_format
         self._may_change_policies = may_change_policies
         self._topics: dict[int, str] = {}
         """By incarnation, as they were found last."""
 
-    async def create(self, incarnation: int, topic: str, secret: bytes) -> None:
-        """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used."""
+    async def create(
+        self,
+        incarnation: int,
+        topic: str,
+        secret: bytes,
+        partitions: int = 0,
+        entry_format: EntryFormat | None = None,
+    ) -> None:
+        """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used.
+
+        Raises INVALID_NAMESPACE for a topic that would not be found again, INVALID_REQUEST for partitions.
+        """
+        if partitions:
+            why = "topics of a cluster cannot be made with partitions"
+            raise error("INVALID_REQUEST", why, hint="Make topics without partitions, or use the embedded log.")
+        if namespace_of(topic) not in self._namespaces:
+            raise error(
+                "INVALID_NAMESPACE",
+                f"the namespace of {topic} is none of {', '.join(self._namespaces)}",
+                hint="Add it to pulsar.namespaces, or name the topic in one of them.",
+            )
         properties = {
             INCARNATION: str(incarnation),
-            FORMAT: self._entry_format.value,
+            FORMAT: (entry_format or self._entry_format).value,
             MODE: _MODE_IDS,
             PARTITIONS: "0",
         }
@@ -53,7 +71,7 @@ class PulsarLogs:
         except SeqdedupeError as e:
             if e.reason != "TOPIC_EXISTS" or (await self._admin.properties(topic)).get(INCARNATION) != str(incarnation):
                 raise
-        await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
+        await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
         await self._admin.create_subscription(topic, f"seqdedupe-{self._shared.instance_name}")
         self._topics[incarnation] = topic
 

@@ -12,6 +12,7 @@ from seqdedupe.names import namespace_of
 IN_FORCE_TIMEOUT_SECONDS = 30.0
 """A policy that was set is in force within a tenth of a second, unless the broker is in trouble."""
 _POLL_SECONDS = 0.05
+_SNAPSHOT_INTERVAL = "deduplicationSnapshotInterval"
 
 
 class _Policy(NamedTuple):
@@ -23,7 +24,7 @@ class _Policy(NamedTuple):
     """What is set, and to which path."""
     danger: str
     command: str
-    """Of `pulsar-admin topicPolicies`."""
+    """Of `pulsar-admin topicPolicies`, and of `pulsar-admin namespaces`."""
 
 
 def _keeps(retention: Any) -> bool:
@@ -42,7 +43,7 @@ def _quota(kind: str, limit: str) -> "_Policy":
             {"limitSize": -1, "limitTime": -1, "policy": "producer_request_hold"},
         ),
         "a backlog quota evicts messages, also those of the sidecar's own subscription",
-        f"set-backlog-quota --type {kind} {limit} -1 --policy producer_request_hold",
+        f"set-backlog-quota --type {kind} {limit} --policy producer_request_hold",
     )
 
 
@@ -61,9 +62,9 @@ _POLICIES = (
         "set-deduplication --enable",
     ),
     _Policy(
-        "deduplicationSnapshotInterval",
+        _SNAPSHOT_INTERVAL,
         lambda value: value == 0,
-        ("deduplicationSnapshotInterval", 0),
+        (_SNAPSHOT_INTERVAL, 0),
         "Pulsar's deduplication takes snapshots by time",
         "set-deduplication-snapshot-interval --interval 0",
     ),
@@ -81,8 +82,8 @@ _POLICIES = (
         "messages expire, also for the sidecar's own subscription",
         "set-message-ttl --ttl 0",
     ),
-    _quota("destination_storage", "--limit"),
-    _quota("message_age", "--limitTime"),
+    _quota("destination_storage", "--limit -1"),
+    _quota("message_age", "--limitTime -1"),
     _Policy(
         "inactiveTopicPolicies",
         _stays,
@@ -101,11 +102,11 @@ _POLICIES = (
 )
 
 
-async def ensure_safe(admin: Admin, topic: str, *, may_change: bool) -> None:
+async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
     """Returns if the topic can be a log: what its policies are is in force. With `may_change` they are set if need be.
 
     Never set is what belongs to the namespace. Raises UNSAFE_TOPIC_POLICY with the commands to run, otherwise as
-    `Admin`.
+    `Admin`. They are commands for the namespace where the topic `is_new`, so that it will be gone.
     """
     dangers = await _of_namespace(admin, topic)
     unsafe = [policy for policy in _POLICIES if not await _is_safe(admin, topic, policy)]
@@ -114,7 +115,8 @@ async def ensure_safe(admin: Admin, topic: str, *, may_change: bool) -> None:
             path, value = policy.safe
             await admin.set_policy(topic, path, value)
         unsafe = await _still_unsafe(admin, topic, unsafe)
-    dangers += [f"{p.danger} (pulsar-admin topicPolicies {p.command} {topic})" for p in unsafe]
+    whose = f"namespaces {{}} {namespace_of(topic)}" if is_new else f"topicPolicies {{}} {topic}"
+    dangers += [f"{policy.danger} (pulsar-admin {whose.format(policy.command)})" for policy in unsafe]
     if dangers:
         raise error("UNSAFE_TOPIC_POLICY", f"{topic} cannot be a log: {'; '.join(dangers)}")
     if not (await admin.stats(topic)).deduplicates:
@@ -123,7 +125,11 @@ async def ensure_safe(admin: Admin, topic: str, *, may_change: bool) -> None:
 
 async def _is_safe(admin: Admin, topic: str, policy: _Policy) -> bool:
     try:
-        return policy.is_safe(await admin.policy(topic, policy.name))
+        value = await admin.policy(topic, policy.name)
+        if value is None and policy.name == _SNAPSHOT_INTERVAL:
+            # Pulsar answers the topic's own interval only.
+            value = await admin.namespace_policy(namespace_of(topic), policy.name)
+        return policy.is_safe(value)
     except (KeyError, TypeError, AttributeError) as e:
         raise error("PULSAR_REFUSES", f"{policy.name} of {topic} is not answered as Pulsar does") from e
 

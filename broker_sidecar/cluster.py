@@ -1,0 +1,98 @@
+"""The Pulsar cluster that holds the logs, reached as the configuration says."""
+
+import asyncio
+import logging
+import ssl
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pulsar
+import pulsar.asyncio
+
+from broker_sidecar.config import Config
+from broker_sidecar.pulsar_config import PulsarConfig
+from seqdedupe.errors import error
+from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.credentials import OAuth2, Token, from_file, never_raises
+from seqdedupe.log.pulsar.entries import EntryFormat
+from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar.log import Shared
+from seqdedupe.log.pulsar.logs import PulsarLogs
+from seqdedupe.store.db import Store
+from seqdedupe.store.instance import Instance
+
+OPERATION_TIMEOUT_SECONDS = 30
+"""Opening a producer can take Pulsar as long: it reads what its deduplication has not in a snapshot."""
+CLOSE_TIMEOUT_SECONDS = 5.0
+"""A cluster that does not answer is left without a word."""
+
+_client_logger = logging.getLogger("seqdedupe.pulsar.client")
+
+
+class Cluster:
+    """`logs` and what they need, until `close`. Raises INVALID_CONFIGURATION, STORE_UNAVAILABLE."""
+
+    def __init__(self, config: Config, store: Store) -> None:
+        asked, instance = config.pulsar, Instance(store)
+        tls, token = _tls(asked), _token(asked)
+        # What the client tells below that is of no use to an operator, and much.
+        _client_logger.setLevel(logging.ERROR)
+        self._client = pulsar.asyncio.Client(
+            asked.service_url,
+            authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
+            operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,
+            tls_trust_certs_file_path=asked.tls_trust_certs_file_path or None,
+            tls_allow_insecure_connection=asked.tls_allow_insecure_connection,
+            tls_validate_hostname=asked.tls_enable_hostname_verification,
+            stats_interval_in_seconds=0,
+            logger=_client_logger,
+        )
+        self.shared = Shared(
+            self._client,
+            instance.named(config.instance_name),
+            config.advertised_address or config.listen,
+            lambda: time.time_ns() // 1_000_000,
+            lambda _, known: instance.claim_opening(known),
+            Admin(AdminUrl(asked.admin_url, token, tls)),
+        )
+        self.logs = PulsarLogs(
+            self.shared,
+            asked.namespace_names,
+            EntryFormat(asked.entry_format),
+            may_change_policies=asked.manage_topic_policies,
+        )
+
+    async def close(self) -> None:
+        """Closes the connections. The logs must have been closed."""
+        # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
+        with suppress(TimeoutError, pulsar.asyncio.PulsarException):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                await self._client.close()
+
+
+def _token(asked: PulsarConfig) -> Token | None:
+    if asked.token:
+        return lambda: asked.token
+    if asked.token_file:
+        return from_file(Path(asked.token_file))
+    if asked.has_oauth2:
+        return OAuth2(asked.oauth2_issuer_url, Path(asked.oauth2_credentials_file), asked.oauth2_audience)
+    return None
+
+
+def _tls(asked: PulsarConfig) -> ssl.SSLContext:
+    """For the admin calls, as strict as the client for messages is told to be."""
+    try:
+        context = ssl.create_default_context(cafile=asked.tls_trust_certs_file_path or None)
+    except (OSError, ssl.SSLError) as e:
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"pulsar.tls_trust_certs_file_path is {asked.tls_trust_certs_file_path!r}: no certificate can be read "
+            f"from it ({e})",
+            key="pulsar.tls_trust_certs_file_path",
+        ) from e
+    context.check_hostname = asked.tls_enable_hostname_verification and not asked.tls_allow_insecure_connection
+    if asked.tls_allow_insecure_connection:
+        context.verify_mode = ssl.CERT_NONE
+    return context

@@ -1,0 +1,93 @@
+"""The beginning and the end of topics: records, logs and live topics in step, of several topics all or none."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from seqdedupe.errors import error
+from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.store.db import Store
+from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic.kind import TopicKind
+from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.records import Records
+from seqdedupe.topic.state import State, TopicBase
+
+T = TypeVar("T", bound=TopicBase)
+
+
+class Lives(Generic[T]):
+    """Puts what it has made into `live` and `records`, and takes it out. `inherited` is the policy of a name."""
+
+    def __init__(
+        self,
+        store: Store,
+        kind: TopicKind[T],
+        stored: Records,
+        live: dict[str, T],
+        records: dict[str, TopicRecord],
+        inherited: Callable[[str], Applied],
+        on_state: Callable[[str, State | None], None],
+    ) -> None:
+        self._store = store
+        self._kind = kind
+        self._stored = stored
+        self._live = live
+        self._records = records
+        self._inherited = inherited
+        self._on_state = on_state
+
+    async def make(self, names: list[str], policy: Policy, partitions: int = 0) -> list[T]:
+        """Makes topics that nobody else makes, all of them or none; `partitions` as in their records."""
+        now_us = time.time_ns() // 1000
+        secret_bytes = SECRET_BYTES if self._kind.log is LogKind.EMBEDDED else 0
+        records = [
+            TopicRecord(
+                name,
+                self._store.next_incarnation(now_us),
+                TopicState.CREATING,
+                secrets.token_bytes(secret_bytes),
+                self._kind.log,
+                partitions,
+            )
+            for name in names
+        ]
+        made: list[T] = []
+        try:
+            await self._store.put_topics(*records)
+            for record in records:
+                made.append(await self._kind.make(record, self._inherited(record.name)))
+                if policy != Policy():
+                    await made[-1].set_policy(policy)
+            records = [replace(record, state=TopicState.ACTIVE) for record in records]
+            await self._store.put_topics(*records)
+        except Exception:
+            for topic in made:
+                await topic.delete()
+            await self._stored.undo(*records)
+            raise
+        for record, topic in zip(records, made, strict=True):
+            self._records[topic.name] = record
+            self._live[topic.name] = topic
+            topic.inherit(self._inherited(topic.name))
+            self._on_state(topic.name, topic.state)
+        return made
+
+    async def remove(self, topics: list[T], name: str) -> None:
+        """Deletes live topics, all of them or none. `name` is what they are to whoever asks."""
+        for topic in topics:
+            topic.hold(error("DRAINING", f"topic {name} is being deleted"))
+        records = [self._records[topic.name] for topic in topics]
+        deleting = [replace(record, state=TopicState.DELETING) for record in records]
+        await self._stored.write(topics, deleting, records)
+        try:
+            await asyncio.gather(*(topic.delete() for topic in topics))
+        finally:
+            for topic in topics:
+                del self._live[topic.name], self._records[topic.name]
+                self._on_state(topic.name, None)
+        for record in deleting:
+            await self._stored.clean_up(record)

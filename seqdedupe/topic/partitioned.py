@@ -1,0 +1,109 @@
+"""Making and deleting partitioned topics, each in one step.
+
+A partition is a topic of its own, `name-partition-0` and on, with a log, snapshots and a recovery of its own. How many
+there are stands in each one's record and beside its log, for good: which partition a message belongs to follows from
+it. The records of all partitions change their state in one write. So after a crash start-up finds all of them made,
+or all of them half made, or all of them being deleted, and finishes that for each by itself.
+"""
+
+import asyncio
+from typing import TypeVar
+
+from seqdedupe.errors import error
+from seqdedupe.limits import MAX_PARTITIONS
+from seqdedupe.names import partition_name, topic_name, whole_of
+from seqdedupe.store.topics import LogKind
+from seqdedupe.topic.closed import Closed
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.policy import GapPolicy, Policy
+from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.state import TopicBase
+
+T = TypeVar("T", bound=TopicBase)
+
+
+def partitions_of(topics: Topics[T], whole: str) -> "list[T | Closed | None]":
+    """The partitions of a partitioned topic, in order; None for one that is not there. Raises KeyError."""
+    return [topics.live.get(name) or topics.closed.get(name) for name in topics.partitions.names(whole)]
+
+
+async def create(topics: Topics[T], name: str, partitions: int, policy: Policy) -> None:
+    """Makes a partitioned topic; returns when all of its partitions serve.
+
+    Raises INVALID_TOPIC_NAME, INVALID_REQUEST, TOPIC_EXISTS, TOO_MANY_TOPICS, DRAINING, LOG_REFUSED, STORE_UNAVAILABLE:
+    then there is none.
+    """
+    whole = topic_name(name)
+    _check_can_be(topics, whole, partitions, policy)
+    while change := topics.changing.get(whole):
+        await asyncio.wait({change})
+    names = [partition_name(whole, k) for k in range(partitions)]
+    for one in (whole, *names):
+        topics.check_takes_changes(one)
+    _check_is_free(topics, whole)
+    topics.check_room(partitions)
+    topics.partitions.claim(whole, partitions)
+    await shielded(topics.changing, whole, _create(topics, whole, names, policy))
+
+
+def _check_can_be(topics: Topics[T], whole: str, partitions: int, policy: Policy) -> None:
+    if not 1 <= partitions <= MAX_PARTITIONS:
+        raise error("INVALID_REQUEST", f"partitions is {partitions}: it should be 1 to {MAX_PARTITIONS}, or 0 for none")
+    if topics.kind.log is LogKind.BROKER:
+        why = "the log is a broker's own, and so are its partitions: each is a topic for itself"
+        raise error("INVALID_REQUEST", why, hint="Leave partitions out.")
+    if whole_of(whole) is not None:
+        what = f"{whole} has the name of a partition, and cannot have partitions itself"
+        raise error("INVALID_TOPIC_NAME", what, hint="Choose another name.")
+    partition_name(whole, partitions - 1)  # whether the longest is one
+    check_gap_policy(whole, policy.gap)
+
+
+def check_gap_policy(topic: str, gap: GapPolicy | None) -> None:
+    """Raises INVALID_REQUEST if a partition has the policy to refuse gaps: a producer's IDs count over all partitions,
+    so that in each there are some."""
+    if gap is GapPolicy.REJECT:
+        raise error(
+            "INVALID_REQUEST",
+            f"the gap policy of {topic} is REJECT: sequence IDs count over all partitions of a topic, so each has gaps",
+            hint="Let partitioned topics allow gaps: `seqdedupe policy set PARTITION --gap allow`.",
+        )
+
+
+def _check_is_free(topics: Topics[T], whole: str) -> None:
+    topics.partitions.check_is_free(whole)
+    there = (*topics.live, *topics.closed, *topics.creating, *topics.deleting)
+    if taken := next((name for name in there if name == whole or whole_of(name) == whole), None):
+        what = f"the topic {taken} is there already" + (
+            "" if taken == whole else f", with the name of a partition of {whole}"
+        )
+        raise error("TOPIC_EXISTS", what, topic=taken)
+
+
+async def _create(topics: Topics[T], whole: str, names: list[str], policy: Policy) -> None:
+    try:
+        await topics.lives.make(names, policy, len(names))
+    except Exception:
+        topics.partitions.release(whole)
+        raise
+
+
+async def delete(topics: Topics[T], whole: str) -> None:
+    """Deletes a partitioned topic, all partitions of it, for good. They take nothing more from now on.
+
+    Raises LOG_DAMAGED, RECOVERING and what else a partition says that cannot be used; STORE_UNAVAILABLE: then all of it
+    is still there. Whoever is cancelled here does not know: the deletion goes on.
+    """
+    if change := topics.changing.get(whole):
+        await asyncio.shield(change)
+        return
+    parts = [topics.get(name) for name in topics.partitions.names(whole) if name in topics.records]
+    for topic in parts:
+        topics.check_takes_changes(topic.name)
+        topic.check_not_damaged()
+    await shielded(topics.changing, whole, _delete(topics, whole, parts))
+
+
+async def _delete(topics: Topics[T], whole: str, parts: list[T]) -> None:
+    await topics.lives.remove(parts, whole)
+    topics.partitions.release(whole)
