@@ -316,7 +316,7 @@ class FaultyLog:
     def _shut_out(self, lands: int | None, report: bool) -> None:
         if self._failure is None:
             self._lands = lands
-        stored = self._unreported
+        stored, self._unreported = self._unreported, []
         self._land()
         self._unreported = stored
         self._fail(Failure.UNKNOWN, "another owner has the topic", report)

@@ -91,7 +91,8 @@ class Two:
         return publishing
 
     async def hand_over(self, lands: int | None) -> None:
-        """The owner loses its place, and hears of it only when the other one has it, who knows nothing of what lands."""
+        """The owner loses its place, and hears of it only when the other one has it, who does not know what lands."""
+        await until(lambda: self.other.topic.confirmed_index == self.one.topic.confirmed_index)
         self.other.log.hears_of_more = False
         self.one.log.lose_place(lands, report=False)
         await self.other.until(State.SERVING)
