@@ -36,7 +36,8 @@ def _clock_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _fatal(why: str) -> None:
+def fatal(why: str) -> None:
+    """Ends the process."""
     # At once: whatever would still run could acknowledge what is not on the disk.
     logger.critical("the sidecar ends: %s", why)
     logging.shutdown()
@@ -85,7 +86,7 @@ class Data:
             self._cluster = _cluster(config, store)
             kind, logs = LogKind.PULSAR, self._cluster.logs
         else:
-            self._logs = EmbeddedLogs(folder / "logs", clock_ms=_clock_ms, fatal=_fatal)
+            self._logs = EmbeddedLogs(folder / "logs", clock_ms=_clock_ms, fatal=fatal)
             kind, logs = LogKind.EMBEDDED, self._logs
         self.topics = Topics(
             store,
