@@ -51,6 +51,9 @@ class Cluster:
         self.url = AdminUrl(admin_url)
         self.admin = Admin(self.url)
 
+    def connect(self) -> pulsar.asyncio.Client:
+        return pulsar.asyncio.Client(self.service_url, operation_timeout_seconds=10, logger=quiet())
+
     async def create(self, topic: str, *, deduplicates: bool = True) -> None:
         """A topic that keeps everything."""
         await self.admin.create_topic(topic, {})

@@ -20,9 +20,12 @@ from seqdedupe.log.pulsar import entries, plain
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Message, Owner, Part, Settings
+from seqdedupe.log.pulsar.evicting import Answers, evict_when_frozen
+from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, not_deduplicated, until_not_deduplicated
 from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
+from seqdedupe.log.pulsar.waiting import Connect, wait_until_free
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
 
@@ -51,6 +54,8 @@ class Shared:
     """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever
     answered for the topic, durable."""
     admin: Admin
+    connect: Connect
+    answers: Answers
 
 
 class PulsarLog:
@@ -76,6 +81,7 @@ class PulsarLog:
         self._writer: Writer | None = None
         self._opening: Opening | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._guarding: asyncio.Task[None] | None = None
 
     @property
     def _end(self) -> Point:
@@ -168,6 +174,7 @@ class PulsarLog:
                 marked.set_result(settled.doubtful or NOWHERE)
 
         try:
+            await check_deduplicates(self._topic, self._shared.admin)
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
             marker = entries.marker(self.incarnation, term, token, self._settings)
@@ -176,6 +183,7 @@ class PulsarLog:
             if not failed:
                 found = await self._content.read_on(receipt)
                 self._certain_index = self._end.standing.next_index
+                await check_alone(self._topic, self._shared.admin, writer.producer_name)
             if failed:
                 raise error("LOG_REFUSED", f"{self._topic} cannot be written: {failed}")
             if self._end.standing.owner != owner:
@@ -188,6 +196,7 @@ class PulsarLog:
             raise
         self._opening = opening = Opening(owner, writer, self._content.places, settle)
         writer.was_read([found[-1].message_id])
+        self._guarding = asyncio.get_running_loop().create_task(self._guard(opening))
         return 0
 
     async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
@@ -213,6 +222,9 @@ class PulsarLog:
     async def _let_go(self) -> None:
         """Of the topic, whoever takes it then. What is in flight may be stored or not, and nobody is told."""
         self._opening = None
+        if self._guarding is not None:
+            self._guarding.cancel()
+            self._guarding = None
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
@@ -255,6 +267,19 @@ class PulsarLog:
             opening.fail("Pulsar has answered an entry that is not in the topic")
         elif not opening.failed:
             opening.writer.was_read([one.message_id for one in own])
+
+    async def _guard(self, opening: Opening) -> None:
+        await until_not_deduplicated(self._topic, self._shared.admin)
+        opening.fail(not_deduplicated(self._topic))
+
+    async def wait_until_free(self) -> None:
+        shared = self._shared
+        evicting = asyncio.ensure_future(evict_when_frozen(self._topic, shared.admin, shared.answers))
+        try:
+            await wait_until_free(self._topic, shared.admin, shared.connect)
+        finally:
+            evicting.cancel()
+            await asyncio.wait([evicting])
 
     # Reading.
 

@@ -36,12 +36,20 @@ class StandInHarness(LogHarness):
         self._openings = itertools.count(1)
         self._format = entry_format
 
+    def connect(self) -> Any:
+        """A client that waits."""
+        return StandInClient(self.topic)
+
+    async def answers(self, address: str) -> bool:
+        """Whether a sidecar does."""
+        return True
+
     def log(self, address: str = "host:6680") -> PulsarLog:
         async def claim(_: str, known: int) -> int:
             return next(number for number in self._openings if number > known)
 
         client: Any = self.client
-        shared = Shared(client, "one", address, lambda: self.now_ms, claim, self.admin)
+        shared = Shared(client, "one", address, lambda: self.now_ms, claim, self.admin, self.connect, self.answers)
         settings = Settings(self._format, "SEQUENCE_ID", 0, address)
         return PulsarLog(shared, TOPIC, INCARNATION, settings)
 
