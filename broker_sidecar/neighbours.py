@@ -1,5 +1,7 @@
 """Other sidecars, as far as this one has to do with them."""
 
+from typing import Any
+
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,7 +16,8 @@ async def answers(address: str) -> bool:
     not."""
     async with grpc.aio.insecure_channel(address) as channel:
         try:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_SECONDS)
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_SECONDS)
         except grpc.aio.AioRpcError as e:
             return e.code() not in _NO_ANSWER
         return True

@@ -130,6 +130,11 @@ class Broker:
 
     def start(self) -> None:
         """Returns when it is healthy. Raises Unavailable if it ends instead, or takes too long."""
+        self.spawn()
+        self.wait_until_healthy()
+
+    def spawn(self) -> None:
+        """The first half of `start`. It ends with the thread that calls this."""
         with (self._folder / "printed").open("ab") as printed:
             self._process = subprocess.Popen(
                 self._command,
@@ -140,6 +145,9 @@ class Broker:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for whoever started it
             )
+
+    def wait_until_healthy(self) -> None:
+        """The second half of `start`, which may wait in any thread."""
         limit = time.monotonic() + START_TIMEOUT_SECONDS
         while not is_healthy(self.admin_url):
             self.check_running()

@@ -254,6 +254,10 @@ REASONS: dict[str, Reason] = {
         "Nothing was changed, and other topics serve. Has something trimmed the Pulsar topic: no retention, no durable "
         "subscription, a TTL, or a subscription that was deleted? Bring a snapshot that reaches past the gap."
     ),
+    "NO_STATE": _damaged(
+        "Nothing was changed: the topic is neither read nor taken over from what is left of it. Import a snapshot from "
+        "a sidecar that has one (seqdedupe export, seqdedupe import)."
+    ),
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."

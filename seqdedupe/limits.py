@@ -25,3 +25,5 @@ MAX_OPEN_NAMES = 65_536
 """Names in one `Open` or `Register`."""
 MAX_POSITION_BYTES = 255
 """A position in a broker's own log, which is the broker's own bytes."""
+MAX_PLACE_BYTES = 8192
+"""What a snapshot holds of its topic's log."""

@@ -153,6 +153,10 @@ class Log(Protocol):
 
     incarnation: int
 
+    replays_what_is_certain: bool
+    """Whether all that `replay` gives is durable, also before the log is opened for writing. Then recovery replays it
+    first, and after its marker only what came meanwhile."""
+
     @property
     def place(self) -> str:
         """Where it is, for a person who has to look at it: its folder, say."""
@@ -269,6 +273,16 @@ class Log(Protocol):
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
         """The index up to which about so many bytes stand from `from_index` on; above it unless that is the end."""
 
+    def place_at(self, next_index: int) -> bytes:
+        """What a snapshot has to hold that covers all below this index, which is settled, so that `Logs.open` begins
+        there, and finds what stands before it. Empty where the log needs nothing."""
+
+    async def snapshot_is_durable(self, place: bytes) -> None:
+        """The snapshot with this place is. What its log had dropped before it was taken need not be kept any more.
+
+        Raises `UnavailableError`: then more is kept, until a later snapshot is durable.
+        """
+
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         """The first index that would be left if this retention went on now; changes nothing.
 
@@ -278,7 +292,8 @@ class Log(Protocol):
         """
 
     async def trim(self, below_index: int) -> None:
-        """Retention drops what stands below this index, which `may_trim_to` answered; durable on return.
+        """Retention drops what stands below this index, which `may_trim_to` answered; durable on return, or once a
+        snapshot is that was taken after it, where that holds a place.
 
         What cannot be dropped now (a failing disk) stays until it is asked again, without a gap: `first_index` says
         how far it came.
@@ -312,8 +327,10 @@ class Logs(Protocol):
         Raises `UnavailableError` (LOG_REFUSED).
         """
 
-    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> Log:
+    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b"") -> Log:
         """Opens a log that is there, for reading. Everything below `covered_index` is known to have been stored.
+
+        `place` is that of the snapshot that covers it; then the log is not read from its first entry on.
 
         `secret` is that of the store's record, None if it has none: then the log's own must be there. Raises
         LOG_DAMAGED, NEWER_FORMAT, OLDER_FORMAT; LOG_UNREADABLE if it cannot be looked at now.

@@ -86,7 +86,7 @@ class AttachedTopic(TopicBase):
         if self.state is State.DRAINING:
             raise error(self._closed_because, f"topic {self.name}: {self.why}")
 
-    def _opaque_position(self) -> bytes:
+    def log_place(self) -> bytes:
         self._described = self.position
         return self.position
 

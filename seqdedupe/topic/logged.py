@@ -67,6 +67,9 @@ class LoggedTopic(TopicBase):
     def damage_found(self) -> DamageFound:
         return self.log.damage_found
 
+    def log_place(self) -> bytes:
+        return self.log.place_at(self.confirmed_index)
+
     @property
     def log_bytes(self) -> int:
         return self.log.size_bytes

@@ -49,7 +49,8 @@ class PublishedTopics:
     async def open(self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False) -> Topic:
         snapshots = Snapshots(self._store, record.incarnation)
         loaded = await asyncio.to_thread(snapshots.load)
-        log = await self._logs.open(record.incarnation, loaded.next_index if loaded else 0, record.secret or None)
+        covered_index, place = (loaded.next_index, loaded.opaque) if loaded else (0, b"")
+        log = await self._logs.open(record.incarnation, covered_index, record.secret or None, place)
         if loaded is None and log.first_index > 0 and not (self._rebuild_store or without_snapshot):
             # Retention only drops what a snapshot covers.
             await log.close()
@@ -78,7 +79,8 @@ class PublishedTopics:
         if topic is not None and topic.state is not State.DRAINING:
             await _check(topic.log, topic, loaded)
             return
-        log = await self._logs.open(record.incarnation, 0, record.secret or None)
+        covered_index, place = (loaded.next_index, loaded.opaque) if loaded and loaded.opaque else (0, b"")
+        log = await self._logs.open(record.incarnation, covered_index, record.secret or None, place)
         try:
             await _check(log, topic, loaded)
         finally:

@@ -305,7 +305,7 @@ class Topic(LoggedTopic):
             self._snapshot_is_durable()
 
     def _snapshot_is_durable(self) -> None:
-        if self.state not in (State.DRAINING, State.STANDBY) and (self._trimming is None or self._trimming.done()):
+        if self.state is not State.DRAINING and (self._trimming is None or self._trimming.done()):
             self._trimming = self._spawn(trimming.trim(self))
 
     # -- producers that nobody uses ----------------------------------------------------------------------------

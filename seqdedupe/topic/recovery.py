@@ -130,6 +130,9 @@ async def take_over(
     written under `last_ownership` (0: not known). Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
     """
     replay = replay_from(log, confirmed_index, merge, last_ownership)
+    if log.replays_what_is_certain:
+        # However much it is, the marker stands near the end then, and nothing is read twice.
+        await replay.run()
     while True:
         if term > MAX_TERM:
             raise error("INTERNAL", f"the topic {name} has had {MAX_TERM} owners: that is the last term")

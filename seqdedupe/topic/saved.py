@@ -7,12 +7,11 @@ import numpy as np
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, STATED
 from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s
-from seqdedupe.limits import MAX_POSITION_BYTES, NO_EPOCH, NO_SEQUENCE_ID
+from seqdedupe.limits import MAX_PLACE_BYTES, NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
 from seqdedupe.names import decoded_producer_name, producer_name
 from seqdedupe.store.parts import NOT_STATED
 from seqdedupe.store.snapshots import Loaded
-from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.control import encode
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.recovery import MAX_TERM
@@ -44,7 +43,7 @@ def saved(topic: TopicBase) -> Loaded:
         stated=rows[:, STATED].copy(),
         ownership=position.ownership,
         policy=encode(topic.policy),
-        opaque=topic.position if isinstance(topic, AttachedTopic) else b"",
+        opaque=topic.log_place(),
         has_forgotten=topic.producers.has_forgotten,
     )
 
@@ -73,8 +72,8 @@ class SavedParts:
             raise error("INVALID_REQUEST", f"term is {term}: it should be 0 to {MAX_TERM - 1}")
         if position.index < -1 or (position.index < 0 and position.message_id is not None):
             raise error("INVALID_POSITION", f"the snapshot has no position that can be: {position}")
-        if len(opaque) > MAX_POSITION_BYTES:
-            raise error("INVALID_REQUEST", f"broker_position has {len(opaque)} bytes: at most {MAX_POSITION_BYTES}")
+        if len(opaque) > MAX_PLACE_BYTES:
+            raise error("INVALID_REQUEST", f"broker_position has {len(opaque)} bytes: at most {MAX_PLACE_BYTES}")
         self._term = term
         self._position = position
         self._policy = encode(policy.check())

@@ -38,6 +38,8 @@ class Snapshotter:
     ) -> None:
         self.next_index = next_index
         """What the last durable snapshot covers: all messages below this index."""
+        self.opaque = b""
+        """What the last one that was taken here, and is durable, holds of the log."""
         self._store = store
         self._snapshots = snapshots
         self._producers = producers
@@ -180,7 +182,7 @@ class Snapshotter:
             raise
         self._names_stored = known
         self._is_renumbered = False
-        self.next_index = position.index + 1
+        self.next_index, self.opaque = position.index + 1, opaque
         self._on_durable()
         if self._compaction is None or self._compaction.done():
             self._compaction = asyncio.ensure_future(self._compact())

@@ -117,7 +117,7 @@ class TopicBase(ABC):
             store,
             snapshots,
             self.producers,
-            lambda: (self.term, self.last_position, encode(self.policy), self._opaque_position()),
+            lambda: (self.term, self.last_position, encode(self.policy), self.log_place()),
             next_index=self.confirmed_index,
             applied=self.applied,
             on_durable=self._snapshot_is_durable,
@@ -143,8 +143,8 @@ class TopicBase(ABC):
         """That of the last message that may be shown to readers, or of an earlier one where that would take a read."""
         return self.last_position
 
-    def _opaque_position(self) -> bytes:
-        """That of the last confirmed entry, where the log is a broker's own."""
+    def log_place(self) -> bytes:
+        """Where the log goes on after the last confirmed message: the position in a broker's own, or `Log.place_at`."""
         return b""
 
     @abstractmethod
@@ -377,4 +377,6 @@ class TopicBase(ABC):
 
 def damaged_topic(name: str, damage: SeqdedupeError) -> SeqdedupeError:
     """The final answer of a topic that is damaged."""
+    if damage.reason == "NO_STATE":
+        return error("NO_STATE", f"topic {name} cannot be served here: {damage.message}", topic=name)
     return error("LOG_DAMAGED", f"topic {name} is damaged: {damage}", hint=damage.hint, topic=name)

@@ -1432,7 +1432,9 @@ class SnapshotHead(_message.Message):
     term: _builtins.int
     """The term of its owner."""
     broker_position: _builtins.bytes
-    """The position of the last entry in a broker's own log; empty for other logs, and if there is none."""
+    """The position of the last entry in a broker's own log, empty if there is none; of a topic of Pulsar's its place
+    (docs/formats-pulsar.md); empty for the embedded log.
+    """
     producers: _builtins.int
     """How many producers it has."""
     has_forgotten: _builtins.bool

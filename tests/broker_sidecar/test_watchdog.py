@@ -45,7 +45,8 @@ def begun(watched: str, loop: str) -> Iterator[Process]:
     command = [sys.executable, "-c", SCRIPT, watched, str(LIMIT_SECONDS), loop]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with running(command, text=True, **pipes) as process:
-        assert process.stdout.readline() == "begun\n", process.stderr.read()
+        assert process.stdout
+        assert process.stdout.readline() == "begun\n"
         yield process
 
 

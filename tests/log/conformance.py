@@ -10,6 +10,7 @@ What was stored is read back with the published schema alone, not with the code 
 
 import asyncio
 from abc import ABC, abstractmethod
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -36,15 +37,15 @@ class LogHarness(ABC):
     has_clock = True
     failure = Failure.REFUSED
     """What becomes of appends that cannot be written: UNKNOWN where the log cannot say that they never will be."""
-    trims = True
-    """Whether the log drops what it is told to."""
     takes_higher_terms_only = False
+    trimmed_messages = 8
+    """Of 8,000 bytes: so many are dropped together at most, or a few less."""
 
     @abstractmethod
-    async def open(self) -> Log:
+    async def open(self, covered_index: int = 0, place: bytes = b"") -> Log:
         """The topic's log: empty the first time; then what an earlier one, which was closed, has left.
 
-        Its retention would drop all that it may, in units of at most about 64 KiB.
+        A snapshot covers what is below the index, and has this place. Its retention would drop all that it may.
         """
 
     @abstractmethod
@@ -589,10 +590,7 @@ class LogConformance:
 
     async def test_trimming_keeps_what_it_is_told_to(self, harness: LogHarness) -> None:
         log = await harness.open()
-        if not harness.trims:
-            assert await log.may_trim_to(0, Retention(0)) == log.first_index
-            await log.close()
-            return
+        least = 49 - harness.trimmed_messages
         owner = await Owner(log, 1).open()
         for i in range(100):
             owner.append(i, 1, 8_000)
@@ -604,14 +602,16 @@ class LogConformance:
             await log.trim(0)
         first = await log.may_trim_to(50, Retention(0))
         assert (log.first_index, log.size_bytes) == (0, size), "asking changed something"
-        assert 49 - 8 <= first <= 49
+        assert least <= first <= 49
         await log.trim(first)
         assert log.first_index == first
         await log.trim(first)
         assert await log.may_trim_to(50, Retention(0)) == first
+        place = log.place_at(100)
+        await log.snapshot_is_durable(place)
         await log.close()
-        log = await harness.open()
-        assert 49 - 8 <= log.first_index <= 49
+        log = await harness.open(100, place)
+        assert least <= log.first_index <= 49
         assert log.size_bytes < size
         for index in (0, log.first_index - 1):
             with pytest.raises(PositionError) as trimmed:
@@ -624,13 +624,53 @@ class LogConformance:
         assert [what(r)[1] for r in await replayed(log, first) if r.rows] == list(range(first, 100))
         assert parsed(await log.read(first, 100, 1))[0].base_index == first
         await log.close()
-        log = await harness.open()
+        log = await harness.open(100, place)
         assert log.first_index == first
         owner = await Owner(log, 2).open()
         owner.append(100, 1)
         await owner.until_stored(1)
         assert parsed(await log.read(100, 101, 1))[0].base_index == 100
         await log.close()
+
+    async def test_a_snapshots_place_is_where_it_goes_on(self, harness: LogHarness) -> None:
+        log = await harness.open()
+        everything: list[tuple[str, int, int]] = []
+        snapshots = {0: log.place_at(0)}
+        for term in (1, 2, 3):
+            owner = await Owner(log, term).open()
+            everything.append(("marker", term, 0))
+            for i in range(20):
+                first_id = 1000 * term + 10 * i
+                owner.append_control(first_id)
+                owner.append(first_id, 5, 3_000)
+                await owner.until_stored(2 * i + 2)
+                everything += [("control", first_id, 0), ("batch", first_id, 5)]
+                index = 100 * (term - 1) + 5 * (i + 1)
+                snapshots[index] = log.place_at(index)
+            owner.append_control(1000 * term + 999)
+            await owner.until_stored(41)
+            everything.append(("control", 1000 * term + 999, 0))
+            # Of the same messages, and after another control record.
+            snapshots[100 * term] = log.place_at(100 * term)
+        looked_at = (0, 1, 99, 100, 151, 299)
+        locations = [await log.locate(index) for index in looked_at]
+        await log.close()
+        for term, covered_index in enumerate((0, 5, 95, 100, 105, 200, 295, 300), start=4):
+            log = await harness.open(covered_index, snapshots[covered_index])
+            assert log.first_index == 0
+            assert log.certain_index >= covered_index - 5
+            indexes = list(accumulate((rows for _, _, rows in everything), initial=0))[1:]
+            last = max(covered_index - 1, 0)
+            begins = next(k for k, index in enumerate(indexes) if index > last) if last else 0
+            assert [what(r) for r in await replayed(log, last)] == everything[begins:]
+            for index in looked_at:
+                assert parsed(await log.read(index, index + 1, 1))[0].base_index == index - index % 5
+            assert [await log.locate(index) for index in looked_at] == locations
+            assert [what(r) for r in await replayed(log)] == everything
+            await Owner(log, term).open()
+            everything.append(("marker", term, 0))
+            assert [what(r) for r in await replayed(log, 300)] == everything[indexes.index(300) + 1 :]
+            await log.close()
 
     async def test_reading_while_appending(self, harness: LogHarness) -> None:
         log = await harness.open()

@@ -172,6 +172,8 @@ class FaultyLog:
     holds `open_for_writing` back while it is cleared.
     """
 
+    replays_what_is_certain = False
+
     def __init__(
         self,
         storage: Storage,
@@ -484,6 +486,12 @@ class FaultyLog:
             np.array([one.entry_id for one in found], np.int64),
             np.array([one.batch_index for one in found], np.int32),
         )
+
+    def place_at(self, next_index: int) -> bytes:
+        return b""
+
+    async def snapshot_is_durable(self, place: bytes) -> None:
+        """What is dropped is gone at once."""
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         first = self.first_index

@@ -29,9 +29,9 @@ class EmbeddedHarness(LogHarness):
         )
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    async def open(self) -> Log:
+    async def open(self, covered_index: int = 0, place: bytes = b"") -> Log:
         await self._logs.create(INCARNATION, TOPIC, SECRET)
-        return await self._logs.open(INCARNATION, 0)
+        return await self._logs.open(INCARNATION, covered_index, None, place)
 
     def refuse_writes(self, log: Log) -> None:
         # The kernel's own limit of a file's size; new segments are as small as the first one.
@@ -49,7 +49,7 @@ class FaultyHarness(LogHarness):
         self.takes_higher_terms_only = packed
         self._storage = Storage(INCARNATION, lambda: self.now_ms, packed=packed)
 
-    async def open(self) -> Log:
+    async def open(self, covered_index: int = 0, place: bytes = b"") -> Log:
         higher_only = self.takes_higher_terms_only
         return FaultyLog(self._storage, automatic=True, retention=True, takes_higher_terms_only=higher_only)
 

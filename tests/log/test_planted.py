@@ -137,7 +137,7 @@ class WrongHarness(FaultyHarness):
         self._kind = kind
         self._wrong = Storage(INCARNATION, lambda: self.now_ms)
 
-    async def open(self) -> FaultyLog:
+    async def open(self, covered_index: int = 0, place: bytes = b"") -> FaultyLog:
         return self._kind(self._wrong, automatic=True, retention=True)
 
 

@@ -18,6 +18,8 @@ class Line:
         self._broker_url = broker.service_url.encode()
         self._answers = asyncio.Event()
         self._answers.set()
+        self._requests = asyncio.Event()
+        self._requests.set()
         self._is_down = False
         self._last_words: bytes | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -49,6 +51,13 @@ class Line:
         """As `hold_answers`, from when a client says this."""
         self._last_words = text
 
+    def hold_requests(self) -> None:
+        """What clients say does not arrive any more, until `let_requests_through`; what the broker says does."""
+        self._requests.clear()
+
+    def let_requests_through(self) -> None:
+        self._requests.set()
+
     def let_answers_through(self) -> None:
         self._answers.set()
 
@@ -59,6 +68,7 @@ class Line:
             writer.transport.abort()
         self._writers.clear()
         self._answers.set()
+        self._requests.set()
 
     def mend(self) -> None:
         """New connections are taken again."""
@@ -81,9 +91,11 @@ class Line:
                 if are_answers:
                     await self._answers.wait()
                     data = data.replace(self._broker_url, self.service_url.encode())
-                elif self._last_words is not None and self._last_words in data:
-                    self._last_words = None
-                    self.hold_answers()
+                else:
+                    await self._requests.wait()
+                    if self._last_words is not None and self._last_words in data:
+                        self._last_words = None
+                        self.hold_answers()
                 if target.transport.is_closing():
                     break
                 target.write(data)

@@ -56,7 +56,7 @@ async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
 class PulsarHarness(LogHarness):
     has_clock = False
     failure = Failure.UNKNOWN
-    trims = False
+    trimmed_messages = 33
     takes_higher_terms_only = True
 
     def __init__(self, cluster: Cluster, topic: str, entry_format: EntryFormat) -> None:
@@ -67,9 +67,9 @@ class PulsarHarness(LogHarness):
         self._shared = shared(self._client, cluster)
         self._rival: pulsar.Client | None = None
 
-    async def open(self) -> Log:
-        log = PulsarLog(self._shared, self._topic, INCARNATION, self._settings)
-        await log.catch_up()
+    async def open(self, covered_index: int = 0, place: bytes = b"") -> Log:
+        log = PulsarLog(self._shared, self._topic, INCARNATION, self._settings, place)
+        await log.begin(covered_index)
         return log
 
     def refuse_writes(self, log: Log) -> None:

@@ -20,7 +20,7 @@ class MemoryLogs:
         _, storage = self.storages.setdefault(incarnation, (topic, Storage(incarnation)))
         storage.partitions = partitions
 
-    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> Any:
+    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b"") -> Any:
         self.before("open")
         if incarnation not in self.storages:
             raise error("LOG_DAMAGED", f"there is no log {incarnation}")

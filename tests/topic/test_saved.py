@@ -12,6 +12,7 @@ from rocksdict import WriteBatch
 
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import PositionError, SeqdedupeError, UnavailableError
+from seqdedupe.limits import MAX_PLACE_BYTES
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.records import DELTA, part_key
 from seqdedupe.store.snapshots import Loaded
@@ -357,7 +358,7 @@ def test_a_snapshot_that_is_not_whole_is_refused() -> None:
         taken.add([b"first"], *columns())
         with pytest.raises(SeqdedupeError, match="INVALID_REQUEST"):
             taken.finish()
-    for term, index, opaque in ((-1, 9, b""), (2**31, 9, b""), (3, -2, b""), (3, 9, bytes(256))):
+    for term, index, opaque in ((-1, 9, b""), (2**31, 9, b""), (3, -2, b""), (3, 9, bytes(MAX_PLACE_BYTES + 1))):
         with pytest.raises(SeqdedupeError, match="INVALID_"):
             SavedParts(term, Position(5, MessageId(5, 9, -1), index), Policy(), opaque, 0)
 

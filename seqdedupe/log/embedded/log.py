@@ -50,6 +50,8 @@ class EmbeddedLog:
     opening found torn.
     """
 
+    replays_what_is_certain = False
+
     def __init__(self, shared: Shared, folder: Path, segments: list[Segment], tail: Tail) -> None:
         self.identity = identity = tail.segment.identity
         self.incarnation = identity.incarnation
@@ -195,7 +197,13 @@ class EmbeddedLog:
     def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         return np.full(len(indexes), self.incarnation), indexes, np.full(len(indexes), -1, np.int32)
 
-    # Retention.
+    # Snapshots and retention.
+
+    def place_at(self, next_index: int) -> bytes:
+        return b""
+
+    async def snapshot_is_durable(self, place: bytes) -> None:
+        """What is dropped is gone at once."""
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         segments = list(self._reader.segments)

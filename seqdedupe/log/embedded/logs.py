@@ -96,7 +96,9 @@ class EmbeddedLogs:
             shutil.rmtree(folder)
             sync_folder(self._folder)
 
-    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> EmbeddedLog:
+    async def open(
+        self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b""
+    ) -> EmbeddedLog:
         """See `Logs.open`.
 
         A torn tail, which a crash leaves, is left out and counted in the log's `cut_bytes` and `cut_records`; it

@@ -6,6 +6,7 @@ from urllib.parse import quote
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.message_id import MessageId
 
 
 class Publisher(NamedTuple):
@@ -47,6 +48,11 @@ class Admin:
         except InvalidRequestError as e:
             if e.reason != "TOPIC_EXISTS":
                 raise
+
+    async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
+        """Moves a durable subscription: Pulsar keeps this entry for it, and all after it."""
+        place = {"ledgerId": message_id.ledger_id, "entryId": message_id.entry_id, "partitionIndex": -1}
+        await self._url.call("POST", f"{_path(topic)}/subscription/{quote(name, safe='')}/resetcursor", place)
 
     async def delete_topic(self, topic: str) -> None:
         """Deletes a topic with its messages and subscriptions. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if somebody is

@@ -1,118 +1,183 @@
-"""What stands in a topic: read up to its end once, and from then on wherever somebody wants to read."""
+"""What stands in a topic: read on at its end, and wherever somebody wants to read."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.errors import error
+from seqdedupe.errors import DamagedError, error
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.log.contract import Entries, Location, Records, Runs
-from seqdedupe.log.pulsar.collecting import Collector
-from seqdedupe.log.pulsar.entries import KIND, NOWHERE, Owner
-from seqdedupe.log.pulsar.parts import Parts, next_entries
-from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch, size_of
-from seqdedupe.log.pulsar.terms import Terms, Verdict
+from seqdedupe.log.pulsar.cursor import Step
+from seqdedupe.log.pulsar.entries import NOWHERE, Entry, Owner
+from seqdedupe.log.pulsar.kept import Kept
+from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
+from seqdedupe.log.pulsar.terms import Counts, Verdict
 from seqdedupe.message_id import MessageId
 
 
 class Found(NamedTuple):
     """A valid entry that was read."""
 
-    owner: Owner
-    message_id: MessageId
+    after: Point
     runs: Runs
     """Of its messages."""
 
+    @property
+    def owner(self) -> Owner:
+        """Whose it is."""
+        return self.after.standing.owner
+
 
 class Content:
-    """A topic for those who read. Nobody waits here for what is to come: what is known ends with `places.end`.
+    """A topic for those who read. What can be read ends with `limit`, of which `places` knows.
 
     The methods that `seqdedupe.log.contract.Log` has are as that says.
     """
 
-    def __init__(self, client: pulsar.asyncio.Client, topic: str, incarnation: int, queue_entries: int) -> None:
-        self.places = Places(incarnation)
+    def __init__(
+        self,
+        client: pulsar.asyncio.Client,
+        topic: str,
+        points: Sequence[Point],
+        queue_entries: int,
+        limit: Callable[[], Point],
+    ) -> None:
+        """It begins at the first of the points, and is known up to the last one."""
+        self.places = Places(points)
         self.earlier: dict[str, int] = {}
-        """After a replay from the beginning: the highest sequence IDs of those who published before the first marker,
-        by producer."""
+        """After the beginning was read: the highest sequence IDs of those who published before the first marker, by
+        producer."""
+        self.counts = Counts()
+        """Of what was read at the end, and so not what an owner knows of by its receipts."""
         self.marked_address = ""
-        """Where the last owner can be reached, by its marker."""
+        """Where the last owner can be reached, by its marker, if that was read."""
         self._topic = topic
-        self._parts = Parts(client, topic, queue_entries)
+        self._limit = limit
+        self._kept = Kept(client, topic, queue_entries)
+        self._reading_on = asyncio.Lock()
+        self._covered_index = points[-1].next_index
+
+    # At the end.
+
+    async def begin(self, covered_index: int) -> None:
+        """Reads what a snapshot covers after the last point that it has, which is little, or finds nothing there.
+
+        Raises NO_STATE if the topic does not go on from there, LOG_DAMAGED if it ends before this index.
+        """
+        self._covered_index = covered_index
+        while (await self._read_on(None, [])).is_full and self.places.end.next_index < covered_index:
+            pass
+        if self.places.end.next_index < covered_index:
+            raise error(
+                "LOG_DAMAGED",
+                f"{self._topic} ends before index {self.places.end.next_index}, but a snapshot covers it up to "
+                f"{covered_index}: its end is gone",
+                index=self.places.end.next_index,
+            )
 
     async def read_on(self, up_to: MessageId | None) -> list[Found]:
         """Judges what stands after the known end, up to this entry; to the topic's end where that is none, or no place.
 
         Answers the valid entries. The known end is after them then, whatever is raised.
         """
+        found: list[Found] = []
         if up_to is not None and up_to.ledger_id < 0:
             up_to = None
-        start = self.places.end
-        terms, found = Terms(start.standing), list[Found]()
-        reader = await self._parts.open_reader(start)
-        try:
-            while up_to is not None or not await reader.is_at_end():
-                for entry in await next_entries(reader, self._topic):
-                    message, message_id = entry.message, entry.message_id
-                    if message_id != start.message_id and terms.judge(message) is Verdict.VALID:
-                        time_ms = (KIND in message.properties and message.event_time_ms) or entry.publish_time_ms
-                        runs = self.places.advance(
-                            terms.standing,
-                            message_id,
-                            time_ms,
-                            time_ms,
-                            size_of(message),
-                            begins_record=begins_record(message),
-                            is_batch=is_batch(message),
-                        )
-                        found.append(Found(terms.owner, message_id, runs))
-                        if terms.marker is not None:
-                            self.marked_address = terms.marker.settings.address
-                    if up_to is not None and message_id >= up_to:
-                        return found
-            return found
-        finally:
-            await reader.close()
+        while (await self._read_on(up_to, found)).is_full:
+            pass
+        return found
 
-    def _check_is_there(self, index: int, *, at_end: bool) -> None:
-        if index < 0:
-            raise error("POSITION_TRIMMED", f"the topic begins with index 0: {index} is before it", first_index=0)
-        next_index = self.places.end.standing.next_index
+    async def _read_on(self, up_to: MessageId | None, found: list[Found]) -> Step:
+        """A step from the known end on."""
+
+        def hear(entry: Entry, verdict: Verdict, after: Point) -> None:
+            self.counts.add(verdict)
+            if verdict is Verdict.VALID:
+                message = entry.message
+                runs = self.places.advance(after, begins_record=begins_record(message), is_batch=is_batch(message))
+                found.append(Found(after, runs))
+
+        async with self._reading_on:
+            start = self.places.end
+            try:
+                async with self._kept.cursor(start) as cursor:
+                    step = await cursor.step_on(up_to, hear)
+                    if (marker := cursor.collector.terms.marker) is not None:
+                        self.marked_address = marker.settings.address
+                    if not start.standing.owner.term:
+                        self.earlier = cursor.collector.earlier
+            except DamagedError as e:
+                if e.reason != "LOG_GAP" or self.places.end.next_index > self._covered_index:
+                    raise
+                why = f"{self._topic} does not go on from index {self._covered_index}, up to which there is a snapshot"
+                raise error("NO_STATE", f"{why}: {e.message}", index=self._covered_index) from e
+            return self._kept.keep(step)
+
+    async def wait_for_more(self) -> None:
+        """Returns when something stands after the known end."""
+        await self._kept.wait_for_more(self.places.end)
+
+    # Anywhere.
+
+    def check_is_there(self, index: int, *, at_end: bool) -> None:
+        """Raises POSITION_TRIMMED, POSITION_AFTER_END."""
+        first_index, next_index = self.places.first.next_index, self._limit().next_index
+        if index < first_index:
+            why = f"the topic begins with index {first_index}: {index} is before it"
+            raise error("POSITION_TRIMMED", why, first_index=first_index)
         if index > next_index or (index == next_index and not at_end):
             raise error("POSITION_AFTER_END", f"index {index} is after the end, {next_index} is the next")
 
-    async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
-        self._check_is_there(from_index, at_end=True)
-        start, end = self.places.before(from_index), self.places.end
-        collector = Collector(Terms(start.standing), start.publish_time_ms)
-        if start.message_id is None:
-            self.earlier = collector.earlier
-        has_begun = not from_index
-        async with aclosing(self._parts.steps(start, end, collector)) as steps:
-            async for step in steps:
-                if has_begun:
-                    yield step
+    def _from(self, index: int) -> Point:
+        """A place to read from that has not the message with this index before it."""
+        return self._kept.nearest(index, self.places.at(index))
+
+    async def _steps(self, here: Point) -> AsyncGenerator[Step, None]:
+        """Up to the limit of now. Nobody has to close it."""
+        limit = self._limit()
+        while here.size_bytes < limit.size_bytes:
+            step = await self._kept.step(here, limit)
+            here = step.end
+            self.places.learn(here)
+            yield step
+
+    async def replay(self, from_index: int, *, reads_on: bool) -> AsyncGenerator[Entries, None]:
+        """Up to the limit; with `reads_on` up to the topic's end, which is known then."""
+        self.check_is_there(from_index, at_end=True)
+        at_end = from_index == self._limit().next_index
+        has_begun = from_index == self.places.first.next_index
+        here = self.places.first if has_begun else self._from(from_index - at_end)
+        reads_on_once_more = reads_on
+        while True:
+            async for step in self._steps(here):
+                here = step.end
+                if (entries := step.entries) is None:
                     continue
-                table = step.table
-                rows_but_one = 0 if from_index == end.standing.next_index else table[:, ROWS] - 1
-                begins = np.flatnonzero(table[:, BASE_INDEX] + rows_but_one >= from_index)
-                if len(begins):
+                if not has_begun:
+                    ends = entries.table[:, BASE_INDEX] + (0 if at_end else entries.table[:, ROWS] - 1)
+                    begins = np.flatnonzero(ends >= from_index)
+                    if not len(begins):
+                        continue
                     has_begun, k = True, int(begins[0])
-                    yield Entries(step.raw, table[k:], step.runs[k:])
+                    entries = Entries(entries.raw, entries.table[k:], entries.runs[k:])
+                yield entries
+            if not reads_on_once_more:
+                return
+            # What is read here is kept, and comes as a step.
+            reads_on_once_more = (await self._read_on(None, [])).is_full
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
-        self._check_is_there(from_index, at_end=False)
+        self.check_is_there(from_index, at_end=False)
         raw: list[bytes] = []
         runs: list[Runs] = []
-        left, index = max_bytes, from_index
-        while index < stop_index and (left > 0 or not raw):
-            start, end = self.places.part_of(index)
-            for record, places, its_runs in await self._batches(start, end):
+        left = max_bytes
+        async for step in self._steps(self._from(from_index)):
+            for record, places, its_runs in _batches(step):
                 if places[BASE_INDEX] + places[ROWS] <= from_index:
                     continue
                 left -= len(record)
@@ -120,57 +185,72 @@ class Content:
                     return Records(b"".join(raw), runs)
                 raw.append(record)
                 runs.append(its_runs)
-            index = end.standing.next_index
+            if raw and (left <= 0 or step.end.next_index >= stop_index):
+                break
         return Records(b"".join(raw), runs)
-
-    async def _batches(self, start: Point, end: Point) -> list[tuple[bytes, Int64s, Runs]]:
-        """The records of batches in a part, with places and message IDs."""
-        return [
-            (step.raw[places[RECORD_START] : places[RECORD_END]], places, runs)
-            for step in await self._parts.part(start, end)
-            for places, runs in zip(step.table, step.runs, strict=True)
-            if runs
-        ]
 
     def next_readable(self, from_index: int) -> int:
         """That index itself: what is damaged in a topic is damaged for whoever reads on over it."""
-        self._check_is_there(from_index, at_end=True)
+        self.check_is_there(from_index, at_end=True)
         return from_index
 
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
-        index = self.places.before_time(publish_time_ms)
-        while index < stop_index:
-            start, end = self.places.part_of(index)
-            for _, places, _ in await self._batches(start, end):
+        async for step in self._steps(self.places.before_time(publish_time_ms)):
+            for _, places, _ in _batches(step):
                 if places[PUBLISH_TIME_MS] >= publish_time_ms:
                     return min(int(places[BASE_INDEX]), stop_index)
-            index = end.standing.next_index
+            if step.end.next_index >= stop_index:
+                break
         return stop_index
 
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
-        start, end = self.places.part_of(from_index)
-        before = sum(len(r) for r, p, _ in await self._batches(start, end) if p[BASE_INDEX] + p[ROWS] <= from_index)
-        wanted = start.size_bytes + before + size_bytes
-        start, end = self.places.part_at(wanted)
-        after, reached = end.standing.next_index, start.size_bytes
-        for record, places, _ in await self._batches(start, end):
-            reached += len(record)
-            if reached >= wanted and places[BASE_INDEX] + places[ROWS] > from_index:
-                after = int(places[BASE_INDEX] + places[ROWS])
+        step = await self._step_with(from_index)
+        before = sum(len(r) for r, p, _ in _batches(step) if p[BASE_INDEX] + p[ROWS] <= from_index)
+        wanted = step.start.size_bytes + before + size_bytes
+        async for step in self._steps(self.places.at_size(wanted)):
+            reached = step.start.size_bytes
+            for record, places, _ in _batches(step):
+                reached += len(record)
+                if reached >= wanted and places[BASE_INDEX] + places[ROWS] > from_index:
+                    return min(int(places[BASE_INDEX] + places[ROWS]), stop_index)
+            if step.end.next_index >= stop_index:
                 break
-        return min(max(after, from_index + 1), stop_index)
+        return stop_index
+
+    async def _step_with(self, index: int) -> Step:
+        """The one that has this message, which is there."""
+        async for step in self._steps(self._from(index)):
+            if index < step.end.next_index:
+                return step
+        raise error("INTERNAL", f"{self._topic}: message {index} is not where it was")
 
     async def locate(self, index: int) -> Location:
-        self._check_is_there(index, at_end=False)
-        for _, places, runs in await self._batches(*self.places.part_of(index)):
+        self.check_is_there(index, at_end=False)
+        for _, places, runs in _batches(await self._step_with(index)):
             row = index - int(places[BASE_INDEX])
             for run in runs:
                 if 0 <= row < run.rows:
                     return Location(run.message_id(row), records.ownership(places))
                 row -= run.rows
-        raise error("INTERNAL", f"{self._topic}: message {index} is not in its part")
+        raise error("INTERNAL", f"{self._topic}: message {index} is not in its step")
 
     def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         found = [self.places.recent(index) or NOWHERE for index in indexes.tolist()]
         ledgers, entry_ids, batch_indexes = np.array(found, np.int64).reshape(-1, 3).T
         return ledgers, entry_ids, batch_indexes.astype(np.int32)
+
+    async def close(self) -> None:
+        """Lets go of all readers."""
+        await self._kept.close()
+
+
+def _batches(step: Step) -> list[tuple[bytes, Int64s, Runs]]:
+    """The records of batches in a step, with places and message IDs."""
+    if step.entries is None:
+        return []
+    raw, table, several = step.entries.raw, step.entries.table, step.entries.runs
+    return [
+        (raw[places[RECORD_START] : places[RECORD_END]], places, runs)
+        for places, runs in zip(table, several, strict=True)
+        if runs
+    ]

@@ -153,12 +153,13 @@ class Part(NamedTuple):
     column_bytes: int
 
 
-def marker(incarnation: int, term: int, token: bytes, settings: Settings) -> Message:
-    """The entry with which an ownership begins. Its number is 0. It has no index (-1): its writer need not know one."""
+def marker(incarnation: int, term: int, token: bytes, settings: Settings, known_index: int = -1) -> Message:
+    """The entry with which an ownership begins. Its number is 0. Its index is that of the next message as far as its
+    writer knows the topic: the true one is not below it."""
     return Message(
         b"",
         {
-            ENTRY: str(Place(Owner(incarnation, term, ownership_of(token)), 0, -1)),
+            ENTRY: str(Place(Owner(incarnation, term, ownership_of(token)), 0, known_index)),
             KIND: MARKER,
             TOKEN: token.hex(),
             FORMAT: settings.format.value,

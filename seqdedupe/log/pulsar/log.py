@@ -1,7 +1,10 @@
 """A Pulsar topic as a log: one writer at a time, entries judged by the rule of terms, whoever reads them.
 
-What the log knows of its topic begins with the first entry and is read once when it is opened; from then on it grows by
-what is confirmed. Nothing is trimmed here yet: what Pulsar keeps is what there is.
+What the log knows of its topic are the points that a snapshot holds, else its beginning; from there on it reads the
+topic once, and then what it knows grows by what is confirmed. Older messages are found from one of these points on.
+
+What stands before a point that every durable snapshot has as its first is not kept any more: the durable subscription
+of the sidecar moves there, and Pulsar removes it as its own retention says.
 """
 
 import asyncio
@@ -16,7 +19,7 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
-from seqdedupe.log.pulsar import entries, plain
+from seqdedupe.log.pulsar import entries, place_bytes, plain
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Message, Owner, Part, Settings
@@ -57,6 +60,11 @@ class Shared:
     connect: Connect
     answers: Answers
 
+    @property
+    def subscription(self) -> str:
+        """The durable one by which Pulsar keeps what this sidecar needs."""
+        return f"seqdedupe-{self.instance_name}"
+
 
 class PulsarLog:
     """One topic's log, which satisfies `seqdedupe.log.contract.Log`. Made by `PulsarLogs.open`.
@@ -66,7 +74,18 @@ class PulsarLog:
     number `owner_address` where it is known.
     """
 
-    def __init__(self, shared: Shared, topic: str, incarnation: int, settings: Settings) -> None:
+    replays_what_is_certain = True
+
+    def __init__(
+        self,
+        shared: Shared,
+        topic: str,
+        incarnation: int,
+        settings: Settings,
+        place: bytes = b"",
+    ) -> None:
+        """`place` is that of a snapshot. Raises STORE_DAMAGED, NEWER_FORMAT for one that is none."""
+        points = place_bytes.decode(incarnation, place) if place else [Point.start(incarnation)]
         self.incarnation = incarnation
         self.is_closed = False
         self._shared = shared
@@ -74,8 +93,8 @@ class PulsarLog:
         self._settings = settings
         self._is_plain = settings.format is EntryFormat.PLAIN
         queue_entries = PLAIN_QUEUE_ENTRIES if self._is_plain else PACKED_QUEUE_ENTRIES
-        self._content = Content(shared.client, topic, incarnation, queue_entries)
-        self._certain_index = 0
+        self._content = Content(shared.client, topic, points, queue_entries, lambda: self._limit)
+        self._kept_from: MessageId | None = None
         self._last_ms = 0
         self._name_number = 0
         self._writer: Writer | None = None
@@ -88,20 +107,25 @@ class PulsarLog:
         return self._content.places.end
 
     @property
+    def _limit(self) -> Point:
+        """Up to which everything is certain."""
+        return self._opening.settled if self._opening is not None else self._end
+
+    @property
     def place(self) -> str:
         return self._topic
 
     @property
     def first_index(self) -> int:
-        return 0
+        return self._content.places.first.next_index
 
     @property
     def certain_index(self) -> int:
-        return self._certain_index
+        return self._limit.next_index
 
     @property
     def size_bytes(self) -> int:
-        return self._end.size_bytes
+        return self._end.size_bytes - self._content.places.first.size_bytes
 
     @property
     def damage_found(self) -> DamageFound:
@@ -177,12 +201,11 @@ class PulsarLog:
             await check_deduplicates(self._topic, self._shared.admin)
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
-            marker = entries.marker(self.incarnation, term, token, self._settings)
+            marker = entries.marker(self.incarnation, term, token, self._settings, self._end.next_index)
             writer.append(marker._replace(event_time_ms=self._now_ms()))
             receipt = await marked
             if not failed:
-                found = await self._content.read_on(receipt)
-                self._certain_index = self._end.standing.next_index
+                await self._content.read_on(receipt)
                 await check_alone(self._topic, self._shared.admin, writer.producer_name)
             if failed:
                 raise error("LOG_REFUSED", f"{self._topic} cannot be written: {failed}")
@@ -195,7 +218,7 @@ class PulsarLog:
             await self._let_go()
             raise
         self._opening = opening = Opening(owner, writer, self._content.places, settle)
-        writer.was_read([found[-1].message_id])
+        writer.was_read([self._end.message_id or NOWHERE])
         self._guarding = asyncio.get_running_loop().create_task(self._guard(opening))
         return 0
 
@@ -221,14 +244,18 @@ class PulsarLog:
 
     async def _let_go(self) -> None:
         """Of the topic, whoever takes it then. What is in flight may be stored or not, and nobody is told."""
-        self._opening = None
         if self._guarding is not None:
             self._guarding.cancel()
             self._guarding = None
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait([self._reading])
-            self._reading = None
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.cancel()
+        if self._opening is not None:
+            # What stands there of an append that was not settled is read again, whole.
+            self._content.places.go_back(self._opening.settled)
+            self._opening = None
+        if reading is not None:
+            await asyncio.wait([reading])
         if self._writer is not None:
             writer, self._writer = self._writer, None
             await writer.close()
@@ -239,7 +266,6 @@ class PulsarLog:
             return
         if settled.confirmed:
             opening.confirm(settled.confirmed, self._shared.clock_ms())
-            self._certain_index = opening.settled_index
             opening.tell()
         if settled.failure is not None:
             opening.fail(settled.failure)
@@ -257,8 +283,7 @@ class PulsarLog:
             return
         own = [one for one in found if one.owner == opening.owner]
         if own:
-            opening.found([one.runs for one in own])
-            self._certain_index = opening.settled_index
+            opening.found(own)
             opening.tell()
         owner = self._end.standing.owner
         if owner != opening.owner:
@@ -266,7 +291,7 @@ class PulsarLog:
         elif not own:
             opening.fail("Pulsar has answered an entry that is not in the topic")
         elif not opening.failed:
-            opening.writer.was_read([one.message_id for one in own])
+            opening.writer.was_read([one.after.message_id or NOWHERE for one in own])
 
     async def _guard(self, opening: Opening) -> None:
         await until_not_deduplicated(self._topic, self._shared.admin)
@@ -286,7 +311,13 @@ class PulsarLog:
     async def catch_up(self) -> None:
         """Reads what stands after all that is known. For a log that is not open for writing."""
         await self._content.read_on(None)
-        self._certain_index = self._end.standing.next_index
+
+    async def begin(self, covered_index: int) -> None:
+        """Looks whether the topic goes on from the place, up to this index at least.
+
+        Raises NO_STATE, LOG_DAMAGED, LOG_UNREADABLE.
+        """
+        await self._content.begin(covered_index)
 
     @property
     def earlier(self) -> dict[str, int]:
@@ -295,7 +326,11 @@ class PulsarLog:
         return self._content.earlier
 
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
-        return self._content.replay(from_index)
+        # Nobody may read on for an owner: he reads on himself, and settles by it.
+        return self._content.replay(from_index, reads_on=self._opening is None)
+
+    async def wait_for_more(self) -> None:
+        await self._content.wait_for_more()
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
         return await self._content.read(from_index, stop_index, max_bytes)
@@ -315,16 +350,35 @@ class PulsarLog:
     def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         return self._content.known_message_ids(indexes)
 
-    # Retention.
+    # Snapshots and retention.
+
+    def place_at(self, next_index: int) -> bytes:
+        places = self._content.places
+        points, last = places.below(next_index), places.at(next_index - 1)
+        return place_bytes.encode(self.incarnation, points if last is points[-1] else [*points, last])
+
+    async def snapshot_is_durable(self, place: bytes) -> None:
+        first = place_bytes.decode(self.incarnation, place)[0].message_id if place else None
+        if first is not None and first != self._kept_from:
+            await self._shared.admin.keep_from(self._topic, self._shared.subscription, first)
+            self._kept_from = first
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
-        """Nothing yet."""
-        return 0
+        points = self._content.places.below(covered_index)
+        size_bytes, age_ms = retention
+        first = points[0]
+        for point in points[1:]:
+            is_too_much = size_bytes is not None and self._end.size_bytes - point.size_bytes >= size_bytes
+            if not is_too_much and not (age_ms is not None and point.at_latest_ms < self._shared.clock_ms() - age_ms):
+                break
+            first = point
+        return first.next_index
 
     async def trim(self, below_index: int) -> None:
-        """Nothing is dropped yet."""
+        self._content.places.trim(below_index)
 
     async def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
             await self._let_go()
+            await self._content.close()

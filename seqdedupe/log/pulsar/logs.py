@@ -19,8 +19,8 @@ class PulsarLogs:
     """The logs of some namespaces of a cluster. Satisfies `seqdedupe.log.contract.Logs`.
 
     New topics get `entry_format`. Each log keeps its messages by a durable subscription,
-    `seqdedupe-<instance name>`, which stays where the topic begins. With `may_change_policies` a topic's own policies
-    are set where they are not safe (`policies.ensure_safe`).
+    `seqdedupe-<instance name>`, from where the last durable snapshot says that the topic begins. With
+    `may_change_policies` a topic's own policies are set where they are not safe (`policies.ensure_safe`).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PulsarLogs:
             if e.reason != "TOPIC_EXISTS" or (await self._admin.properties(topic)).get(INCARNATION) != str(incarnation):
                 raise
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
-        await self._admin.create_subscription(topic, f"seqdedupe-{self._shared.instance_name}")
+        await self._admin.create_subscription(topic, self._shared.subscription)
         self._topics[incarnation] = topic
 
     async def list(self) -> list[LogName]:
@@ -80,8 +80,10 @@ class PulsarLogs:
         await self._look()
         return sorted(LogName(incarnation, topic) for incarnation, topic in self._topics.items())
 
-    async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None) -> PulsarLog:
-        """See `Logs.open`. The topic is read from its first entry on. Raises UNSAFE_TOPIC_POLICY too."""
+    async def open(
+        self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b""
+    ) -> PulsarLog:
+        """See `Logs.open`. Raises UNSAFE_TOPIC_POLICY too, and NO_STATE if the topic does not go on from the place."""
         if incarnation not in self._topics:
             await self._look()
         topic = self._topics.get(incarnation)
@@ -89,8 +91,14 @@ class PulsarLogs:
             raise error("LOG_DAMAGED", f"no topic in {', '.join(self._namespaces)} is the log {incarnation}")
         properties = await self._admin.properties(topic)
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
-        log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties))
-        await log.catch_up()
+        # Before anything is looked for, so that it stays. Who comes new to the topic has none yet.
+        await self._admin.create_subscription(topic, self._shared.subscription)
+        log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties), place)
+        try:
+            await log.begin(covered_index)
+        except BaseException:
+            await log.close()
+            raise
         return log
 
     async def delete(self, incarnation: int) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
+from seqdedupe.log.pulsar.content import Found
 from seqdedupe.log.pulsar.entries import Message, Owner
-from seqdedupe.log.pulsar.places import Places, begins_record, is_batch, size_of
+from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch, size_of
 from seqdedupe.log.pulsar.terms import Standing
 from seqdedupe.log.pulsar.writer import Writer
 from seqdedupe.message_id import MessageId
@@ -37,10 +38,10 @@ class Opening:
         """Of the oldest append, as far as it is confirmed."""
         self._confirmed: list[Runs] = []
         self.next_number = 1
-        self.next_index = places.end.standing.next_index
+        self.next_index = places.end.next_index
         """Of what is appended next, if all before is stored."""
-        self.settled_index = self.next_index
-        """Below it are the appends that are confirmed whole."""
+        self.settled = places.end
+        """Before it are the appends that are confirmed whole."""
 
     def append(self, messages: Iterable[Message], rows: Sequence[int], publish_time_ms: int) -> None:
         """Hands over the entries of one append, with so many messages in each."""
@@ -56,23 +57,22 @@ class Opening:
     def confirm(self, message_ids: Sequence[MessageId], now_ms: int) -> None:
         """So many of the oldest entries are confirmed by their receipts. `tell` has to follow."""
         for message_id in message_ids:
-            sent = self._sent[0]
-            _, number, index = self._places.end.standing
-            runs = self._places.advance(
+            sent, end = self._sent[0], self._places.end
+            _, number, index = end.standing
+            to = end.after(
                 Standing(self.owner, number + 1, index + sent.rows),
                 message_id,
                 sent.publish_time_ms,
                 now_ms,
                 sent.size_bytes,
-                begins_record=sent.begins_record,
-                is_batch=sent.is_batch,
             )
-            self._take(runs)
+            runs = self._places.advance(to, begins_record=sent.begins_record, is_batch=sent.is_batch)
+            self._take(runs, to)
 
-    def found(self, several: Sequence[Runs]) -> None:
-        """So many of the oldest entries were read, and have those message IDs. `tell` has to follow."""
-        for runs in several:
-            self._take(runs)
+    def found(self, several: Sequence[Found]) -> None:
+        """The oldest entries were read. `tell` has to follow."""
+        for one in several:
+            self._take(one.runs, one.after)
 
     def tell(self) -> None:
         """Settles the appends of which all is confirmed."""
@@ -86,7 +86,7 @@ class Opening:
             self.failed = True
             self._settle(Outcome([], Failure.UNKNOWN, why))
 
-    def _take(self, runs: Runs) -> None:
+    def _take(self, runs: Runs, after: Point) -> None:
         """The oldest entry is confirmed; its append is, if it was the last one of it."""
         for run in runs:
             last = self._runs[-1] if self._runs else None
@@ -96,5 +96,5 @@ class Opening:
                 self._runs.append(run)
         if self._sent.popleft().ends_append:
             self._confirmed.append(tuple(self._runs))
-            self.settled_index += sum(run.rows for run in self._runs)
             self._runs = []
+            self.settled = after

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from seqdedupe.log.contract import Run, Runs
@@ -11,7 +12,9 @@ from seqdedupe.log.pulsar.terms import Standing
 from seqdedupe.message_id import MessageId
 
 STEP_BYTES = 256 * 1024
-"""About so much is read to find one message."""
+"""About so much is read to find one message, where the points are near enough."""
+MAX_POINTS = 4096
+"""Of a topic: 1 GiB of it at a step from each other."""
 ENTRY_BYTES = 64
 """What an entry is counted as beside its payload and its key."""
 RECENT_ENTRIES = 4096
@@ -29,74 +32,134 @@ class Point(NamedTuple):
     at_latest_ms: int
     """The same, at the latest."""
     size_bytes: int
-    """What stands before."""
+    """What stands before. No two points have the same."""
+
+    @staticmethod
+    def start(incarnation: int) -> "Point":
+        """Before everything."""
+        return Point(Standing.start(incarnation), None, 0, 0, 0)
+
+    @property
+    def next_index(self) -> int:
+        """That of the next message."""
+        return self.standing.next_index
+
+    def after(
+        self, standing: Standing, message_id: MessageId, publish_time_ms: int, at_latest_ms: int, size_bytes: int
+    ) -> "Point":
+        """The point after the next valid entry, which has so many bytes, and after which the topic stands so."""
+        return Point(
+            standing,
+            message_id,
+            max(publish_time_ms, self.publish_time_ms),
+            max(at_latest_ms, self.at_latest_ms),
+            self.size_bytes + size_bytes,
+        )
 
 
 class Places:
-    """The points of a topic, a step from each other, and its end as far as it is known."""
+    """The points of a topic, and its end as far as it is known.
 
-    def __init__(self, incarnation: int) -> None:
-        self.end = Point(Standing.start(incarnation), None, 0, 0, 0)
+    Points stand where a record begins. The newer half are a step from each other, older ones the further the more of
+    the topic there is; what was read between them is nearer again (`learn`).
+    """
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        """The first of the points is where the topic begins, the last one how far it is known."""
+        self._points = [*points]
+        self.end = points[-1]
         """After the last entry that is known to be valid."""
-        self._points = [self.end]
+        self._last_record = self.end
+        """Before the last record that has messages."""
         self._recent: deque[tuple[int, Run]] = deque(maxlen=RECENT_ENTRIES)
 
-    def advance(
-        self,
-        standing: Standing,
-        message_id: MessageId,
-        publish_time_ms: int,
-        at_latest_ms: int,
-        size_bytes: int,
-        *,
-        begins_record: bool,
-        is_batch: bool,
-    ) -> Runs:
-        """The next valid entry stands there, and that is how the topic stands after it. Its rows' message IDs."""
-        end = self.end
-        if begins_record and end.size_bytes - self._points[-1].size_bytes >= STEP_BYTES:
-            self._points.append(end)
-        self.end = Point(
-            standing,
-            message_id,
-            max(publish_time_ms, end.publish_time_ms),
-            max(at_latest_ms, end.at_latest_ms),
-            end.size_bytes + size_bytes,
-        )
-        index = end.standing.next_index
-        rows = standing.next_index - index
-        if not rows:
+    @property
+    def first(self) -> Point:
+        """Where the topic begins."""
+        return self._points[0]
+
+    def advance(self, to: Point, *, begins_record: bool, is_batch: bool) -> Runs:
+        """The next valid entry stands there, and `to` is the point after it. Its rows' message IDs."""
+        end, self.end = self.end, to
+        rows = to.next_index - end.next_index
+        if begins_record:
+            if end.size_bytes - self._points[-1].size_bytes >= STEP_BYTES:
+                self._points.append(end)
+                self._thin()
+            if rows:
+                self._last_record = end
+        if not rows or to.message_id is None:
             return ()
-        run = Run(rows, message_id.ledger_id, message_id.entry_id, 0 if is_batch else -1)
-        self._recent.append((index, run))
+        run = Run(rows, to.message_id.ledger_id, to.message_id.entry_id, 0 if is_batch else -1)
+        self._recent.append((end.next_index, run))
         return (run,)
 
-    def part_of(self, index: int) -> tuple[Point, Point]:
-        """Between which points the message with this index stands."""
-        at = bisect_right(self._points, index, key=lambda point: point.standing.next_index)
-        return self._points[at - 1], self._points[at] if at < len(self._points) else self.end
+    def go_back(self, end: Point) -> None:
+        """Nothing after this point, where a record ends, is known any more."""
+        self.end = end
+        while len(self._points) > 1 and self._points[-1].size_bytes > end.size_bytes:
+            self._points.pop()
+        if self._last_record.size_bytes > end.size_bytes:
+            self._last_record = self._points[-1]
+        while self._recent and self._recent[-1][0] >= end.next_index:
+            self._recent.pop()
 
-    def part_at(self, size_bytes: int) -> tuple[Point, Point]:
-        """Between which points so many bytes stand before something."""
-        at = max(1, bisect_right(self._points, size_bytes, key=lambda point: point.size_bytes))
-        return self._points[at - 1], self._points[at] if at < len(self._points) else self.end
+    def learn(self, point: Point) -> None:
+        """A point that was met when the topic was read: it is remembered where the others are far away."""
+        at = bisect_left(self._points, point.size_bytes, key=_size)
+        if 0 < at < len(self._points) and (
+            point.size_bytes - self._points[at - 1].size_bytes >= STEP_BYTES
+            and self._points[at].size_bytes - point.size_bytes >= STEP_BYTES
+        ):
+            self._points.insert(at, point)
+            self._thin()
 
-    def before_time(self, publish_time_ms: int) -> int:
-        """An index below which nothing was published at that time or later; the points before it are too early."""
+    def trim(self, below_index: int) -> None:
+        """The topic begins with the last point that has nothing of this index and after it before."""
+        del self._points[: max(0, bisect_right(self._points, below_index, key=_next_index) - 1)]
+
+    def _thin(self) -> None:
+        if len(self._points) > MAX_POINTS:
+            newer = len(self._points) - MAX_POINTS // 2
+            self._points[:newer] = thinned(self._points[:newer], MAX_POINTS // 4)
+
+    def at(self, index: int) -> Point:
+        """The last point that has not the message with this index before it."""
+        if self._last_record.next_index <= index and self._last_record.size_bytes > self._points[-1].size_bytes:
+            return self._last_record
+        return self._points[max(1, bisect_right(self._points, index, key=_next_index)) - 1]
+
+    def at_size(self, size_bytes: int) -> Point:
+        """The last point that has at most so many bytes before it."""
+        return self._points[max(1, bisect_right(self._points, size_bytes, key=_size)) - 1]
+
+    def before_time(self, publish_time_ms: int) -> Point:
+        """A point before which nothing was published at that time or later."""
         at = bisect_left(self._points, publish_time_ms, key=lambda point: point.at_latest_ms)
-        return self._points[max(at - 1, 0)].standing.next_index
-
-    def before(self, index: int) -> Point:
-        """The last point with a message between it and this index, else the first point."""
-        at = bisect_left(self._points, index, key=lambda point: point.standing.next_index)
         return self._points[max(at - 1, 0)]
+
+    def below(self, index: int) -> list[Point]:
+        """The points before which all messages are below this index, without the one before it: the first at least."""
+        return self._points[: max(1, bisect_left(self._points, index, key=_next_index))]
 
     def recent(self, index: int) -> MessageId | None:
         """The message ID of a message, if it is known."""
-        if not self._recent or index < self._recent[0][0] or index >= self.end.standing.next_index:
+        if not self._recent or index < self._recent[0][0] or index >= self.end.next_index:
             return None
         first, run = self._recent[bisect_right(self._recent, index, key=lambda one: one[0]) - 1]
         return run.message_id(index - first)
+
+
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """At most so many of the points, the first and the last among them, about evenly apart."""
+    if len(points) <= most:
+        return [*points]
+    apart_bytes = (points[-1].size_bytes - points[0].size_bytes) / (most - 1)
+    kept = [points[0]]
+    for point in points[1:-1]:
+        if point.size_bytes - kept[-1].size_bytes >= apart_bytes:
+            kept.append(point)
+    return [*kept, points[-1]]
 
 
 def size_of(message: Message) -> int:
@@ -112,3 +175,11 @@ def begins_record(message: Message) -> bool:
 def is_batch(message: Message) -> bool:
     """Whether an entry of ours has several messages."""
     return message.properties.get(KIND) == BATCH
+
+
+def _size(point: Point) -> int:
+    return point.size_bytes
+
+
+def _next_index(point: Point) -> int:
+    return point.next_index

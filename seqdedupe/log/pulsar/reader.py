@@ -13,6 +13,10 @@ from seqdedupe.message_id import MessageId
 
 READ_STEP_ENTRIES = 500
 """So many are taken at once at most: a few milliseconds of the event loop."""
+READ_STEP_BYTES = 256 * 1024
+"""After payloads of so many no more are taken at once."""
+OPEN_TIMEOUTS_SECONDS = (2.0, 4.0)
+"""Opening one while its topic is unloaded ends with the client's own time-out; another one is opened at once."""
 _AT_ONCE_MS = 0
 
 
@@ -43,7 +47,9 @@ class Reader:
             raise _unreadable(self._reader.topic(), e) from e
         self._next = None
         entries = [_entry(message._message)]
-        while len(entries) < READ_STEP_ENTRIES:
+        size_bytes = 0
+        while len(entries) < READ_STEP_ENTRIES and size_bytes < READ_STEP_BYTES:
+            size_bytes += len(entries[-1].message.payload or b"")
             # What is below the client's reader for event loops, which wakes the loop for every message.
             try:
                 entries.append(_entry(self._reader._reader.read_next(_AT_ONCE_MS)))
@@ -55,9 +61,11 @@ class Reader:
     async def is_at_end(self) -> bool:
         """Whether nothing more is there now. Not while somebody waits in `read`. Raises LOG_UNREADABLE."""
         try:
-            return not await self._reader.has_message_available()
+            has_more = await self._reader.has_message_available()
         except pulsar.asyncio.PulsarException as e:
             raise _unreadable(self._reader.topic(), e) from e
+        # What somebody waited for, who was cancelled, may have come.
+        return not (has_more or (self._next is not None and self._next.done()))
 
     async def close(self) -> None:
         """Who waits in `read` gets LOG_UNREADABLE."""
@@ -78,12 +86,29 @@ async def open_reader(client: pulsar.asyncio.Client, topic: str, start: MessageI
     """
     place = pulsar.MessageId.earliest if start is None else pulsar.MessageId(-1, *start)
     try:
-        reader = await client.create_reader(
-            topic, place, receiver_queue_size=queue_entries, start_message_id_inclusive=True
-        )
+        for timeout_seconds in OPEN_TIMEOUTS_SECONDS:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_seconds):
+                    return Reader(await _opened(client, topic, place, queue_entries))
+        return Reader(await _opened(client, topic, place, queue_entries))
     except pulsar.asyncio.PulsarException as e:
         raise _unreadable(topic, e) from e
-    return Reader(reader)
+
+
+async def _opened(client: pulsar.asyncio.Client, topic: str, place: pulsar.MessageId, queue_entries: int) -> Any:
+    opening = asyncio.ensure_future(
+        client.create_reader(topic, place, receiver_queue_size=queue_entries, start_message_id_inclusive=True)
+    )
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_unwanted)
+        raise
+
+
+def _close_unwanted(opening: "asyncio.Future[Any]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()._reader.close_async(lambda _: None)
 
 
 def _entry(native: Any) -> Entry:

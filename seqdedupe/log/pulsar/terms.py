@@ -79,6 +79,18 @@ class Counts:
     earlier: int = 0
     foreign: int = 0
 
+    def add(self, verdict: Verdict) -> None:
+        """One more was met."""
+        match verdict:
+            case Verdict.VOID:
+                self.void += 1
+            case Verdict.REPEAT:
+                self.repeats += 1
+            case Verdict.EARLIER:
+                self.earlier += 1
+            case Verdict.FOREIGN:
+                self.foreign += 1
+
 
 class Terms:
     """Judges the entries of a topic, which are given in the topic's order and without leaving any out.
@@ -102,11 +114,16 @@ class Terms:
         return Standing(self.owner, self._next_number, self.next_index)
 
     def judge(self, message: Message) -> Verdict:
-        """The verdict on the next entry.
+        """The verdict on the next entry, which is counted.
 
         Raises `DamagedError`: LOG_GAP where something is missing before this entry, LOG_DAMAGED where it is none that
         can stand here, NEWER_FORMAT.
         """
+        verdict = self._judge(message)
+        self.counts.add(verdict)
+        return verdict
+
+    def _judge(self, message: Message) -> Verdict:
         properties = message.properties
         text = properties.get(ENTRY, "")
         if not text.startswith(self._text):
@@ -139,21 +156,18 @@ class Terms:
     def _of_another(self, message: Message, text: str) -> Verdict:
         place = Place.parse(text)
         if place is None:
-            if not self.owner.term:
-                self.counts.earlier += 1
-                return Verdict.EARLIER
-            self.counts.foreign += 1
-            return Verdict.FOREIGN
+            return Verdict.FOREIGN if self.owner.term else Verdict.EARLIER
         owner = place.owner
         if owner.incarnation != self.owner.incarnation:
             raise damaged(f"an entry of incarnation {owner.incarnation} stands in that of {self.owner.incarnation}")
         if owner.term <= self.owner.term:
-            self.counts.void += 1
             return Verdict.VOID
         if message.properties.get(KIND) != MARKER:
             raise gap(f"the marker of term {owner.term} is missing", self.next_index)
         if place.number:
             raise damaged(f"the marker of term {owner.term} is not the first entry of its owner")
+        if place.index > self.next_index:
+            raise gap(f"who wrote the marker of term {owner.term} knew of {place.index} messages", self.next_index)
         self.marker = read_marker(message, owner)
         self.owner, self._text = owner, str(owner)
         self._next_number, self._unseen_below = 1, 0
@@ -171,7 +185,6 @@ class Terms:
             raise damaged(
                 f"entry {number} of term {self.owner.term} comes again after {back} others: nobody sends that late"
             )
-        self.counts.repeats += 1
         return Verdict.REPEAT
 
 

@@ -29,6 +29,10 @@ class StandInClient:
         self.loses: Callable[[Message], bool] = lambda message: False
         """Whether an entry fails by itself, and is nowhere; what comes after it is stored all the same."""
         self.refuses = False
+        self.opened_readers = self.open_readers = 0
+        self.entries_read = 0
+        self.fails_reading: Callable[[], bool] = lambda: False
+        """Whether a reader that waits for an entry is told that it cannot."""
         self.writer: StandInProducer | None = None
         self.receipt_of: Callable[[MessageId], MessageId] = lambda message_id: message_id
         """What is told of where an entry stands."""
@@ -49,22 +53,32 @@ class StandInClient:
     ) -> "StandInReader":
         await asyncio.sleep(0)
         assert start_message_id_inclusive
-        return StandInReader(self.topic, MessageId(start.ledger_id(), start.entry_id()))
+        self.opened_readers += 1
+        self.open_readers += 1
+        return StandInReader(self, MessageId(start.ledger_id(), start.entry_id()))
 
 
 class StandInAdmin(Admin):
-    """What the topic's statistics say of who writes to it."""
+    """What the topic's statistics say of who writes to it, and where its durable subscription stands."""
 
     def __init__(self, client: StandInClient) -> None:
         self._client = client
-        self.answers = True
+        self.answers = 1_000_000
+        """How often it does."""
 
     async def stats(self, topic: str) -> TopicStats:
         await asyncio.sleep(0)
-        if not self.answers:
+        self.answers -= 1
+        if self.answers < 0:
             raise error("LOG_UNREADABLE", "no broker answers")
         writer = self._client.writer
         return TopicStats((Publisher(writer.name, writer.metadata),) if writer else (), 0, True)
+
+    async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
+        await asyncio.sleep(0)
+        if not self.answers:
+            raise error("LOG_REFUSED", "no broker answers")
+        self._client.topic.keep_from(message_id)
 
 
 class StandInProducer:
@@ -99,13 +113,16 @@ class StandInProducer:
 
 
 class StandInReader:
-    def __init__(self, topic: PulsarTopic, start: MessageId) -> None:
-        self._reader = self._native = _Native(topic, start)
+    def __init__(self, client: StandInClient, start: MessageId) -> None:
+        self._client = client
+        self._reader = self._native = _Native(client, start)
 
     def topic(self) -> str:
         return "a topic in memory"
 
     async def read_next(self) -> Any:
+        if self._client.fails_reading():
+            raise pulsar.asyncio.PulsarException(pulsar.Result.ConnectError)
         while (found := self._native.next()) is None:  # noqa: ASYNC110 (nobody tells)
             await asyncio.sleep(0.001)
         return _Wrapped(found)
@@ -116,6 +133,7 @@ class StandInReader:
 
     async def close(self) -> None:
         await asyncio.sleep(0)
+        self._client.open_readers -= 1
 
 
 class _Wrapped:
@@ -124,10 +142,14 @@ class _Wrapped:
 
 
 class _Native:
-    def __init__(self, topic: PulsarTopic, start: MessageId) -> None:
-        self._topic = topic
+    def __init__(self, client: StandInClient, start: MessageId) -> None:
+        self._client = client
+        self._topic = client.topic
         self._start = start
         self._after: MessageId | None = None
+
+    def close_async(self, _: Any) -> None:
+        self._client.open_readers -= 1
 
     def _next(self) -> Entry | None:
         return self._topic.next(self._after, self._start)
@@ -140,6 +162,7 @@ class _Native:
         if entry is None:
             return None
         self._after = entry.message_id
+        self._client.entries_read += 1
         return _Read(entry)
 
     def read_next(self, _: int) -> "_Read":

@@ -9,6 +9,7 @@ a.connect_again()     receipts on their way are lost, and all without a receipt 
 a.end(lands=2)        the producer is gone; of what was on its way the two oldest are stored
 topic.roll_over()     a new ledger
 topic.trim(ledgers=1) the oldest ledger is deleted
+topic.keep_from(id)   the durable subscription keeps this entry, and all after it; topic.retain_nothing() drops the rest
 topic.read(after)     as a Reader does: over what was trimmed it jumps, and says nothing
 """
 
@@ -33,6 +34,8 @@ class PulsarTopic:
         self._ledger, self._entry, self._now_ms = 10, 0, 1000
         self._clock_ms = clock_ms
         self._stores_nothing = False
+        self.kept_from: MessageId | None = None
+        """Where the durable subscription stands; None is at the first entry."""
 
     def producer(self, name: str) -> "Producer":
         """One more, whoever else there is. A name that was used before goes on with rising sequence IDs."""
@@ -67,6 +70,15 @@ class PulsarTopic:
     def trim(self, ledgers: int) -> None:
         gone = sorted({entry.message_id.ledger_id for entry in self.entries})[:ledgers]
         self.entries = [entry for entry in self.entries if entry.message_id.ledger_id not in gone]
+
+    def keep_from(self, message_id: MessageId) -> None:
+        assert any(entry.message_id == message_id for entry in self.entries), "what it is to keep is gone already"
+        self.kept_from = message_id
+
+    def retain_nothing(self) -> None:
+        """All ledgers go that the durable subscription does not need."""
+        if self.kept_from is not None:
+            self.entries = [e for e in self.entries if e.message_id.ledger_id >= self.kept_from.ledger_id]
 
     def read(self, after: MessageId | None = None) -> Iterator[Entry]:
         at = 0 if after is None else bisect_right(self.entries, after, key=lambda entry: entry.message_id)

@@ -1,0 +1,383 @@
+"""A topic that is opened where a snapshot ends: what is there is found, what is gone is said, nothing is read twice."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from seqdedupe.errors import DamagedError, SeqdedupeError
+from seqdedupe.log.contract import Retention
+from seqdedupe.log.pulsar import kept, place_bytes, places
+from seqdedupe.log.pulsar.entries import EntryFormat, Owner
+from seqdedupe.log.pulsar.log import PulsarLog
+from seqdedupe.log.pulsar.places import MAX_POINTS, STEP_BYTES, Places, Point, thinned
+from seqdedupe.log.pulsar.terms import Standing
+from seqdedupe.message_id import MessageId
+from tests.log.conformance import Owner as OwnerOfLog
+from tests.log.conformance import parsed, replayed, what
+from tests.log.pulsar.test_log import BOTH, StandInHarness
+from tests.log.pulsar.topics import INCARNATION, marker
+
+PAYLOAD_BYTES = 8_000
+
+
+async def filled(harness: StandInHarness, messages: int, *, ledger_messages: int = 25) -> PulsarLog:
+    """A log with so many messages, each a batch of its own, in ledgers of so many."""
+    log = await harness.open()
+    owner = await OwnerOfLog(log, 1).open()
+    for i in range(messages):
+        if i % ledger_messages == ledger_messages - 1:
+            harness.topic.roll_over()
+        owner.append(i, 1, PAYLOAD_BYTES)
+        await owner.until_stored(i + 1)
+    return log
+
+
+async def ids_from(log: PulsarLog, first: int, stop: int) -> list[int]:
+    at, found = first, []
+    while at < stop:
+        for record in parsed(await log.read(at, stop, 100_000)):
+            assert record.base_index == at
+            found += list(record.batch.sequence_ids)
+            at += record.rows
+    return found
+
+
+# What does not meet the log's first entry.
+
+
+@BOTH
+@pytest.mark.parametrize("ledgers", [1, 3])
+async def test_without_a_snapshot_a_topic_whose_beginning_is_gone_is_no_state(
+    entry_format: EntryFormat, ledgers: int
+) -> None:
+    harness = StandInHarness(entry_format)
+    await (await filled(harness, 100)).close()
+    harness.topic.trim(ledgers)
+    there = len(harness.topic.entries)
+    with pytest.raises(DamagedError, match="NO_STATE") as caught:
+        await harness.open()
+    assert "import" in caught.value.hint
+    assert len(harness.topic.entries) == there
+    assert harness.client.writer is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_the_marker_that_alone_is_left_says_that_there_was_more(known: bool) -> None:
+    """The control: a marker that does not say it is taken for the first entry of all."""
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await filled(harness, 10)
+    harness.topic.roll_over()
+    if known:
+        await OwnerOfLog(log, 2).open()
+    else:
+        harness.topic.add(marker(2))
+    await log.close()
+    harness.topic.trim(ledgers=1)
+    assert len(harness.topic.entries) == 1
+    if known:
+        with pytest.raises(DamagedError, match="NO_STATE"):
+            await harness.open()
+    else:
+        assert (await harness.open()).certain_index == 0
+
+
+@BOTH
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_a_snapshot_whose_last_message_is_gone_is_no_state(entry_format: EntryFormat, is_kept: bool) -> None:
+    """The control: with the subscription that keeps it all is well."""
+    harness = StandInHarness(entry_format)
+    log = await filled(harness, 60)
+    await log.trim(await log.may_trim_to(50, Retention(0)))
+    place = log.place_at(50)
+    await log.snapshot_is_durable(place)
+    await log.close()
+    if is_kept:
+        harness.topic.retain_nothing()
+    else:
+        harness.topic.trim(ledgers=3)
+        # By itself it would hide that something is missing before it.
+        harness.topic.add(marker(7, "other"))
+    there = list(harness.topic.entries)
+    if is_kept:
+        log = await harness.open(50, place)
+        assert await ids_from(log, log.first_index, 60) == list(range(log.first_index, 60))
+        await log.close()
+        return
+    with pytest.raises(DamagedError, match="NO_STATE"):
+        await harness.open(50, place)
+    assert (harness.topic.entries, harness.client.open_readers) == (there, 0)
+
+
+async def test_a_topic_that_ends_before_its_snapshot_is_damaged() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await filled(harness, 60)
+    place = log.place_at(60)
+    await log.close()
+    harness.topic.entries.pop()
+    with pytest.raises(DamagedError, match="its end is gone"):
+        await harness.open(60, place)
+
+
+async def test_a_hole_that_is_met_later_is_a_gap() -> None:
+    harness = StandInHarness(EntryFormat.PACKED)
+    log = await filled(harness, 200)
+    place = log.place_at(200)
+    await log.close()
+    # As without a subscription: nothing held it.
+    del harness.topic.entries[60:80]
+    log = await harness.open(200, place)
+    assert await ids_from(log, 150, 200) == list(range(150, 200))
+    with pytest.raises(DamagedError, match="LOG_GAP"):
+        await ids_from(log, 0, 150)
+    with pytest.raises(DamagedError, match="LOG_GAP"):
+        await log.locate(70)
+    assert await ids_from(log, 0, 20) == list(range(20))
+    await log.close()
+    assert harness.client.open_readers == 0
+
+
+# The subscription.
+
+
+async def test_the_subscription_moves_when_a_snapshot_that_says_so_is_durable() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await filled(harness, 100)
+    old = log.place_at(100)
+    first = await log.may_trim_to(100, Retention(0))
+    assert 60 < first < 100
+    await log.trim(first)
+    assert (log.first_index, harness.topic.kept_from) == (first, None)
+    await log.snapshot_is_durable(old)
+    harness.topic.retain_nothing()
+    assert harness.topic.kept_from is None
+    # A crash here: the old snapshot finds everything.
+    crashed = await harness.open(100, old)
+    assert await ids_from(crashed, 0, 100) == list(range(100))
+    await crashed.close()
+    new = log.place_at(100)
+    harness.admin.answers = False
+    with pytest.raises(SeqdedupeError):
+        await log.snapshot_is_durable(new)
+    # A crash here: what the new one needs is there, and more.
+    crashed = await harness.open(100, new)
+    assert await ids_from(crashed, first, 100) == list(range(first, 100))
+    await crashed.close()
+    harness.admin.answers = True
+    await log.snapshot_is_durable(new)
+    harness.topic.retain_nothing()
+    assert len(harness.topic.entries) < 60
+    await log.close()
+    log = await harness.open(100, new)
+    assert log.first_index == first
+    assert await ids_from(log, first, 100) == list(range(first, 100))
+    with pytest.raises(DamagedError, match="NO_STATE"):
+        await harness.open(100)
+    await log.close()
+
+
+async def test_retention_keeps_so_many_bytes_and_what_is_young() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await filled(harness, 0)
+    owner = await OwnerOfLog(log, 2).open()
+    for i in range(200):
+        harness.now_ms += 1000
+        owner.append(i, 1, PAYLOAD_BYTES)
+        await owner.until_stored(i + 1)
+    assert await log.may_trim_to(200, Retention()) == 0
+    by_size = await log.may_trim_to(200, Retention(size_bytes=50 * PAYLOAD_BYTES))
+    assert 100 <= by_size <= 150
+    by_age = await log.may_trim_to(200, Retention(age_ms=50_000))
+    assert 100 <= by_age <= 150
+    assert await log.may_trim_to(60, Retention(0)) < 60
+    await log.close()
+
+
+# Readers.
+
+
+async def test_reading_on_takes_one_reader_and_reads_nothing_twice() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await filled(harness, 300)
+    place = log.place_at(300)
+    await log.close()
+    log = await harness.open(300, place)
+    before = harness.client.opened_readers, harness.client.entries_read
+    assert await ids_from(log, 0, 300) == list(range(300))
+    assert harness.client.opened_readers - before[0] == 1
+    assert harness.client.entries_read - before[1] <= 310
+    await log.close()
+    assert harness.client.open_readers == 0
+
+
+async def test_reading_on_without_what_is_kept_takes_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(kept, "KEPT_CURSORS", 0)
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await filled(harness, 300)
+    before = harness.client.opened_readers
+    assert await ids_from(log, 0, 300) == list(range(300))
+    assert harness.client.opened_readers - before > 5
+    await log.close()
+    assert harness.client.open_readers == 0
+
+
+async def test_readers_are_few_and_are_closed_when_nobody_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "IDLE_SECONDS", 0.05)
+    harness = StandInHarness(EntryFormat.PACKED)
+    log = await filled(harness, 200)
+    most = 0
+
+    async def look() -> None:
+        nonlocal most
+        while True:
+            most = max(most, harness.client.open_readers)
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    reads = [ids_from(log, first, 200) for first in range(0, 200, 10)]
+    for first, found in zip(range(0, 200, 10), await asyncio.gather(*reads), strict=True):
+        assert found == list(range(first, 200))
+    looking.cancel()
+    assert 0 < most <= kept.MAX_READING + kept.KEPT_CURSORS + 1
+    async with asyncio.timeout(10):
+        while harness.client.open_readers:  # noqa: ASYNC110 (nobody tells)
+            await asyncio.sleep(0.01)
+    await log.close()
+
+
+async def test_a_kept_reader_that_fails_gives_way_to_a_new_one() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await filled(harness, 200)
+    await ids_from(log, 0, 40)
+    fails = iter([True])
+    harness.client.fails_reading = lambda: next(fails, False)
+    assert await ids_from(log, 40, 200) == list(range(40, 200))
+    place = log.place_at(200)
+    await log.close()
+    log = await harness.open(200, place)
+    harness.client.fails_reading = lambda: True
+    with pytest.raises(SeqdedupeError, match="LOG_UNREADABLE"):
+        await ids_from(log, 0, 20)
+    harness.client.fails_reading = lambda: False
+    assert await ids_from(log, 0, 200) == list(range(200))
+    await log.close()
+    assert harness.client.open_readers == 0
+
+
+@BOTH
+async def test_recovery_reads_the_tail_once(entry_format: EntryFormat) -> None:
+    harness = StandInHarness(entry_format)
+    log = await filled(harness, 300)
+    place = log.place_at(100)
+    await log.close()
+    before = harness.client.entries_read
+    log = await harness.open(100, place)
+    opened = harness.client.entries_read - before
+    assert opened < 100
+    assert [what(record)[1] for record in await replayed(log, 99)] == list(range(99, 300))
+    await OwnerOfLog(log, 2).open()
+    assert [what(record) for record in await replayed(log, 300)] == [("marker", 2, 0)]
+    assert harness.client.entries_read - before <= 201 + 5
+    await log.close()
+
+
+async def cancelled_at(steps: int, work: Awaitable[object]) -> bool:
+    """Whether the work was cancelled after so many turns of the event loop, before it was done."""
+    task = asyncio.ensure_future(work)
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    return False
+
+
+@BOTH
+async def test_whoever_is_cancelled_anywhere_harms_nobody(entry_format: EntryFormat) -> None:
+    harness = StandInHarness(entry_format)
+    log = await filled(harness, 120)
+    place = log.place_at(60)
+    await log.close()
+
+    async def tried(work: Callable[[PulsarLog], Awaitable[object]]) -> int:
+        for steps in itertools.count():
+            log = harness.log(place=place)
+            if steps % 2:
+                await log.begin(60)
+            was_cancelled = await cancelled_at(steps // 2, work(log))
+            await log.begin(60)
+            assert [what(r)[1] for r in await replayed(log, 59)] == list(range(59, 120))
+            assert await ids_from(log, 0, 120) == list(range(120))
+            await log.close()
+            assert harness.client.open_readers == 0
+            if not was_cancelled and steps % 2:
+                return steps
+        raise AssertionError
+
+    assert await tried(lambda log: log.begin(60)) >= 1
+    assert await tried(lambda log: replayed(log, log.certain_index)) > 3
+    assert await tried(lambda log: log.read(0, 1, 1)) > 3
+
+
+# Points.
+
+
+def grown(entries: int, seed: int) -> tuple[Places, list[Point]]:
+    """Places after so many entries, and all points where a record begins."""
+    rng = random.Random(seed)
+    of = Places([Point.start(INCARNATION)])
+    every = [of.end]
+    for i in range(entries):
+        begins = rng.random() < 0.7
+        if begins:
+            every.append(of.end)
+        count = rng.choice((0, 1, 1, 5)) if begins else 1
+        standing = Standing(Owner(INCARNATION, 1, 7), i + 1, of.end.next_index + count)
+        to = of.end.after(standing, MessageId(1, i), i, i, rng.randrange(64, STEP_BYTES))
+        of.advance(to, begins_record=begins, is_batch=count > 1)
+    return of, every
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_points_are_bounded_and_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "MAX_POINTS", 40)
+    of, every = grown(2_000, seed)
+    for index in random.Random(seed).sample(range(of.end.next_index), 200):
+        point = of.at(index)
+        assert point.next_index <= index
+        assert point in every
+        assert all(one.next_index < index for one in of.below(index)[1:])
+    known = of.below(of.end.next_index)
+    assert len(known) <= 40
+    assert known[0] == Point.start(INCARNATION)
+    apart = [b.size_bytes - a.size_bytes for a, b in itertools.pairwise(known)]
+    assert max(apart) < of.end.size_bytes / 3
+    assert max(apart[-10:]) < 4 * STEP_BYTES
+    of.go_back(every[700])
+    assert of.end == every[700]
+    assert of.at(of.end.next_index) in every[:701]
+    assert all(point.size_bytes <= of.end.size_bytes for point in of.below(10**9))
+
+
+def test_a_place_comes_back_and_anything_else_is_refused() -> None:
+    of, _ = grown(3_000, 1)
+    points = of.below(of.end.next_index)
+    assert 64 < len(points) <= MAX_POINTS
+    raw = place_bytes.encode(INCARNATION, points)
+    back = place_bytes.decode(INCARNATION, raw)
+    assert back == thinned(points, place_bytes.MAX_STORED_POINTS)
+    assert len(back) <= place_bytes.MAX_STORED_POINTS
+    assert (back[0], back[-1]) == (points[0], points[-1])
+    with pytest.raises(SeqdedupeError, match="NEWER_FORMAT"):
+        place_bytes.decode(INCARNATION, b"\x02" + raw[1:])
+    backwards = raw[:9] + raw[81:153] + raw[9:81]
+    for bad in (raw[:9], raw[:-1], raw + b"x", raw[:1], b"\x00" + raw[1:], backwards):
+        with pytest.raises(SeqdedupeError, match="STORE_DAMAGED"):
+            place_bytes.decode(INCARNATION, bad)
+    with pytest.raises(SeqdedupeError, match="STORE_DAMAGED"):
+        place_bytes.decode(INCARNATION + 1, raw)

@@ -1,0 +1,205 @@
+"""Under load the line, the topic and the broker fail in every way; each time what is unknown settles by itself.
+
+All that was acknowledged is there once, for a consumer of Pulsar's own client too, and no operator was needed.
+"""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Self
+
+import pulsar.asyncio
+import pytest
+
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from seqdedupe.log.pulsar import writer
+from seqdedupe.log.pulsar.entries import EntryFormat
+from tests.pulsar.line import Line
+from tests.pulsar.owners import Cluster, quiet, until
+from tests.pulsar.publishers import FRAMES_IN_FLIGHT, Process, Publisher, check, found_by_a_stock_client, send_again
+
+pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
+
+BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
+SEND_TIMEOUT_SECONDS = 2.0
+MANY = 1_000_000
+"""More than are published."""
+
+MARKER_AND_SESSION = 2
+"""Entries without messages."""
+
+
+class Load:
+    """A producer that publishes all the time to a topic, whatever happens."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.publisher = Publisher("p")
+
+    async def begin(self) -> None:
+        topic = await self.process.start()
+        self._publishing = asyncio.ensure_future(self.publisher.publish(topic, MANY))
+
+    async def goes_on(self) -> None:
+        """Until more was acknowledged, by far, than was in flight."""
+        before = self.publisher.acknowledged
+        await until(lambda: self._publishing.done() or self.publisher.acknowledged > before + 200)
+        if self._publishing.done():
+            await self._publishing
+
+    async def end(self) -> None:
+        """When all that it has sent is acknowledged."""
+        self.publisher.finish()
+        await self._publishing
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if hasattr(self, "_publishing"):
+            self._publishing.cancel()
+            await asyncio.wait([self._publishing])
+        await self.process.close()
+
+    async def is_full(self) -> None:
+        """Until as much is in flight as may be."""
+        await until(lambda: len(self.process.topic.flight) >= FRAMES_IN_FLIGHT)
+
+    async def has_failed(self) -> None:
+        """Until the log says once more that an outcome is unknown."""
+        failures = self.process.topic.counters.log_failures
+        await until(lambda: self.process.topic.counters.log_failures > failures)
+
+
+async def check_all(cluster: Cluster, topic: str, load: Load, other: Process, entry_format: EntryFormat) -> None:
+    """What stands there, and what a process answers that knows nothing but the log."""
+    found = await found_by_a_stock_client(cluster, topic)
+    check(found, [load.publisher])
+    if entry_format is EntryFormat.PLAIN:
+        # For those who do nothing but leave out what has a kind.
+        assert found.payloads == [one.message.payload for one in found.standing]
+    await load.process.close()
+    async with other:
+        await send_again(await other.start(), load.publisher)
+
+
+@pytest.fixture
+def cluster(broker: Broker) -> Cluster:
+    return Cluster(broker.service_url, broker.admin_url)
+
+
+@BOTH
+async def test_what_is_unknown_settles_without_an_operator(
+    broker: Broker,
+    cluster: Cluster,
+    topic: str,
+    tmp_path: Path,
+    entry_format: EntryFormat,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await cluster.create(topic)
+    monkeypatch.setattr(writer, "SEND_TIMEOUT_SECONDS", SEND_TIMEOUT_SECONDS)
+    async with (
+        Line(broker) as line,
+        Process(cluster, topic, entry_format, tmp_path, "one", line) as process,
+        Load(process) as load,
+    ):
+        await load.begin()
+
+        async def cut() -> None:
+            line.hold_answers()
+            await load.is_full()
+            line.cut()
+
+        async def no_answer() -> None:
+            line.hold_answers()
+            await load.has_failed()
+            line.let_answers_through()
+
+        async def unload() -> None:
+            for _ in range(3):
+                await cluster.admin.unload(topic)
+
+        async def freeze() -> None:
+            broker.freeze()
+            try:
+                await load.has_failed()
+            finally:
+                broker.thaw()
+
+        for fault in (cut, no_answer, unload, freeze):
+            await load.goes_on()
+            await fault()
+        await load.goes_on()
+        await load.end()
+        other = Process(cluster, topic, entry_format, tmp_path, "other")
+        await check_all(cluster, topic, load, other, entry_format)
+
+
+async def test_a_broker_is_killed_and_started_again(
+    broker: Broker, cluster: Cluster, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker of all tests, which is as before then."""
+    monkeypatch.setattr(writer, "SEND_TIMEOUT_SECONDS", SEND_TIMEOUT_SECONDS)
+    async with AsyncExitStack() as stack:
+        loads = {}
+        for entry_format in EntryFormat:
+            name = f"{topic}-{entry_format.value}"
+            await cluster.create(name)
+            process = Process(cluster, name, entry_format, tmp_path, entry_format.value)
+            loads[entry_format] = await stack.enter_async_context(Load(process))
+            await loads[entry_format].begin()
+        for load in loads.values():
+            await load.goes_on()
+        await asyncio.to_thread(broker.kill)
+        broker.spawn()
+        await asyncio.to_thread(broker.wait_until_healthy)
+        for entry_format, load in loads.items():
+            await load.goes_on()
+            await load.end()
+            name = f"{topic}-{entry_format.value}"
+            other = Process(cluster, name, entry_format, tmp_path, f"other-{entry_format.value}")
+            await check_all(cluster, name, load, other, entry_format)
+
+
+@pytest.mark.parametrize("deduplicates", [True, False])
+async def test_without_pulsars_deduplication_its_consumers_see_doubles(
+    broker: Broker, cluster: Cluster, topic: str, tmp_path: Path, deduplicates: bool
+) -> None:
+    """Whoever applies the documented rules sees none in either case: a repeat counts for nobody."""
+    await cluster.create(topic, deduplicates=deduplicates)
+    async with (
+        Line(broker) as line,
+        Process(cluster, topic, EntryFormat.PLAIN, tmp_path, "one", line) as process,
+        Load(process) as load,
+    ):
+        await load.begin()
+        await load.goes_on()
+        line.hold_answers()
+        await load.is_full()
+        await cluster.until_received(topic, process.topic.next_index + MARKER_AND_SESSION)
+        line.cut()
+        await load.goes_on()
+        await load.end()
+    found = await found_by_a_stock_client(cluster, topic)
+    check(found, [load.publisher])
+    doubles = len(found.payloads) - len(set(found.payloads))
+    assert doubles == 0 if deduplicates else doubles >= FRAMES_IN_FLIGHT
+
+
+@pytest.mark.parametrize("deduplicates", [True, False])
+async def test_a_stock_producer_without_deduplication_doubles(
+    broker: Broker, cluster: Cluster, topic: str, deduplicates: bool
+) -> None:
+    await cluster.create(topic, deduplicates=deduplicates)
+    async with Line(broker) as line:
+        client = pulsar.asyncio.Client(line.service_url, logger=quiet())
+        producer = await client.create_producer(topic, batching_enabled=False, send_timeout_millis=0)
+        line.hold_answers()
+        sending = [asyncio.ensure_future(producer.send(b"%d" % i, sequence_id=i)) for i in range(50)]
+        await cluster.until_received(topic, 50)
+        line.cut()
+        await asyncio.gather(*sending)
+        await client.close()
+    payloads = [entry.payload for entry in await cluster.read(topic)]
+    assert payloads == [b"%d" % i for i in range(50)] * (1 if deduplicates else 2)
