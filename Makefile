@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo pulsar test check bench campaign proto lock clean
+.PHONY: demo pulsar function-wheel test check bench campaign proto lock clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -12,6 +12,10 @@ demo: $(READY)
 # A real Pulsar broker until Ctrl-C: that of PULSAR_HOME, else one that Maven fetches. Needs Java 17.
 pulsar: $(READY)
 	@$(BIN)/python -m pulsar_broker
+
+# The wheel of a Pulsar Function and its wrapper: make function-wheel CODE=my_function.py WHEEL=my-1-py3-none-any.whl
+function-wheel: $(READY)
+	@$(BIN)/python -m seqdedupe.functions.wheel $(CODE) --output $(WHEEL)
 
 # Without Pulsar its tests are skipped; TEST_PULSAR=required makes that a failure.
 test: $(READY)

@@ -12,7 +12,7 @@ from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.policies import Policies, policy_of
 from broker_sidecar.rpc import unary
 from broker_sidecar.streams import Streams
-from broker_sidecar.topics import partitioned_to_proto, topic_to_proto
+from broker_sidecar.topics import entry_format_of, partitioned_to_proto, topic_to_proto
 from broker_sidecar.transfer import Transfer
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
@@ -67,10 +67,11 @@ class AdminService:
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
         policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
+        entry_format = entry_format_of(request.entry_format, self._topics.kind.log)
         if request.partitions:
-            await partitioned.create(self._topics, request.topic, request.partitions, policy)
+            await partitioned.create(self._topics, request.topic, request.partitions, policy, entry_format)
         else:
-            await self._topics.create(request.topic, policy=policy)
+            await self._topics.create(request.topic, policy=policy, entry_format=entry_format)
         return admin_pb2.CreateTopicResponse(topic=self._topic(topic_name(request.topic)))
 
     async def _delete(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:

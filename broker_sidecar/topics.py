@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
+from seqdedupe.errors import error
 from seqdedupe.names import whole_of
+from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.state import State, TopicBase
@@ -14,6 +16,24 @@ def policy_to_proto(policy: Policy | Applied) -> admin_pb2.TopicPolicy:
     message = admin_pb2.TopicPolicy()
     policy.fill(message)
     return message
+
+
+_ENTRY_FORMATS = {
+    "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
+    "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
+    "packed": admin_pb2.ENTRY_FORMAT_PACKED,
+}
+
+
+def entry_format_of(value: int, log: LogKind) -> str:
+    """A format that is asked for; empty where none is. Raises INVALID_REQUEST."""
+    if value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED and log is not LogKind.PULSAR:
+        why = "entry_format can be chosen only where the log is a Pulsar cluster's, and here it is not"
+        raise error("INVALID_REQUEST", why, hint="Leave it out.")
+    for name, known in _ENTRY_FORMATS.items():
+        if known == value:
+            return name
+    raise error("INVALID_REQUEST", f"entry_format is {value}, which this version does not know")
 
 
 _WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.STANDBY, State.READ_ONLY, State.DRAINING)
@@ -88,4 +108,5 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         resumed_after_purge=counters.resumed_after_purge,
         damaged_places=damage.places,
         damaged_messages=damage.messages,
+        entry_format=_ENTRY_FORMATS[topic.entry_format],
     )

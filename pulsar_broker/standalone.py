@@ -83,9 +83,11 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def is_healthy(admin_url: str) -> bool:
+def is_healthy(admin_url: str, token: str = "") -> bool:
     """Whether it serves: the default namespace is made, and the broker says that it can write and read."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    if token:
+        direct.addheaders = [("Authorization", f"Bearer {token}")]
     try:
         with direct.open(f"{admin_url}/admin/v2/namespaces/public", timeout=_HEALTH_TIMEOUT_SECONDS) as answer:
             if "public/default" not in json.load(answer):
@@ -105,10 +107,12 @@ class Broker:
             broker.start()  # with the same data
 
     Its data and what it logs are in a temporary folder that goes with the block. `keys` are those of Pulsar's
-    `standalone.conf`. Starting takes about five seconds, and a broker 0.4 to 0.7 GB of memory. Its methods block.
+    `standalone.conf`; `token` is what it is asked with where these want one. Starting takes about five seconds, and a
+    broker 0.4 to 0.7 GB of memory. Its methods block.
     """
 
-    def __init__(self, home: Path, **keys: object) -> None:
+    def __init__(self, home: Path, token: str = "", /, **keys: object) -> None:
+        self._token = token
         self._folder = Path(tempfile.mkdtemp(prefix="seqdedupe-pulsar-"))
         self._command = command(home, self._folder)
         self._process: subprocess.Popen[bytes] | None = None
@@ -149,7 +153,7 @@ class Broker:
     def wait_until_healthy(self) -> None:
         """The second half of `start`, which may wait in any thread."""
         limit = time.monotonic() + START_TIMEOUT_SECONDS
-        while not is_healthy(self.admin_url):
+        while not is_healthy(self.admin_url, self._token):
             self.check_running()
             if time.monotonic() > limit:
                 raise Unavailable(f"the broker is not healthy after {START_TIMEOUT_SECONDS:.0f} s: {self._printed()}")

@@ -276,6 +276,10 @@ REASONS: dict[str, Reason] = {
     "INSECURE_LISTEN": _configuration(
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),
+    "INVALID_FUNCTION": _configuration(
+        "Correct userConfig, or how the function is deployed; docs/functions.md has both."
+    ),
+    "FUNCTION_FAILED": _configuration("Correct the function, or set dead_letter_topic in userConfig."),
     "PULSAR_FORBIDS": _configuration(
         "Give the sidecar's credentials the permissions that docs/pulsar-log.md lists, or give it the right ones."
     ),

@@ -33,8 +33,9 @@ T = TypeVar("T")
 
 
 def _known(topic: admin_pb2.Topic, value: T) -> T | None:
-    """The value; None where it cannot be known, because the topic is damaged."""
-    return None if topic.state == admin_pb2.TOPIC_STATE_DAMAGED else value
+    """The value; None where it cannot be known, because the topic is damaged or could not be opened yet."""
+    is_closed = not topic.HasField("last") and not topic.partitions
+    return None if topic.state == admin_pb2.TOPIC_STATE_DAMAGED or is_closed else value
 
 
 def _of_log(topic: admin_pb2.Topic, value: T) -> T | None:
@@ -54,6 +55,7 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
         "why": topic.why or None,
         "partitions": topic.partitions,
         "partition_of": topic.partition_of or None,
+        "entry_format": _entry_format(topic) or None,
         "deduplication_enabled": topic.policy.deduplication_enabled if topic.HasField("policy") else None,
         "messages": _messages(topic),
         "first_index": _of_log(topic, topic.first_index),
@@ -99,12 +101,19 @@ def _of_one(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
     """Lines for a topic that has a log, as a partition too."""
     return [
         *([("partition of", topic.partition_of)] if topic.partition_of else []),
+        *([("entries", _entry_format(topic))] if topic.entry_format else []),
         ("deduplication", _on_off(topic)),
         ("messages", _known(topic, _extent(topic))),
         ("last", _known(topic, Position.from_proto(topic.last))),
         ("snapshot", _known(topic, f"up to index {topic.snapshot_index}, not included")),
         ("producers", _known(topic, f"{topic.producers:,}")),
     ]
+
+
+def _entry_format(topic: admin_pb2.Topic) -> str:
+    if not topic.entry_format:
+        return ""
+    return admin_pb2.EntryFormat.Name(topic.entry_format).removeprefix("ENTRY_FORMAT_").lower()
 
 
 def _extent(topic: admin_pb2.Topic) -> str:
@@ -174,11 +183,20 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
     "--deduplication/--no-deduplication", default=None, help="Whether it deduplicates, whatever its namespace says."
 )
 @click.option("--partitions", type=click.IntRange(min=1), metavar="N", help="Make it of N partitions, for good.")
+@click.option(
+    "--entry-format",
+    type=click.Choice(("plain", "packed")),
+    help="On a Pulsar cluster: a message an entry, which every consumer reads, or a batch an entry.",
+)
 @common
-def create(name: str, deduplication: bool | None, partitions: int | None, address: str, as_json: bool) -> None:
+def create(
+    name: str, deduplication: bool | None, partitions: int | None, entry_format: str | None, address: str, as_json: bool
+) -> None:
     """Create a topic and show it."""
     with connect(address) as client:
-        made = client.admin.create_topic(name, partitions=partitions or 0, deduplication_enabled=deduplication)
+        made = client.admin.create_topic(
+            name, partitions=partitions or 0, entry_format=entry_format or "", deduplication_enabled=deduplication
+        )
     _print_topic(made, as_json)
 
 

@@ -10,6 +10,7 @@ from seqdedupe.client.outbox import Counters
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader
 from seqdedupe.client.receipts import BatchReceipt, BatchResult, Published, Receipt, Verdict
+from seqdedupe.client.resuming import Persisted
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import (
     DamagedError,
@@ -44,6 +45,7 @@ __all__ = [
     "MessageId",
     "NotFoundError",
     "OutcomeUnknownError",
+    "Persisted",
     "Position",
     "PositionError",
     "Producer",

@@ -13,6 +13,12 @@ from seqdedupe.names import is_namespace, topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 
+_ENTRY_FORMATS = {
+    "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
+    "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
+    "packed": admin_pb2.ENTRY_FORMAT_PACKED,
+}
+
 
 class PolicyState(NamedTuple):
     """A policy of a topic or a namespace."""
@@ -42,14 +48,18 @@ class Admin:
         topic: str,
         *,
         partitions: int = 0,
+        entry_format: str = "",
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
     ) -> admin_pb2.Topic:
         """With so many partitions, for good; 0: it is not partitioned. What its policy (of each partition) leaves out
-        is inherited, and so is `deduplication_enabled` None. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        is inherited, and so is `deduplication_enabled` None. `entry_format` is `plain` or `packed`, where the log is a
+        Pulsar cluster's; left out, it is the sidecar's default. Raises InvalidRequestError (TOPIC_EXISTS)."""
         given = admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
         given.MergeFrom(policy or admin_pb2.TopicPolicy())
-        request = admin_pb2.CreateTopicRequest(topic=topic_name(topic), policy=given, partitions=partitions)
+        request = admin_pb2.CreateTopicRequest(
+            topic=topic_name(topic), policy=given, partitions=partitions, entry_format=_ENTRY_FORMATS[entry_format]
+        )
         return (await call(self._address, self._stub.CreateTopic, request)).topic
 
     async def delete_topic(self, topic: str) -> None:

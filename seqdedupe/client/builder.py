@@ -101,15 +101,13 @@ class Builder:
         event_time: datetime | int | None,
         properties: Properties | None,
     ) -> tuple[PendingBatch, int]:
-        sequence_id = self.last_sequence_id + 1 if sequence_id is None else operator.index(sequence_id)
-        if not self._last_sent < sequence_id <= MAX_SEQUENCE_ID:
-            raise self._bad_sequence_id(sequence_id)
+        sequence_id = self.next_id(sequence_id)
         if type(payload) is not bytes and payload is not None:
             payload = _bytes_of("payload", payload)
         size = len(payload or b"")
         if size > MAX_PAYLOAD_BYTES:
             raise _payload_too_large(size)
-        key = _key(key)
+        key = key_bytes(key)
         event_time_ms = _milliseconds(event_time)
         properties = _copy(properties)
         size += len(key or b"") + ROW_OVERHEAD_BYTES
@@ -130,8 +128,7 @@ class Builder:
         pending = self.pending
         self._payloads.append(payload)
         self._sequence_ids.append(sequence_id)
-        self._last_sent = sequence_id
-        self.last_sequence_id = max(self.last_sequence_id, sequence_id)
+        self.sent(sequence_id)
         self._size_bytes += size
         if row >= self._last_row or self._size_bytes >= self._max_batch_bytes:
             self.seal()
@@ -163,6 +160,18 @@ class Builder:
         self._emit(pending)
         self.leaving = None
 
+    def next_id(self, sequence_id: int | None) -> int:
+        """The ID of a message for which this one is given, or none. Raises INVALID_SEQUENCE_ID, NOT_ASCENDING."""
+        sequence_id = self.last_sequence_id + 1 if sequence_id is None else operator.index(sequence_id)
+        if not self._last_sent < sequence_id <= MAX_SEQUENCE_ID:
+            raise self._bad_sequence_id(sequence_id)
+        return sequence_id
+
+    def sent(self, sequence_id: int) -> None:
+        """A message with this ID is sent: those to come have higher ones."""
+        self._last_sent = sequence_id
+        self.last_sequence_id = max(self.last_sequence_id, sequence_id)
+
     def add_columns(
         self,
         payloads: Payloads,
@@ -172,6 +181,17 @@ class Builder:
         properties: Sequence[Properties | None] | None,
     ) -> PendingBatch:
         """Hands over a ready batch, after what is gathered. Raises before anything is changed."""
+        return self.add_batch(self.check_columns(payloads, sequence_ids, keys, event_times_ms, properties))
+
+    def check_columns(
+        self,
+        payloads: Payloads,
+        sequence_ids: Numbers | None,
+        keys: Keys | None,
+        event_times_ms: Numbers | None,
+        properties: Sequence[Properties | None] | None,
+    ) -> Batch:
+        """The batch of these columns. Raises what of them cannot be sent."""
         batch = single_producer(
             self._name,
             0,
@@ -184,18 +204,21 @@ class Builder:
             raise error("INVALID_BATCH", f"a batch has {max(rows, 0)} rows: it should have 1 to {MAX_BATCH_ROWS}")
         batch.sequence_ids = self._check_ids(sequence_ids, rows)
         if keys is not None:
-            batch.keys = keys if isinstance(keys, Binary) else Binary.of([_key(key) for key in keys])
+            batch.keys = keys if isinstance(keys, Binary) else Binary.of([key_bytes(key) for key in keys])
         if event_times_ms is not None:
             times = np.ascontiguousarray(event_times_ms, np.int64)
             batch.event_times_ms = times if times.any() else NO_INT64S
         if properties is not None:
             _set_properties(batch, [_copy(row) for row in properties])
-        size_bytes = _check_columns(batch, rows)
+        _check_columns(batch, rows)
+        return batch
+
+    def add_batch(self, batch: Batch) -> PendingBatch:
+        """Hands over a batch that was checked, after what is gathered."""
         self.seal()
         pending = PendingBatch()
-        pending.seal(batch, size_bytes)
-        self._last_sent = pending.last_sequence_id
-        self.last_sequence_id = max(self.last_sequence_id, self._last_sent)
+        pending.seal(batch, _size_bytes(batch))
+        self.sent(pending.last_sequence_id)
         self.leaving = pending
         self._emit(pending)
         self.leaving = None
@@ -260,8 +283,8 @@ def _set_properties(batch: Batch, rows: Sequence[Properties | None]) -> None:
         raise error("INVALID_BATCH", f"a property is not valid Unicode text: {e}") from e
 
 
-def _check_columns(batch: Batch, rows: int) -> int:
-    """Checks what the sidecar would refuse; the size of the batch in bytes, at most."""
+def _check_columns(batch: Batch, rows: int) -> None:
+    """Checks what the sidecar would refuse."""
     for name, column in (("payloads", batch.payloads), ("keys", batch.keys)):
         if column:
             _check_binary(name, column, rows)
@@ -271,16 +294,20 @@ def _check_columns(batch: Batch, rows: int) -> int:
         longest = int(np.diff(batch.payloads.offsets).max())
         if longest > MAX_PAYLOAD_BYTES:
             raise _payload_too_large(longest)
+    size_bytes = _size_bytes(batch)
+    if size_bytes > MAX_BATCH_BYTES:
+        raise _batch_too_large(size_bytes)
+
+
+def _size_bytes(batch: Batch) -> int:
+    """How large it is encoded, at most."""
     blobs = (batch.payloads, batch.keys, batch.property_names, batch.property_values)
-    size_bytes = (
+    return (
         BATCH_OVERHEAD_BYTES
-        + ROW_OVERHEAD_BYTES * rows
+        + ROW_OVERHEAD_BYTES * len(batch)
         + PROPERTY_OVERHEAD_BYTES * len(batch.property_names.offsets)
         + sum(len(blob.data) for blob in blobs)
     )
-    if size_bytes > MAX_BATCH_BYTES:
-        raise _batch_too_large(size_bytes)
-    return size_bytes
 
 
 def _check_binary(name: str, column: Binary, rows: int) -> None:
@@ -299,7 +326,7 @@ def _bytes_of(what: str, value: object) -> bytes:
     raise error("INVALID_REQUEST", f"a {what} is bytes, not {type(value).__name__}")
 
 
-def _key(key: bytes | str | None) -> bytes | None:
+def key_bytes(key: bytes | str | None) -> bytes | None:
     if isinstance(key, str):
         return _utf8("key", key)
     return None if key is None else _bytes_of("key", key)

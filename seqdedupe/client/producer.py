@@ -2,21 +2,26 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import astuple
 from datetime import datetime
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from seqdedupe.address import SidecarAddress
+from seqdedupe.batch import Batch
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import check_not_forked
 from seqdedupe.client.outbox import Counters
+from seqdedupe.client.partitioned import Spread
 from seqdedupe.client.receipts import BatchReceipt, PendingBatch, Receipt
+from seqdedupe.client.resuming import Persisted, complete_up_to
 from seqdedupe.client.session import Session
+from seqdedupe.client.spread import Numbering, Partition
 from seqdedupe.client.waiting import OnWaiting
-from seqdedupe.errors import error
+from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
-from seqdedupe.names import producer_name, topic_name
+from seqdedupe.names import partition_name, producer_name, topic_name
 
 
 class ProducerBase:
@@ -29,18 +34,30 @@ class ProducerBase:
         name: str,
         config: ProducerConfig,
         on_waiting: OnWaiting | None = None,
+        partition: Partition | None = None,
     ) -> None:
         self.topic = topic_name(topic)
         self.name = name
         self._encoded_name = producer_name(name)
         self._config = config
+        self._address = address
+        self._on_waiting = on_waiting
+        self._partition = partition
+        self._numbers: Numbering | None = None  # of a partitioned topic, whose parts do the rest
+        self._parts: list[Any] = []
         self._session = Session(address, self.topic, name, config, on_waiting)
         self._builder = self._new_builder()
         self._must_pause = True  # before the next message: wait for room, or raise
         self._state = "new"
 
     def _new_builder(self) -> Builder:
-        return Builder(self._encoded_name, self._session.persisted, self._config, self._emit)
+        emit = self._emit if self._partition is None else self._emit_in_partition
+        return Builder(self._encoded_name, self._session.persisted, self._config, emit)
+
+    def _emit_in_partition(self, pending: PendingBatch) -> None:
+        if self._partition is not None:
+            self._partition.mark(pending)
+        self._emit(pending)
 
     def _emit(self, pending: PendingBatch) -> None:
         raise NotImplementedError
@@ -49,6 +66,43 @@ class ProducerBase:
         if self._state != "new":
             raise error("INVALID_REQUEST", f"producer {self.name!r} was opened before: make a new one")
         self._state = "open"
+
+    async def _start(self) -> None:
+        """On the client's event loop: starts the session, or one in each partition."""
+        try:
+            await self._session.start()
+        except InvalidRequestError as e:
+            if e.reason != "TOPIC_IS_PARTITIONED":
+                raise
+            await self._start_parts(int(e.numbers["partitions"]))
+        self._builder = self._new_builder()
+
+    async def _start_parts(self, count: int) -> None:
+        numbers = Numbering(self.name, self._encoded_name, count, self._config)
+        for k in range(count):
+            part = partition_name(self.topic, k), self.name, self._config, self._on_waiting
+            self._parts.append(type(self)(self._address, *part, Partition(k, numbers.settled)))
+        try:
+            # In this order: of two that start at the same time, one is mostly the later one everywhere.
+            for one in self._parts:
+                one._begin()
+                await one._start()
+            last = [persisted for one in self._parts for persisted in one.persisted]
+            numbers.resume(await complete_up_to(self._address, self.name, last), max(one.sequence_id for one in last))
+        except BaseException:
+            for one in self._parts:
+                await one._session.stop()
+            raise
+        self._numbers = numbers
+        self._spread_over(numbers)
+
+    def _spread_over(self, numbers: Numbering) -> None:
+        """The parts have started."""
+        raise NotImplementedError
+
+    def _add_batch(self, batch: Batch) -> PendingBatch:
+        """Queues a batch that was checked, when there is room."""
+        return self._builder.add_batch(batch)
 
     def _check_open(self) -> None:
         check_not_forked()
@@ -59,28 +113,43 @@ class ProducerBase:
 
     @property
     def last_sequence_id(self) -> int:
-        """The highest sequence ID sent, or persisted when the session started; -1 if there is none."""
-        return self._builder.last_sequence_id
+        """The highest sequence ID sent, or `persisted_sequence_id`; -1 if there is none."""
+        return self._builder.last_sequence_id if self._numbers is None else self._numbers.last_sequence_id
 
     @property
     def persisted_sequence_id(self) -> int:
-        """The highest sequence ID that was persisted when the session started; -1 if there was none."""
-        return self._session.persisted
+        """The sequence ID after which the source goes on: the highest one that was persisted when the session started;
+        -1 if there was none.
+
+        In a partitioned topic it is one up to which everything was persisted; some of what comes after it may be too.
+        """
+        return self._session.persisted if self._numbers is None else self._numbers.resumed_after
 
     @property
     def persisted_position(self) -> Position | None:
-        """Where that message stands in the log; None if it is no longer known, or there was none."""
+        """Where that message stands in the log; None if it is no longer known, there was none, or the topic is
+        partitioned."""
         return self._session.persisted_position
+
+    @property
+    def persisted(self) -> tuple[Persisted, ...]:
+        """The last message that the topic, or each partition of it, had of this producer when the session started."""
+        if self._parts:
+            return tuple(persisted for part in self._parts for persisted in part.persisted)
+        return (Persisted(self.topic, self._session.persisted, self._session.persisted_position),)
 
     @property
     def durable_sequence_id(self) -> int:
         """Everything that was sent up to this sequence ID is durable; -1 if nothing is. After a failure too."""
-        return self._session.outbox.durable_sequence_id
+        return self._session.outbox.durable_sequence_id if self._numbers is None else self._numbers.settled.up_to()
 
     @property
     def counters(self) -> Counters:
         """What this producer has sent and been answered so far."""
-        return self._session.outbox.counters
+        if not self._parts:
+            return self._session.outbox.counters
+        of_parts = [astuple(part.counters) for part in self._parts]
+        return Counters(*map(sum, zip(*of_parts, strict=True)))
 
 
 class Producer(ProducerBase):
@@ -98,6 +167,11 @@ class Producer(ProducerBase):
     given up then may still become durable. A new producer of that name waits until that is settled, and its
     `last_sequence_id` says from where to go on.
 
+    In a partitioned topic it is a producer of all partitions: each message goes to that of its key, or without a key to
+    that of the producer's name. `persisted_sequence_id` is then the highest ID up to which everything is known to be
+    persisted, wherever it went. The source is sent again after it, with its sequence IDs; what is persisted already is
+    DUP. When one partition fails nothing more is taken, and what was sent to the others before still gets its receipts.
+
     Messages are gathered into batches, and `send` waits while too many are in flight, as `ProducerConfig` says.
     `on_waiting` is called, on the event loop, once each time that nothing has had a receipt for a second because the
     sidecar cannot be reached or takes nothing: with why.
@@ -107,6 +181,7 @@ class Producer(ProducerBase):
     _linger: asyncio.Handle | None = None
     _must_yield = False  # once a batch: a sender that never waits would keep the loop from sending anything
     _waiting = 0  # sends that pause: none may pass them
+    _spread: Spread | None = None
 
     def __init__(
         self,
@@ -115,8 +190,9 @@ class Producer(ProducerBase):
         name: str,
         config: ProducerConfig,
         on_waiting: OnWaiting | None = None,
+        partition: Partition | None = None,
     ) -> None:
-        super().__init__(address, topic, name, config, on_waiting)
+        super().__init__(address, topic, name, config, on_waiting, partition)
         self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -136,11 +212,13 @@ class Producer(ProducerBase):
         sidecar refuses it for."""
         self._begin()
         try:
-            await self._session.start()
+            await self._start()
         except BaseException:
             self._state = "closed"
             raise
-        self._builder = self._new_builder()
+
+    def _spread_over(self, numbers: Numbering) -> None:
+        self._spread = Spread(numbers, self._parts)
 
     async def send(
         self,
@@ -157,10 +235,15 @@ class Producer(ProducerBase):
         message; the first may be any: one at or below `persisted_sequence_id` is answered DUP. `event_time` is an
         aware datetime or milliseconds since 1970. A payload is at most 5 MiB.
 
+        In a partitioned topic it has to be given while IDs above it are persisted: a message that is not one of those
+        must not get the ID of one.
+
         Raises `InvalidRequestError` for a message that cannot be sent (it changes nothing) and, once the producer
         has failed or is closed, what it failed with. If it is cancelled the message was not queued.
         """
         if self._must_pause:
+            if self._spread is not None:
+                return await self._spread.send(payload, sequence_id, key, event_time, properties)
             await self._pause()
         pending, row = self._builder.append(payload, sequence_id, key, event_time, properties)
         if row == 0:
@@ -181,6 +264,8 @@ class Producer(ProducerBase):
         Columns that are numpy arrays of int64 and `Binary` (laid out as Arrow does) pass as they are, and must not be
         changed afterwards. Otherwise as `send`.
         """
+        if self._spread is not None:
+            return await self._spread.send_batch(payloads, sequence_ids, keys, event_times_ms, properties)
         if self._must_pause:
             await self._pause()
         return BatchReceipt(self._builder.add_columns(payloads, sequence_ids, keys, event_times_ms, properties))
@@ -188,6 +273,9 @@ class Producer(ProducerBase):
     async def flush(self) -> None:
         """Sends what is gathered and waits until all that was sent before has its receipts. Raises what a message
         failed with."""
+        if self._spread is not None:
+            await self._spread.flush()
+            return
         self._builder.seal()
         await self._session.flush()
 
@@ -196,6 +284,9 @@ class Producer(ProducerBase):
         if self._state != "open":
             return
         self._state = "closed"
+        if self._spread is not None:
+            await self._spread.close()
+            return
         self._must_pause = True
         self._builder.seal()
         await self._session.close()
@@ -203,6 +294,9 @@ class Producer(ProducerBase):
     async def abort(self) -> None:
         """Ends at once: what has no receipt fails with `OutcomeUnknownError`."""
         self._state = "closed"
+        if self._spread is not None:
+            await self._spread.abort()
+            return
         self._must_pause = True
         self._builder.seal()
         await self._session.stop()

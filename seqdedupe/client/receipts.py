@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
@@ -19,6 +19,9 @@ UNDECIDED = 0
 
 NO_INDEX = -1
 """In a column of indexes: not known."""
+
+NO_PARTITION = -1
+"""That of a message in a topic without partitions."""
 
 
 class Verdict(IntEnum):
@@ -45,6 +48,8 @@ class Published:
     message_id: MessageId | None
     index: int
     sequence_id: int
+    partition: int = NO_PARTITION
+    """Of a partitioned topic, in which both count; -1 if it is none."""
 
 
 @dataclass(slots=True)
@@ -91,9 +96,11 @@ class BatchResult:
     ledger_ids: Int64s
     entry_ids: Int64s
     batch_indexes: Int32s
+    partitions: Int32s
+    """-1 in a topic without partitions."""
 
     @staticmethod
-    def undecided(sequence_ids: Int64s) -> "BatchResult":
+    def undecided(sequence_ids: Int64s, partition: int = NO_PARTITION) -> "BatchResult":
         rows = len(sequence_ids)
         return BatchResult(
             sequence_ids,
@@ -102,7 +109,13 @@ class BatchResult:
             np.full(rows, NO_INDEX, np.int64),
             np.full(rows, NO_INDEX, np.int64),
             np.full(rows, NO_INDEX, np.int32),
+            np.full(rows, partition, np.int32),
         )
+
+    def put(self, rows: Int64s, other: "BatchResult") -> None:
+        """These rows are those of another one, in its order."""
+        for column in fields(self):
+            getattr(self, column.name)[rows] = getattr(other, column.name)
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -136,7 +149,8 @@ class BatchResult:
         message_id = None
         if index != NO_INDEX:
             message_id = MessageId(int(self.ledger_ids[row]), int(self.entry_ids[row]), int(self.batch_indexes[row]))
-        return Published(Verdict(self.verdicts[row]), message_id, index, int(self.sequence_ids[row]))
+        verdict, partition = Verdict(self.verdicts[row]), int(self.partitions[row])
+        return Published(verdict, message_id, index, int(self.sequence_ids[row]), partition)
 
 
 class PendingBatch:
@@ -156,6 +170,7 @@ class PendingBatch:
         "first_sequence_id",
         "last_refusal",
         "last_sequence_id",
+        "partition",
         "previous_sequence_id",
         "queued_at",
         "sequence_ids",
@@ -170,6 +185,7 @@ class PendingBatch:
         self.first_sequence_id = self.last_sequence_id = -1
         self.previous_sequence_id = -1
         """The link: the highest ID below the first one that was sent in this session or that Open answered."""
+        self.partition = NO_PARTITION
         self.size_bytes = 0
         self.queued_at = 0.0
         self.settled = False
@@ -200,7 +216,7 @@ class PendingBatch:
             self._settle()
             return
         if self._result is None:
-            self._result = BatchResult.undecided(self.sequence_ids)
+            self._result = BatchResult.undecided(self.sequence_ids, self.partition)
         self._result.merge(receipt)
         decided = np.flatnonzero(self._result.verdicts)
         if len(decided):
@@ -242,11 +258,43 @@ class PendingBatch:
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self._result is None:
-            result = BatchResult.undecided(self.sequence_ids)
+            result = BatchResult.undecided(self.sequence_ids, self.partition)
             if self._all_stored is not None:
                 result.merge(self._all_stored)
             self._result = result
         return self._result
+
+
+class SpreadBatch:
+    """Batches that were one, each in a partition of its own: what a `PendingBatch` is to receipts."""
+
+    def __init__(self, sequence_ids: Int64s, parts: list[tuple[Int64s, PendingBatch]]) -> None:
+        self._sequence_ids = sequence_ids
+        self._parts = parts
+
+    @property
+    def settled(self) -> bool:
+        return all(pending.settled for _, pending in self._parts)
+
+    @property
+    def last_refusal(self) -> SeqdedupeError | None:
+        return next((p.last_refusal for _, p in self._parts if not p.settled and p.last_refusal is not None), None)
+
+    def when_settled(self, waiter: Callable[[], None]) -> None:
+        """As `PendingBatch.when_settled`; it may be called more often, and before all is settled."""
+        for _, pending in self._parts:
+            pending.when_settled(lambda: waiter() if self.settled else None)
+
+    async def wait(self) -> None:
+        for _, pending in self._parts:
+            await pending.wait()
+
+    def result(self) -> BatchResult:
+        """The receipts of all rows. Raises what one of them failed with."""
+        result = BatchResult.undecided(self._sequence_ids)
+        for rows, pending in self._parts:
+            result.put(rows, pending.result())
+        return result
 
 
 class Receipt:
@@ -273,7 +321,7 @@ class BatchReceipt:
 
     __slots__ = ("_pending",)
 
-    def __init__(self, pending: PendingBatch) -> None:
+    def __init__(self, pending: PendingBatch | SpreadBatch) -> None:
         self._pending = pending
 
     def done(self) -> bool:

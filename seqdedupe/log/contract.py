@@ -162,6 +162,10 @@ class Log(Protocol):
         """Where it is, for a person who has to look at it: its folder, say."""
 
     @property
+    def entry_format(self) -> str:
+        """How its entries are laid out, for good, where there is a choice; empty where there is none."""
+
+    @property
     def first_index(self) -> int:
         """The index of the first message left; that of the next one if none is."""
 
@@ -318,11 +322,14 @@ class LogName(NamedTuple):
 class Logs(Protocol):
     """All topics' logs of one kind."""
 
-    async def create(self, incarnation: int, topic: str, secret: bytes, partitions: int = 0) -> None:
+    async def create(
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+    ) -> None:
         """Makes an empty log, durable on return. One that is there stays as it is, made whole where creating it was
         interrupted.
 
-        `partitions` stands there for good, see `LogName`.
+        `partitions` stands there for good, see `LogName`, and so does `entry_format`: how entries are laid out, where
+        there is a choice (empty: as usual).
         `secret` is SECRET_BYTES of random bytes (`format.tag`) which make this incarnation's records its own.
         Raises `UnavailableError` (LOG_REFUSED).
         """

@@ -310,8 +310,10 @@ class Topics(Generic[T]):
             return self.get(full)
         return await self.create(full, exists_ok=True)
 
-    async def create(self, name: str, *, policy: Policy | None = None, exists_ok: bool = False) -> T:
-        """Makes a topic; returns when it serves.
+    async def create(
+        self, name: str, *, policy: Policy | None = None, entry_format: str = "", exists_ok: bool = False
+    ) -> T:
+        """Makes a topic; returns when it serves. `entry_format`: see `Logs.create`.
 
         Raises INVALID_TOPIC_NAME, TOPIC_EXISTS, TOO_MANY_TOPICS; LOG_DAMAGED if one of that name is damaged; DRAINING,
         LOG_REFUSED, STORE_UNAVAILABLE: then there is none.
@@ -331,7 +333,7 @@ class Topics(Generic[T]):
             raise error("TOPIC_EXISTS", f"the topic {full} is there already", topic=full)
         self.partitions.check_is_free(full)
         self.check_room()
-        return await shielded(self.creating, full, self._create(full, policy or Policy()))
+        return await shielded(self.creating, full, self._create(full, policy or Policy(), entry_format))
 
     def check_room(self, more: int = 1) -> None:
         """Raises TOO_MANY_TOPICS unless there may be so many more."""
@@ -344,8 +346,8 @@ class Topics(Generic[T]):
                 max_topics=self._max_topics,
             )
 
-    async def _create(self, full: str, policy: Policy) -> T:
-        [topic] = await self.lives.make([full], policy)
+    async def _create(self, full: str, policy: Policy, entry_format: str) -> T:
+        [topic] = await self.lives.make([full], policy, entry_format=entry_format)
         return topic
 
     async def delete(self, name: str) -> None:

@@ -19,8 +19,8 @@ class TopicKind(Protocol[T_co]):
     async def list(self) -> list[LogName]:
         """The logs that are there. See `Logs.list`."""
 
-    async def make(self, record: TopicRecord, applied: Applied) -> T_co:
-        """A topic on a new log, ready to be used, which inherits this policy.
+    async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> T_co:
+        """A topic on a new log, ready to be used, which inherits this policy. `entry_format`: see `Logs.create`.
 
         Raises why there is none; then the log is `delete`d.
         """

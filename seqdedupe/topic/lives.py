@@ -40,8 +40,9 @@ class Lives(Generic[T]):
         self._inherited = inherited
         self._on_state = on_state
 
-    async def make(self, names: list[str], policy: Policy, partitions: int = 0) -> list[T]:
-        """Makes topics that nobody else makes, all of them or none; `partitions` as in their records."""
+    async def make(self, names: list[str], policy: Policy, partitions: int = 0, entry_format: str = "") -> list[T]:
+        """Makes topics that nobody else makes, all of them or none; `partitions` as in their records, `entry_format` as
+        in `Logs.create`."""
         now_us = time.time_ns() // 1000
         secret_bytes = SECRET_BYTES if self._kind.log is LogKind.EMBEDDED else 0
         records = [
@@ -59,7 +60,7 @@ class Lives(Generic[T]):
         try:
             await self._store.put_topics(*records)
             for record in records:
-                made.append(await self._kind.make(record, self._inherited(record.name)))
+                made.append(await self._kind.make(record, self._inherited(record.name), entry_format))
                 if policy != Policy():
                     await made[-1].set_policy(policy)
             records = [replace(record, state=TopicState.ACTIVE) for record in records]

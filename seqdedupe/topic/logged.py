@@ -71,6 +71,10 @@ class LoggedTopic(TopicBase):
         return self.log.place_at(self.confirmed_index)
 
     @property
+    def entry_format(self) -> str:
+        return self.log.entry_format
+
+    @property
     def log_bytes(self) -> int:
         return self.log.size_bytes
 

@@ -33,7 +33,7 @@ class BrokersTopics:
     async def list(self) -> list[LogName]:
         return []
 
-    async def make(self, record: TopicRecord, applied: Applied) -> AttachedTopic:
+    async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> AttachedTopic:
         return await self.open(record, applied)
 
     async def open(self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False) -> AttachedTopic:

@@ -27,8 +27,8 @@ def partitions_of(topics: Topics[T], whole: str) -> "list[T | Closed | None]":
     return [topics.live.get(name) or topics.closed.get(name) for name in topics.partitions.names(whole)]
 
 
-async def create(topics: Topics[T], name: str, partitions: int, policy: Policy) -> None:
-    """Makes a partitioned topic; returns when all of its partitions serve.
+async def create(topics: Topics[T], name: str, partitions: int, policy: Policy, entry_format: str = "") -> None:
+    """Makes a partitioned topic; returns when all of its partitions serve. `entry_format`: see `Logs.create`.
 
     Raises INVALID_TOPIC_NAME, INVALID_REQUEST, TOPIC_EXISTS, TOO_MANY_TOPICS, DRAINING, LOG_REFUSED, STORE_UNAVAILABLE:
     then there is none.
@@ -43,7 +43,7 @@ async def create(topics: Topics[T], name: str, partitions: int, policy: Policy) 
     _check_is_free(topics, whole)
     topics.check_room(partitions)
     topics.partitions.claim(whole, partitions)
-    await shielded(topics.changing, whole, _create(topics, whole, names, policy))
+    await shielded(topics.changing, whole, _create(topics, whole, names, policy, entry_format))
 
 
 def _check_can_be(topics: Topics[T], whole: str, partitions: int, policy: Policy) -> None:
@@ -80,9 +80,9 @@ def _check_is_free(topics: Topics[T], whole: str) -> None:
         raise error("TOPIC_EXISTS", what, topic=taken)
 
 
-async def _create(topics: Topics[T], whole: str, names: list[str], policy: Policy) -> None:
+async def _create(topics: Topics[T], whole: str, names: list[str], policy: Policy, entry_format: str) -> None:
     try:
-        await topics.lives.make(names, policy, len(names))
+        await topics.lives.make(names, policy, len(names), entry_format)
     except Exception:
         topics.partitions.release(whole)
         raise

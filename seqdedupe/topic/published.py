@@ -35,8 +35,8 @@ class PublishedTopics:
     async def list(self) -> list[LogName]:
         return await self._logs.list()
 
-    async def make(self, record: TopicRecord, applied: Applied) -> Topic:
-        await self._logs.create(record.incarnation, record.name, record.secret, record.partitions)
+    async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> Topic:
+        await self._logs.create(record.incarnation, record.name, record.secret, record.partitions, entry_format)
         topic = await self.open(record, applied)
         try:
             await topic.recover()

@@ -162,6 +162,11 @@ class TopicBase(ABC):
         """The index of the first message that is left in the log."""
 
     @property
+    def entry_format(self) -> str:
+        """See `Log.entry_format`."""
+        return ""
+
+    @property
     @abstractmethod
     def log_bytes(self) -> int:
         """The bytes of the log on disk; 0 if it is none of ours."""

@@ -116,6 +116,30 @@ GAP_POLICY_REJECT: GapPolicy.ValueType  # 2
 """Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
 Global___GapPolicy: _TypeAlias = GapPolicy  # noqa: Y015
 
+class _EntryFormat:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EntryFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EntryFormat.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ENTRY_FORMAT_UNSPECIFIED: _EntryFormat.ValueType  # 0
+    """The sidecar's default where a topic is created; of a topic, that its log is not Pulsar's, or not known yet."""
+    ENTRY_FORMAT_PLAIN: _EntryFormat.ValueType  # 1
+    """An entry is a message, which every consumer can read."""
+    ENTRY_FORMAT_PACKED: _EntryFormat.ValueType  # 2
+    """An entry is a batch."""
+
+class EntryFormat(_EntryFormat, metaclass=_EntryFormatEnumTypeWrapper):
+    """How the entries of a Pulsar topic are laid out, see docs/formats-pulsar.md."""
+
+ENTRY_FORMAT_UNSPECIFIED: EntryFormat.ValueType  # 0
+"""The sidecar's default where a topic is created; of a topic, that its log is not Pulsar's, or not known yet."""
+ENTRY_FORMAT_PLAIN: EntryFormat.ValueType  # 1
+"""An entry is a message, which every consumer can read."""
+ENTRY_FORMAT_PACKED: EntryFormat.ValueType  # 2
+"""An entry is a batch."""
+Global___EntryFormat: _TypeAlias = EntryFormat  # noqa: Y015
+
 class _MessageState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -270,6 +294,7 @@ class Topic(_message.Message):
     RESUMED_AFTER_PURGE_FIELD_NUMBER: _builtins.int
     DAMAGED_PLACES_FIELD_NUMBER: _builtins.int
     DAMAGED_MESSAGES_FIELD_NUMBER: _builtins.int
+    ENTRY_FORMAT_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     PARTITION_OF_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -310,6 +335,8 @@ class Topic(_message.Message):
     """
     damaged_messages: _builtins.int
     """The messages there, which cannot be read."""
+    entry_format: Global___EntryFormat.ValueType
+    """How its entries are laid out, for good."""
     partitions: _builtins.int
     """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
     stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
@@ -356,12 +383,13 @@ class Topic(_message.Message):
         resumed_after_purge: _builtins.int = ...,
         damaged_places: _builtins.int = ...,
         damaged_messages: _builtins.int = ...,
+        entry_format: Global___EntryFormat.ValueType = ...,
         partitions: _builtins.int = ...,
         partition_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -410,10 +438,13 @@ class CreateTopicRequest(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
+    ENTRY_FORMAT_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     partitions: _builtins.int
     """0: it is not partitioned. Otherwise how many partitions it has, for good: 1 to 1,024."""
+    entry_format: Global___EntryFormat.ValueType
+    """How its entries are laid out, for good. It can be chosen only where the log is Pulsar's: `INVALID_REQUEST` elsewhere."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """Its policy, or that of each partition. Left out: all of it is inherited. Partitions cannot have
@@ -426,10 +457,11 @@ class CreateTopicRequest(_message.Message):
         topic: _builtins.str = ...,
         policy: Global___TopicPolicy | None = ...,
         partitions: _builtins.int = ...,
+        entry_format: Global___EntryFormat.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "policy", b"policy", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

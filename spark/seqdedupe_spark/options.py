@@ -11,6 +11,7 @@ from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe_spark.cluster.settings import AUTHENTICATIONS, Cluster, Service
 
 NAMES = (
     "service.url",
@@ -27,8 +28,16 @@ NAMES = (
     "failOnDataLoss",
     "plainColumnNames",
     "readTimeoutSeconds",
+    "admin.url",
+    "pulsar.client.authPluginClassName",
+    "pulsar.client.authParams",
+    "pulsar.client.tlsTrustCertsFilePath",
+    "pulsar.client.tlsAllowInsecureConnection",
+    "pulsar.client.tlsHostnameVerificationEnable",
 )
 """All options. Spark does not keep the case of their names."""
+
+_LISTED = ", ".join(name for name in NAMES if not name.startswith("pulsar."))
 
 _ELSEWHERE = {
     "assign": "topics",
@@ -47,6 +56,10 @@ _ELSEWHERE = {
 _OF_TABLE = "option."
 """What Spark puts before the options of CREATE TABLE, which it gives together with properties of its own."""
 
+_CREDENTIALS = "pulsar.client.authParams"
+_BROKERS = re.compile(r"pulsar(\+ssl)?://[^\s/@,]+(,[^\s/@,]+)*/?")
+_ADMIN = re.compile(r"https?://[^\s/@]+/?")
+_AUTHENTICATION = re.compile(r"(?:org\.apache\.pulsar\.client\.impl\.auth\.(?:oauth2\.)?)?(\w+)")
 _ADDRESS = re.compile(r"unix:.+|[^/\s]+:\d{1,5}")
 _MAX_INT64 = 2**63 - 1
 
@@ -91,7 +104,7 @@ class Options:
     """What a user said, or the defaults; `starting` and `ending` are None where nothing was said."""
 
     selection: Selection
-    service_url: str = DEFAULT_ADDRESS
+    service: Service = DEFAULT_ADDRESS
     starting: Place | None = None
     ending: Place | None = None
     limits: Limits = NO_LIMITS
@@ -106,7 +119,7 @@ def parse(options: Mapping[str, str]) -> Options:
     given = _Given(options)
     return Options(
         selection=_selection(given),
-        service_url=given.take("service.url", address, DEFAULT_ADDRESS),
+        service=_service(given),
         starting=_place(given, "startingOffsets", "startingTime", ("earliest", "latest")),
         ending=_place(given, "endingOffsets", "endingTime", ("latest",)),
         limits=Limits(given.take("maxOffsetsPerTrigger", _count, None), given.take("maxBytesPerTrigger", _count, None)),
@@ -117,15 +130,59 @@ def parse(options: Mapping[str, str]) -> Options:
     )
 
 
+def _service(given: "_Given") -> Service:
+    service_url = given.take("service.url", _service_url, DEFAULT_ADDRESS)
+    if not _BROKERS.fullmatch(service_url):
+        if name := given.first_of("admin.url", "pulsar.client."):
+            raise error("INVALID_OPTION", f"{name} is for service.url = pulsar://…, which reads from Pulsar's brokers")
+        return service_url
+    admin_url = given.take("admin.url", _admin_url, "")
+    if not admin_url:
+        raise error("INVALID_OPTION", f"admin.url is needed with service.url = {service_url}: as http://host:8080")
+    return Cluster(
+        service_url,
+        admin_url,
+        given.take("pulsar.client.authPluginClassName", _authentication, ""),
+        given.take(_CREDENTIALS, str, ""),
+        given.take("pulsar.client.tlsTrustCertsFilePath", str, ""),
+        given.take("pulsar.client.tlsAllowInsecureConnection", _flag, False),
+        given.take("pulsar.client.tlsHostnameVerificationEnable", _flag, True),
+    )
+
+
 def of_table(given: Mapping[str, str]) -> dict[str, str]:
     """The options that `CREATE TABLE … USING seqdedupe OPTIONS (…)` was given, if these are those of a table."""
     return {name.removeprefix(_OF_TABLE): value for name, value in given.items() if name.startswith(_OF_TABLE)}
 
 
+def check_shows_no_secret(of_table: Mapping[str, str]) -> None:
+    """A table's options can be read in its catalog. Raises INVALID_OPTION."""
+    given = next((value for name, value in of_table.items() if name.lower() == _CREDENTIALS.lower()), "")
+    if given.strip().startswith("token:"):
+        raise error("INVALID_OPTION", f"{_CREDENTIALS}: a table would show the token; name a file, file:///path")
+
+
+def _service_url(text: str) -> str:
+    return text if _BROKERS.fullmatch(text) else address(text)
+
+
+def _admin_url(text: str) -> str:
+    if not _ADMIN.fullmatch(text):
+        raise ValueError("it should be like http://host:8080 or https://host, without a user")
+    return text
+
+
+def _authentication(text: str) -> str:
+    found = _AUTHENTICATION.fullmatch(text)
+    if not found or found[1] not in AUTHENTICATIONS:
+        raise ValueError(f"there are {' and '.join(AUTHENTICATIONS)}")
+    return found[1]
+
+
 def address(text: str) -> str:
     """Checks the form of a sidecar's address. Raises ValueError."""
     if not _ADDRESS.fullmatch(text):
-        raise ValueError("it should be host:port or unix:path, without a scheme")
+        raise ValueError("it should be host:port or unix:path, without a scheme, or pulsar://host:6650")
     return text
 
 
@@ -139,7 +196,7 @@ class _Given:
         for name in self._values.keys() - known.keys():
             near = difflib.get_close_matches(name, known, 1)
             instead = _ELSEWHERE.get(name) or (known[near[0]] if near else None)
-            advice = f"did you mean {instead}?" if instead else f"there are {', '.join(NAMES)}"
+            advice = f"did you mean {instead}?" if instead else f"there are {_LISTED}"
             raise error("INVALID_OPTION", f"there is no option {name}: {advice}")
 
     def one_of(self, *names: str) -> str | None:
@@ -148,6 +205,10 @@ class _Given:
         if len(said) > 1:
             raise error("INVALID_OPTION", f"{' and '.join(said)} contradict each other: give one of them")
         return said[0] if said else None
+
+    def first_of(self, *beginnings: str) -> str | None:
+        """One that was said whose name begins so; None if there is none."""
+        return next((name for name in NAMES if name.lower() in self._values and name.startswith(beginnings)), None)
 
     def take(self, name: str, convert: Callable[[str], T], default: T) -> T:
         """The value; `convert` raises ValueError, which says what is wrong with it."""
@@ -158,7 +219,9 @@ class _Given:
             return convert(text.strip())
         except (ValueError, SeqdedupeError) as e:
             why = e.message if isinstance(e, SeqdedupeError) else e
-            raise error("INVALID_OPTION", f"{name} is {text[:80]!r}: {why}") from e
+            # What stands before an @ may be a password.
+            said = f"{name} is {text[:80]!r}" if "@" not in text else name
+            raise error("INVALID_OPTION", f"{said}: {why}") from e
 
 
 def _selection(given: _Given) -> Selection:

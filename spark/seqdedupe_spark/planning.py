@@ -6,15 +6,17 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
 
 from seqdedupe.client import blocking
-from seqdedupe.client.client import TopicEnds
+from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.connection import Backoff
 from seqdedupe.errors import DamagedError, NotFoundError, PositionError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
-from seqdedupe.names import partition_name, topic_name
+from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.options import NO_LIMITS, End, Limits, Place, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, partition_of
 from seqdedupe_spark.sharing import cut, shares
@@ -30,11 +32,33 @@ _GO_ON = "To go on with what is left set failOnDataLoss to false (a reader job: 
 _said: dict[str, float] = {}
 """When that was said last in this process, by reason: waits follow each other while a sidecar is away."""
 
+_NAMESPACE = re.compile(r"persistent://([\w.=\-]+/[\w.=\-]+)/")
+"""With which the pattern of a full name begins."""
+
 _DEFAULT_NAMESPACE = topic_name("_").removesuffix("_")
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class _Admin(Protocol):
+    def topics(self) -> list[admin_pb2.Topic]: ...
+
+
+class Client(Protocol):
+    """What planning asks: `seqdedupe.client.blocking.Client`, or `seqdedupe_spark.cluster.client.ClusterClient`."""
+
+    @property
+    def admin(self) -> _Admin: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+    def ends(self, topic: str) -> TopicEnds: ...
+    def locate_time(self, topic: str, publish_time_ms: int) -> Located: ...
+    def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located: ...
+    def position_at(self, topic: str, index: int) -> Position: ...
 
 
 @dataclass(frozen=True)
@@ -96,6 +120,29 @@ def patiently(
             time.sleep(delay)
 
 
+def open_client(service: Service, selection: Selection) -> Client:
+    """For planning what is selected. Raises INVALID_CONFIGURATION if packages for reading from brokers are missing."""
+    if isinstance(service, str):
+        return blocking.Client(service)
+    try:
+        from seqdedupe_spark.cluster.client import ClusterClient
+    except ImportError as e:
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"a package for reading from Pulsar's brokers is missing: {e}",
+            hint="Install seqdedupe[sidecar,pulsar,spark], on the executors too.",
+        ) from e
+    pattern = selection.pattern
+    if pattern is None:
+        names = selection.names
+        return ClusterClient(
+            service, {namespace_of(n) for n in names}, lambda name: name in names or _whole(name) in names, skips=False
+        )
+    found = _NAMESPACE.match(pattern)
+    namespace = found[1] if found else namespace_of(topic_name("_"))
+    return ClusterClient(service, [namespace], lambda name: _matches(pattern, name), skips=True)
+
+
 class Listing:
     """The topics of a sidecar and what they hold at one moment, by one call for each 1,000 of them.
 
@@ -103,7 +150,7 @@ class Listing:
     asked for by themselves, and waited for.
     """
 
-    def __init__(self, client: blocking.Client, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, client: Client, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Raises UnavailableError after PATIENCE_SECONDS."""
         self._client = client
         self._should_stop = should_stop

@@ -10,6 +10,7 @@ from seqdedupe.client import blocking
 from seqdedupe.client.stored import StoredBatch
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import SCHEMA, to_arrow
 from seqdedupe_spark.ranges import Range
 
@@ -20,7 +21,7 @@ MAX_BYTES = 4 * 1024 * 1024
 """Or until their payloads, keys and properties have so many bytes."""
 
 
-def read_stored(service_url: str, range: Range, timeout_seconds: float | None = None) -> Iterator[StoredBatch]:
+def read_stored(service: Service, range: Range, timeout_seconds: float | None = None) -> Iterator[StoredBatch]:
     """All messages of a range in order, as the log stores them; the first and last batch are cut to the range.
 
     Over a lost connection it reads on by itself, for as long as it takes, or until none has come for `timeout_seconds`:
@@ -29,7 +30,13 @@ def read_stored(service_url: str, range: Range, timeout_seconds: float | None = 
     """
     if not len(range):
         return
-    client = blocking.Client(service_url)
+    if not isinstance(service, str):
+        # The packages for it need not be there.
+        from seqdedupe_spark.cluster import reading
+
+        yield from reading.read_stored(service, range, timeout_seconds)
+        return
+    client = blocking.Client(service)
     with client.reader(range.topic, range.start, stop_index=range.stop_index) as reader:
         if timeout_seconds is None:
             yield from reader.batches()
@@ -38,11 +45,11 @@ def read_stored(service_url: str, range: Range, timeout_seconds: float | None = 
 
 
 def message_id_at(
-    service_url: str, topic: str, incarnation: int, index: int, timeout_seconds: float | None = None
+    service: Service, topic: str, incarnation: int, index: int, timeout_seconds: float | None = None
 ) -> MessageId:
     """That of one message. It takes a read: in some logs the index does not say it. Raises as `read_stored`."""
     one = Range(topic, Position.before(incarnation, index), Position.before(incarnation, index + 1))
-    [stored] = read_stored(service_url, one, timeout_seconds)
+    [stored] = read_stored(service, one, timeout_seconds)
     return stored.message_id(0)
 
 
@@ -75,10 +82,10 @@ def _until_silent(reader: blocking.Reader, range: Range, timeout_seconds: float)
 
 
 def read_range(
-    service_url: str, range: Range, schema: pa.Schema = SCHEMA, timeout_seconds: float | None = None
+    service: Service, range: Range, schema: pa.Schema = SCHEMA, timeout_seconds: float | None = None
 ) -> Iterator[pa.RecordBatch]:
     """The same as Arrow batches of about MAX_ROWS rows or MAX_BYTES, with those columns that `schema` has."""
-    for stored in joined(read_stored(service_url, range, timeout_seconds)):
+    for stored in joined(read_stored(service, range, timeout_seconds)):
         yield to_arrow(stored, range.topic, schema)
 
 

@@ -15,13 +15,12 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from seqdedupe.client import blocking
 from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark import options as user_options
 from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
 from seqdedupe_spark.options import NO_LIMITS, Options
-from seqdedupe_spark.planning import Listing, Loss
+from seqdedupe_spark.planning import Client, Listing, Loss, open_client
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, read_range, read_stored
 from seqdedupe_spark.sharing import packed, split
@@ -47,6 +46,7 @@ class SeqdedupeDataSource(DataSource):
     def schema(self) -> StructType:
         schema = from_arrow_schema(_all_columns(user_options.parse(self.options)))
         if given := user_options.of_table(self.options):
+            user_options.check_shows_no_secret(given)
             schema.fields[0].metadata = {_OPTIONS: given}
         return schema
 
@@ -102,8 +102,8 @@ class _Reading:
         self.schema = schema
         self._told: set[str] = set()
 
-    def client(self) -> blocking.Client:
-        return blocking.Client(self.options.service_url)
+    def client(self) -> Client:
+        return open_client(self.options.service, self.options.selection)
 
     def ranges(self, listing: Listing, starts: Mapping[str, Position], ends: Mapping[str, Position]) -> list[Range]:
         """What is to be read between positions, as far as it is there."""
@@ -147,7 +147,7 @@ class _Reading:
         ranges: list[Range] = partition.value or []
         for one in ranges:
             if self.options.fail_on_data_loss:
-                yield from read_range(self.options.service_url, one, self.schema, self.options.read_timeout_seconds)
+                yield from read_range(self.options.service, one, self.schema, self.options.read_timeout_seconds)
             else:
                 yield from self._read_what_is_left(one)
 
@@ -158,7 +158,7 @@ class _Reading:
         while start is not None and start.incarnation == range.incarnation and start.index < range.end.index:
             try:
                 left = Range(range.topic, start, range.end)
-                for stored in joined(read_stored(options.service_url, left, options.read_timeout_seconds)):
+                for stored in joined(read_stored(options.service, left, options.read_timeout_seconds)):
                     start = stored[-1].position(len(stored[-1]) - 1)
                     yield to_arrow(stored, range.topic, self.schema)
             except (PositionError, NotFoundError):

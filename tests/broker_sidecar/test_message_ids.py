@@ -35,7 +35,9 @@ class RollingLogs(MemoryLogs):
         super().__init__({})
         self.packed = packed
 
-    async def create(self, incarnation: int, topic: str, secret: bytes, partitions: int = 0) -> None:
+    async def create(
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+    ) -> None:
         self.storages[incarnation] = (topic, Storage(incarnation, packed=self.packed))
 
 

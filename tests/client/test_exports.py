@@ -12,8 +12,8 @@ from seqdedupe.client import ProducerConfig, blocking
 PUBLIC = [
     "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters", "DamagedError",
     "DataLossError", "FencedError", "InvalidRequestError", "Located", "Message", "MessageId", "NotFoundError",
-    "OutcomeUnknownError", "Position", "PositionError", "Producer", "ProducerConfig", "Published", "Reader",
-    "Receipt", "SeqdedupeError", "StoredBatch", "TopicEnds", "UnavailableError", "Verdict",
+    "OutcomeUnknownError", "Persisted", "Position", "PositionError", "Producer", "ProducerConfig", "Published",
+    "Reader", "Receipt", "SeqdedupeError", "StoredBatch", "TopicEnds", "UnavailableError", "Verdict",
 ]  # fmt: skip
 
 

@@ -330,6 +330,10 @@ class FaultyLog:
         return "a log of faults"
 
     @property
+    def entry_format(self) -> str:
+        return ""
+
+    @property
     def first_index(self) -> int:
         return self.storage.first_index
 

@@ -48,7 +48,7 @@ class Driver:
 def run_with_checkpoint(spark: SparkSession, job: ReaderJob, checkpoint: Path) -> None:
     """Runs the job as a streaming query, until all is read."""
     source = job.config.source
-    clock = {"service.url": source.service_url, "topics": ",".join(source.selection.names)}
+    clock = {"service.url": str(source.service), "topics": ",".join(source.selection.names)}
     stream = spark.readStream.format("seqdedupe").options(**clock, startingOffsets="earliest").load()
     writer = stream.writeStream.foreachBatch(job.foreach_batch).option("checkpointLocation", str(checkpoint))
     writer.trigger(availableNow=True).start().awaitTermination()

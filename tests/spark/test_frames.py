@@ -138,7 +138,7 @@ def test_a_plan_that_does_not_work_row_by_row_is_refused(
     spark: SparkSession, config: JobConfig, database: Database, query: str, topic: str
 ) -> None:
     """With a single topic there is not even an exchange in it."""
-    given = replace(config, source=source(config.source.service_url, topic=topic))
+    given = replace(config, source=source(str(config.source.service), topic=topic))
     with pytest.raises(SeqdedupeError) as raised:
         ReaderJob(spark, given, frame=query).run()
     assert raised.value.reason == "UNSUPPORTED_PLAN"
@@ -218,7 +218,9 @@ def test_a_transformation_that_fails_in_the_middle_moves_nothing(
     per_batch = "spark.sql.execution.arrow.maxRecordsPerBatch"
     before = spark.conf.get(per_batch)
     spark.conf.set(per_batch, "10")
-    given = replace(config, source=source(config.source.service_url, topic="both-partition-0"), transaction=transaction)
+    given = replace(
+        config, source=source(str(config.source.service), topic="both-partition-0"), transaction=transaction
+    )
     try:
         with pytest.raises(PySparkException):
             ReaderJob(spark, given, frame=transform).run()

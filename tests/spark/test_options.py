@@ -1,20 +1,26 @@
 """The data source's options: what is taken, and what each wrong one is told."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
+from seqdedupe.log.pulsar.credentials import OAuth2
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
+from seqdedupe_spark.cluster.credentials import token_of
+from seqdedupe_spark.cluster.settings import Cluster
 from seqdedupe_spark.options import Limits, Options, Selection, Time, parse
+from seqdedupe_spark.source import SeqdedupeDataSource
 
+CLUSTER = {"topic": "t", "service.url": "pulsar+ssl://a:6651,b", "admin.url": "https://a"}
 T = "persistent://public/default/t"
 
 
 def test_what_is_not_said() -> None:
     assert parse({"topic": "t"}) == Options(Selection("topic", (T,)))
-    assert parse({"topic": "t"}).service_url == "127.0.0.1:6660"
+    assert parse({"topic": "t"}).service == "127.0.0.1:6660"
     assert parse({"topic": "t"}).fail_on_data_loss
 
 
@@ -119,6 +125,14 @@ def test_what_is_no_position(text: str) -> None:
         ({"topic": "t", "service.url": "http://a:1"}, "service.url is 'http://a:1'"),
         ({"topic": "t", "service.url": "grpc://a:1"}, "service.url is 'grpc://a:1'"),
         ({"topic": "t", "service.url": "localhost"}, "service.url is 'localhost'"),
+        (CLUSTER | {"service.url": "pulsar://u:secret@a"}, "service.url: it should be host:port"),
+        (CLUSTER | {"service.url": "pulsar+tls://a"}, "or pulsar://host:6650"),
+        ({"topic": "t", "service.url": "pulsar://a:6650"}, "admin.url is needed with service.url = pulsar://a:6650"),
+        (CLUSTER | {"admin.url": "a:8080"}, "admin.url is 'a:8080': it should be like http://host:8080"),
+        (CLUSTER | {"admin.url": "http://u:secret@a"}, "admin.url: it should be like http://host:8080"),
+        (CLUSTER | {"pulsar.client.authPluginClassName": "AuthenticationAthenz"}, "there are AuthenticationToken and"),
+        ({"topic": "t", "admin.url": "http://a:8080"}, "admin.url is for service.url = pulsar://"),
+        ({"topic": "t", "pulsar.client.authParams": "token:secret"}, "pulsar.client.authParams is for service.url"),
         ({"topic": "t", "startingOffsets": "erliest"}, "startingOffsets is 'erliest': it should be earliest or latest"),
         ({"topic": "t", "startingOffsets": "[]"}, "startingOffsets is '[]': it should be"),
         ({"topic": "t", "startingOffsets": "{}"}, "startingOffsets is '{}': it should be"),
@@ -149,6 +163,61 @@ def test_what_is_wrong_is_named_in_one_line(options: dict[str, str], said: str) 
     assert said in failure.value.message
     assert "\n" not in failure.value.message
     assert len(failure.value.message) < 400
+    assert "secret" not in failure.value.message
+
+
+def test_a_cluster() -> None:
+    options = parse(
+        CLUSTER
+        | {
+            "pulsar.client.authPluginClassName": "org.apache.pulsar.client.impl.auth.AuthenticationToken",
+            "pulsar.client.authParams": "token:secret",
+            "pulsar.client.tlsTrustCertsFilePath": "/ca.pem",
+            "pulsar.client.tlsAllowInsecureConnection": "true",
+            "pulsar.client.tlsHostnameVerificationEnable": "false",
+        }
+    )
+    assert options.service == Cluster(
+        "pulsar+ssl://a:6651,b", "https://a", "AuthenticationToken", "token:secret", "/ca.pem", True, False
+    )
+    assert "secret" not in repr(options)
+    assert parse(CLUSTER).service == Cluster("pulsar+ssl://a:6651,b", "https://a")
+
+
+def test_a_table_shows_no_token() -> None:
+    given = {f"option.{name}": value for name, value in CLUSTER.items()} | {"topic": "t"}
+    with pytest.raises(ConfigurationError, match="a table would show the token") as failure:
+        SeqdedupeDataSource(given | {"option.pulsar.client.authparams": "token:secret"}).schema()
+    assert "secret" not in str(failure.value)
+    SeqdedupeDataSource(given | {"option.pulsar.client.authparams": "file:///token"}).schema()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "params", "said"),
+    [
+        ("", "token:secret", "no pulsar.client.authPluginClassName"),
+        ("AuthenticationToken", "secret", "token:… or file:///path"),
+        ("AuthenticationToken", "file://host/secret", "token:… or file:///path"),
+        ("AuthenticationOAuth2", "secret", "it should be JSON"),
+        ("AuthenticationOAuth2", '["secret"]', "it should be JSON"),
+        ("AuthenticationOAuth2", '{"issuerUrl": "https://a", "privateKey": "data:secret"}', "like file:///path"),
+    ],
+)
+def test_wrong_credentials_are_not_shown(plugin: str, params: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said) as failure:
+        token_of(Cluster("pulsar://a", "http://a", plugin, params))
+    assert "secret" not in str(failure.value)
+
+
+def test_tokens(tmp_path: Path) -> None:
+    (tmp_path / "to ken").write_text(" abc\n")
+    for params in ("token:abc", (tmp_path / "to ken").as_uri()):
+        token = token_of(Cluster("pulsar://a", "http://a", "AuthenticationToken", params))
+        assert token
+        assert token() == "abc"
+    oauth2 = '{"issuerUrl": "https://a", "privateKey": "file:///key.json"}'
+    assert isinstance(token_of(Cluster("pulsar://a", "http://a", "AuthenticationOAuth2", oauth2)), OAuth2)
+    assert token_of(Cluster("pulsar://a", "http://a")) is None
 
 
 def test_an_index_is_a_place() -> None:

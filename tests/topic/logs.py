@@ -15,7 +15,9 @@ class MemoryLogs:
         self.storages = storages
         self.before = before
 
-    async def create(self, incarnation: int, topic: str, secret: bytes, partitions: int = 0) -> None:
+    async def create(
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+    ) -> None:
         self.before("create")
         _, storage = self.storages.setdefault(incarnation, (topic, Storage(incarnation)))
         storage.partitions = partitions

@@ -18,6 +18,7 @@ from seqdedupe.client import (
     MessageId,
     NotFoundError,
     OutcomeUnknownError,
+    Persisted,
     Position,
     PositionError,
     ProducerConfig,
@@ -29,8 +30,9 @@ from seqdedupe.client import (
     Verdict,
 )
 from seqdedupe.client.blocking.client import Admin, Client
-from seqdedupe.client.blocking.producer import BatchReceipt, Producer, Receipt
+from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.blocking.reader import Reader
+from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 
 __all__ = [
     "Admin",
@@ -49,6 +51,7 @@ __all__ = [
     "MessageId",
     "NotFoundError",
     "OutcomeUnknownError",
+    "Persisted",
     "Position",
     "PositionError",
     "Producer",

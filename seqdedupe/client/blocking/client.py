@@ -36,12 +36,17 @@ class Admin:
         topic: str,
         *,
         partitions: int = 0,
+        entry_format: str = "",
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
     ) -> admin_pb2.Topic:
         return self._run(
             lambda admin: admin.create_topic(
-                topic, partitions=partitions, deduplication_enabled=deduplication_enabled, policy=policy
+                topic,
+                partitions=partitions,
+                entry_format=entry_format,
+                deduplication_enabled=deduplication_enabled,
+                policy=policy,
             )
         )
 

@@ -1,4 +1,4 @@
-"""The producer for threads, and its receipts."""
+"""The producer for threads."""
 
 import os
 import threading
@@ -10,67 +10,16 @@ from types import TracebackType
 from typing import Self
 
 from seqdedupe.address import SidecarAddress
+from seqdedupe.batch import Batch
 from seqdedupe.client.blocking.loop import check_is_there, event_loop, run
+from seqdedupe.client.blocking.partitioned import Spread
+from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.producer import ProducerBase
-from seqdedupe.client.receipts import BatchResult, PendingBatch, Published
+from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.spread import Numbering, Partition
 from seqdedupe.client.waiting import OnWaiting
-from seqdedupe.errors import error
-
-
-def _wait(pending: PendingBatch, timeout_seconds: float | None) -> None:
-    if pending.settled:
-        return
-    check_is_there()
-    event = threading.Event()
-    pending.when_settled(event.set)
-    if not event.wait(timeout_seconds):
-        why = pending.last_refusal
-        because = "" if why is None else f": {why}"
-        raise error(
-            "OUTCOME_UNKNOWN",
-            f"no receipt within {timeout_seconds:g} seconds{because}; the client goes on sending",
-            hint=None if why is None else why.hint,
-        )
-
-
-class Receipt:
-    """The receipt of one message."""
-
-    __slots__ = ("_pending", "_row")
-
-    def __init__(self, pending: PendingBatch, row: int) -> None:
-        self._pending = pending
-        self._row = row
-
-    def done(self) -> bool:
-        """Whether `result` would not wait."""
-        return self._pending.settled
-
-    def result(self, timeout_seconds: float | None = None) -> Published:
-        """Waits for it. Raises what the message failed with, or OutcomeUnknownError if there is nothing yet."""
-        _wait(self._pending, timeout_seconds)
-        return self._pending.result()[self._row]
-
-
-class BatchReceipt:
-    """The receipt of a batch."""
-
-    __slots__ = ("_pending",)
-
-    def __init__(self, pending: PendingBatch) -> None:
-        self._pending = pending
-
-    def done(self) -> bool:
-        """Whether `result` would not wait."""
-        return self._pending.settled
-
-    def result(self, timeout_seconds: float | None = None) -> BatchResult:
-        """Waits for it. Raises what the batch failed with, or OutcomeUnknownError if there is nothing yet."""
-        _wait(self._pending, timeout_seconds)
-        return self._pending.result()
-
 
 _producers: "weakref.WeakSet[Producer]" = weakref.WeakSet()
 
@@ -80,6 +29,8 @@ def _after_fork() -> None:
     for producer in _producers:
         producer._lock = threading.RLock()
         producer._must_pause = True
+        if producer._spread is not None:
+            producer._spread.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -88,6 +39,8 @@ os.register_at_fork(after_in_child=_after_fork)
 class Producer(ProducerBase):
     """As `seqdedupe.client.Producer`, with calls that block. Threads may share it."""
 
+    _spread: Spread | None = None
+
     def __init__(
         self,
         address: SidecarAddress,
@@ -95,8 +48,9 @@ class Producer(ProducerBase):
         name: str,
         config: ProducerConfig,
         on_waiting: OnWaiting | None = None,
+        partition: Partition | None = None,
     ) -> None:
-        super().__init__(address, topic, name, config, on_waiting)
+        super().__init__(address, topic, name, config, on_waiting, partition)
         self._lock = threading.RLock()  # for what is gathered; the loop's thread must never wait for it
         self._room = threading.Condition()  # held for moments only
         # The first pair is written under the lock, the second by the loop's thread.
@@ -121,11 +75,13 @@ class Producer(ProducerBase):
         """Starts the session, see `seqdedupe.client.Producer.open`."""
         self._begin()
         try:
-            run(self._session.start)
+            run(self._start)
         except BaseException:
             self._state = "closed"
             raise
-        self._builder = self._new_builder()
+
+    def _spread_over(self, numbers: Numbering) -> None:
+        self._spread = Spread(numbers, self._parts)
 
     def send(
         self,
@@ -137,6 +93,8 @@ class Producer(ProducerBase):
         properties: Properties | None = None,
     ) -> Receipt:
         """Queues a message, see `seqdedupe.client.Producer.send`; waits only for room in the queue."""
+        if self._spread is not None:
+            return self._spread.send(payload, sequence_id, key, event_time, properties)
         while True:
             try:
                 self._lock.acquire()  # `with` costs twice as much, and this is called for every message
@@ -164,6 +122,8 @@ class Producer(ProducerBase):
         properties: Sequence[Properties | None] | None = None,
     ) -> BatchReceipt:
         """Queues a ready batch, see `seqdedupe.client.Producer.send_batch`."""
+        if self._spread is not None:
+            return self._spread.send_batch(payloads, sequence_ids, keys, event_times_ms, properties)
         while True:
             with self._lock:
                 if not self._must_pause or self._goes_on():
@@ -175,21 +135,38 @@ class Producer(ProducerBase):
                     return BatchReceipt(pending)
             self._wait_for_room()
 
+    def _add_batch(self, batch: Batch) -> PendingBatch:
+        with self._lock:
+            try:
+                return super()._add_batch(batch)
+            except BaseException as e:
+                self._check_interrupt(e)
+                raise
+
     def flush(self) -> None:
         """Waits until all that was sent before has its receipts. Raises what a message failed with."""
-        with self._lock:
-            self._seal()
+        if self._spread is not None:
+            self._spread.flush()
+            return
+        self._seal_now()
         run(self._session.flush)
 
     def close(self) -> None:
         """Flushes and ends, see `seqdedupe.client.Producer.close`."""
-        if self._end():
+        if not self._end():
+            return
+        if self._spread is not None:
+            self._spread.close()
+        else:
             run(self._session.close)
 
     def abort(self) -> None:
         """Ends at once: what has no receipt fails with `OutcomeUnknownError`."""
         self._end()
-        run(self._session.stop)
+        if self._spread is not None:
+            self._spread.abort()
+        else:
+            run(self._session.stop)
 
     def _end(self) -> bool:
         with self._lock:
@@ -198,6 +175,10 @@ class Producer(ProducerBase):
             self._must_pause = True
             self._seal()
         return was_open
+
+    def _seal_now(self) -> None:
+        with self._lock:
+            self._seal()
 
     def _seal(self) -> None:
         try:
@@ -281,6 +262,13 @@ class Producer(ProducerBase):
         self._check_open()
         self._must_pause = False
         return True
+
+    def _wait_until_it_goes_on(self) -> None:
+        while True:
+            with self._lock:
+                if not self._must_pause or self._goes_on():
+                    return
+            self._wait_for_room()
 
     def _wait_for_room(self) -> None:
         """Without the lock: closing must not wait for a sender."""

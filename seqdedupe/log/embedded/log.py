@@ -76,6 +76,10 @@ class EmbeddedLog:
         return str(self._folder)
 
     @property
+    def entry_format(self) -> str:
+        return ""
+
+    @property
     def first_index(self) -> int:
         return self._reader.first_index
 

@@ -76,7 +76,9 @@ class EmbeddedLogs:
         except OSError as e:
             raise unreadable(self._folder, e) from e
 
-    async def create(self, incarnation: int, topic: str, secret: bytes, partitions: int = 0) -> None:
+    async def create(
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
+    ) -> None:
         """See `Logs.create`."""
         try:
             await self._in_thread(create_log, self._of(incarnation), topic, secret, partitions)

@@ -6,6 +6,7 @@ from urllib.parse import quote
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId
 
 
@@ -92,6 +93,25 @@ class Admin:
             )
         except (KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
+
+    async def ledgers(self, topic: str) -> Ledgers:
+        """The ledgers of a topic, up to its last entry. It is loaded by its broker for that."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        try:
+            # What stands in the list of the ledger that is written is not kept up to date.
+            last_ledger, last_entry = map(int, answer["lastConfirmedEntry"].split(":"))
+            written = int(answer["currentLedgerSize"])
+            listed = [(int(one["ledgerId"]), int(one["entries"]), int(one["size"])) for one in answer["ledgers"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise _not_pulsar(path) from e
+        return Ledgers(
+            [
+                Ledger(ledger_id, last_entry + 1 if ledger_id == last_ledger else entries, size or written)
+                for ledger_id, entries, size in listed
+                if ledger_id <= last_ledger
+            ]
+        )
 
     async def unload(self, topic: str) -> None:
         """Lets a broker take the topic anew: all producers and readers have to connect again, frozen ones are out."""

@@ -116,6 +116,10 @@ class PulsarLog:
         return self._topic
 
     @property
+    def entry_format(self) -> str:
+        return self._settings.format.value
+
+    @property
     def first_index(self) -> int:
         return self._content.places.first.next_index
 
@@ -360,6 +364,8 @@ class PulsarLog:
     async def snapshot_is_durable(self, place: bytes) -> None:
         first = place_bytes.decode(self.incarnation, place)[0].message_id if place else None
         if first is not None and first != self._kept_from:
+            # Somebody may have deleted it.
+            await self._shared.admin.create_subscription(self._topic, self._shared.subscription)
             await self._shared.admin.keep_from(self._topic, self._shared.subscription, first)
             self._kept_from = first
 

@@ -40,12 +40,7 @@ class PulsarLogs:
         """By incarnation, as they were found last."""
 
     async def create(
-        self,
-        incarnation: int,
-        topic: str,
-        secret: bytes,
-        partitions: int = 0,
-        entry_format: EntryFormat | None = None,
+        self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
     ) -> None:
         """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used.
 
@@ -62,7 +57,7 @@ class PulsarLogs:
             )
         properties = {
             INCARNATION: str(incarnation),
-            FORMAT: (entry_format or self._entry_format).value,
+            FORMAT: EntryFormat(entry_format or self._entry_format).value,
             MODE: _MODE_IDS,
             PARTITIONS: "0",
         }

@@ -21,6 +21,7 @@ from pyspark.sql.functions import spark_partition_id
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.failures import first_line, typed_failures
 from seqdedupe_spark.job.poison import FindMessageId, names_a_row, naming
 from seqdedupe_spark.job.range_task import Output, Report, Step, all_done, column_of
@@ -99,7 +100,7 @@ def sql(text: str) -> DataFrameTransform:
 class FrameTask:
     """A round in which the user transforms a DataFrame. `columns` are those of the messages."""
 
-    service_url: str
+    service: Service
     columns: pa.Schema
     transform: DataFrameTransform
     read_timeout_seconds: float | None = None
@@ -121,18 +122,18 @@ class FrameTask:
         # are made and counted first: what is less than that is not the end.
         frame = frame.persist()
         try:
-            find = partial(message_id_at, self.service_url, timeout_seconds=self.read_timeout_seconds)
+            find = partial(message_id_at, self.service, timeout_seconds=self.read_timeout_seconds)
             return _write(frame, output, steps, find, one_transaction=one_transaction)
         finally:
             frame.unpersist()
 
     def _transformed(self, spark: SparkSession, steps: Sequence[Step]) -> DataFrame:
-        service_url, columns, timeout = self.service_url, self.columns, self.read_timeout_seconds
+        service, columns, timeout = self.service, self.columns, self.read_timeout_seconds
 
         def read_planned_ranges(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 for number in batch.column(0).to_pylist():
-                    yield from read_range(service_url, steps[number].range, columns, timeout)
+                    yield from read_range(service, steps[number].range, columns, timeout)
 
         count = len(steps)
         messages = spark.range(0, count, 1, max(count, 1)).mapInArrow(read_planned_ranges, from_arrow_schema(columns))

@@ -1,11 +1,12 @@
 """What an operator does to a job's positions."""
 
-from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe_spark import planning
+from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.job.positions import FIRST_START
+from seqdedupe_spark.options import Selection
 from seqdedupe_spark.stores.contract import OutputStore, Stored, StoreFactory
 
 
@@ -29,7 +30,7 @@ def _stored(store: OutputStore, job: str) -> dict[str, Stored]:
 
 
 def reset_position(
-    store: StoreFactory, job: str, topic: str, place: str, service_url: str
+    store: StoreFactory, job: str, topic: str, place: str, service: Service
 ) -> tuple[Stored | None, Stored]:
     """Stores a topic's position anew, in the next epoch, and drops its watermarks; what was stored, and what is now.
 
@@ -38,7 +39,7 @@ def reset_position(
     NotFoundError, or PositionError if the topic cannot be read on from there.
     """
     topic = topic_name(topic)
-    with Client(service_url) as client, store() as opened:
+    with planning.open_client(service, Selection("topic", (topic,))) as client, store() as opened:
         position = _position(client, topic, place)
         while True:
             before = _stored(opened, job).get(topic)
@@ -47,7 +48,7 @@ def reset_position(
                 return before, after
 
 
-def _position(client: Client, topic: str, place: str) -> Position:
+def _position(client: planning.Client, topic: str, place: str) -> Position:
     ends = client.ends(topic)
     if place in ("earliest", "latest"):
         return planning.earliest(ends) if place == "earliest" else ends.last

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from seqdedupe.client.blocking import Client
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe_spark.job.range_task import Step
 from seqdedupe_spark.options import Limits, Options
-from seqdedupe_spark.planning import Listing
+from seqdedupe_spark.planning import Client, Listing
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored
 

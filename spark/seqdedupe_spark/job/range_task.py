@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
 from seqdedupe_spark.job.poison import first_failing, message_of_row, names_a_row, naming
@@ -98,7 +99,7 @@ class RangeTask:
     """What all tasks of the fast route have in common: pickled, and run with the steps of one transaction."""
 
     output: Output
-    service_url: str
+    service: Service
     columns: pa.Schema
     transform: Transform | None
     deduplicate: bool
@@ -126,7 +127,7 @@ class RangeTask:
                 sources.append(self._read_once_each(step.range, deduplicator, tally))
                 advances.append(Advance(step.range, step.epoch, deduplicator.changed))
             else:
-                sources.append(read_range(self.service_url, step.range, self.columns, self.read_timeout_seconds))
+                sources.append(read_range(self.service, step.range, self.columns, self.read_timeout_seconds))
                 advances.append(Advance(*step))
         batches = (batch for source in sources for batch in source)
         try:
@@ -139,7 +140,7 @@ class RangeTask:
 
     def _read_once_each(self, span: Range, deduplicator: Deduplicator, tally: _Tally) -> Iterator[pa.RecordBatch]:
         """The range's messages but for those that are duplicates."""
-        for group in joined(read_stored(self.service_url, span, self.read_timeout_seconds)):
+        for group in joined(read_stored(self.service, span, self.read_timeout_seconds)):
             batch = to_arrow(group, span.topic, self.columns)
             kept = [deduplicator.keep(stored) for stored in group]
             if any(rows is not None for rows in kept):
@@ -188,7 +189,7 @@ class RangeTask:
             start = Position.before(incarnation, indexes[0].as_py())
             span = Range(topic, start, Position.before(incarnation, indexes[-1].as_py() + 1))
             read = pa.Table.from_batches(
-                read_range(self.service_url, span, self.columns, self.read_timeout_seconds), self.columns
+                read_range(self.service, span, self.columns, self.read_timeout_seconds), self.columns
             )
             there = pc.is_in(column_of(read, "index"), value_set=indexes)
             (messages,) = read.filter(there).combine_chunks().to_batches()
@@ -196,7 +197,7 @@ class RangeTask:
         return naming(failure, topic, incarnation, indexes[found].as_py(), self._find_message_id)
 
     def _find_message_id(self, topic: str, incarnation: int, index: int) -> MessageId:
-        return message_id_at(self.service_url, topic, incarnation, index, self.read_timeout_seconds)
+        return message_id_at(self.service, topic, incarnation, index, self.read_timeout_seconds)
 
 
 def column_of(batch: pa.RecordBatch | pa.Table, name: str) -> Any:

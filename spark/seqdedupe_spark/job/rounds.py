@@ -10,7 +10,6 @@ from typing import Any, Literal
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
-from seqdedupe.client.blocking import Client
 from seqdedupe.client.connection import Backoff
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
@@ -19,7 +18,7 @@ from seqdedupe_spark.job.frames import DataFrameTransform, FrameTask, run_tasks,
 from seqdedupe_spark.job.positions import Positions, Standing
 from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
 from seqdedupe_spark.options import Options
-from seqdedupe_spark.planning import Waiting
+from seqdedupe_spark.planning import Waiting, open_client
 from seqdedupe_spark.stores.contract import Binding, Stored, StoreFactory
 
 GIVE_UP_SECONDS = 120.0
@@ -114,7 +113,7 @@ class ReaderJob:
         self._frame = sql(frame) if isinstance(frame, str) else frame
         source = config.source
         self._columns: pa.Schema = plain(SCHEMA) if source.plain_column_names else SCHEMA
-        self._client = Client(source.service_url)
+        self._client = open_client(source.service, source.selection)
         self._positions = Positions(config.job, config.table, source)
         self._output: Output | None = None
         self._stopping = threading.Event()
@@ -191,13 +190,13 @@ class ReaderJob:
         """Has the steps taken, counts what was done, and returns what went wrong."""
         is_one = self.config.transaction == "batch"
         groups = [steps] if is_one else [[step] for step in steps]
-        url = self.config.source.service_url
+        service = self.config.source.service
         timeout = self.config.source.read_timeout_seconds or READ_TIMEOUT_SECONDS
         if self._frame is not None:
-            task = FrameTask(url, self._columns, self._frame, timeout)
+            task = FrameTask(service, self._columns, self._frame, timeout)
             reports = task.run(spark, output, steps, one_transaction=is_one)
         else:
-            run = RangeTask(output, url, self._columns, self._transform, self.config.deduplicate, timeout).run
+            run = RangeTask(output, service, self._columns, self._transform, self.config.deduplicate, timeout).run
             reports = run_tasks(spark, run, groups)
         for group, report in zip(groups, reports, strict=True):
             if report.failure is None:
@@ -242,7 +241,7 @@ class ReaderJob:
         if not config.job:
             raise error("INVALID_OPTION", "job: a job needs a name")
         if self._frame is not None:
-            schema = FrameTask(config.source.service_url, self._columns, self._frame).output_schema(spark)
+            schema = FrameTask(config.source.service, self._columns, self._frame).output_schema(spark)
         else:
             schema = output_schema(self._transform, self._columns)
         with config.store() as store:

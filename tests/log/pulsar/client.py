@@ -74,6 +74,9 @@ class StandInAdmin(Admin):
         writer = self._client.writer
         return TopicStats((Publisher(writer.name, writer.metadata),) if writer else (), 0, True)
 
+    async def create_subscription(self, topic: str, name: str) -> None:
+        await asyncio.sleep(0)
+
     async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
         await asyncio.sleep(0)
         if not self.answers:

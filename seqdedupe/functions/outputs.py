@@ -1,0 +1,47 @@
+"""What the wrapped function gives: outputs, as they are published through the sidecar."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from seqdedupe.errors import error
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
+
+OVERHEAD_BYTES = 320
+"""What an output takes at most beside its payload, key and properties: the producer's name, IDs, tags and lengths."""
+PROPERTY_OVERHEAD_BYTES = 8
+
+Callback = Callable[[Any, Any], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A message for a topic, by its full name. `key` is empty and `event_time_ms` 0 where there is none."""
+
+    topic: str
+    payload: bytes
+    key: str
+    event_time_ms: int
+    properties: Mapping[str, str]
+    callback: Callback | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes in a batch, at most."""
+        size = OVERHEAD_BYTES + len(self.payload) + len(self.key.encode())
+        for name, value in self.properties.items():
+            size += len(name.encode()) + len(value.encode()) + PROPERTY_OVERHEAD_BYTES
+        return size
+
+
+def check_fits(outputs: list[Output]) -> None:
+    """Whether an input's outputs for a topic can be taken, all in one frame. Raises MESSAGE_TOO_LARGE."""
+    for output in outputs:
+        if len(output.payload) > MAX_PAYLOAD_BYTES:
+            size = len(output.payload)
+            raise error("MESSAGE_TOO_LARGE", f"an output of {size} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
+    if (size := sum(output.size_bytes for output in outputs)) > MAX_BATCH_BYTES:
+        raise error(
+            "MESSAGE_TOO_LARGE",
+            f"the outputs of one input for {outputs[0].topic} take {size} bytes: at most {MAX_BATCH_BYTES} are taken",
+        )

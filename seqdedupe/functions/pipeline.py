@@ -1,0 +1,244 @@
+"""From inputs to acknowledgements: a thread publishes outputs, and acknowledges each input once they are settled."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.functions.backlog import Row
+from seqdedupe.functions.identity import Identity
+from seqdedupe.functions.outputs import Output
+from seqdedupe.functions.publisher import Publisher
+from seqdedupe.functions.settings import Settings
+
+logger = logging.getLogger("seqdedupe.functions")
+
+LOOK_SECONDS = 0.1
+"""Whoever waits looks so often whether the process is to stop."""
+INPUT_BYTES = 512
+"""What an input takes beside its outputs."""
+
+
+class Process(Protocol):
+    """The process that the function runs in."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was told to end."""
+
+    def end(self, why: str, *, failed: bool) -> None:
+        """Ends it at once: what is not acknowledged comes again, in order. In a test it may return."""
+
+
+class Input:
+    """An input that is not acknowledged. `acknowledge` is called once, from the pipeline's thread."""
+
+    __slots__ = ("acknowledge", "lane", "left", "since_seconds", "size_bytes")
+
+    def __init__(self, lane: str, acknowledge: Callable[[], None]) -> None:
+        self.lane = lane
+        """Its topic or partition: one is acknowledged in order."""
+        self.acknowledge = acknowledge
+        self.left = 0
+        """Outputs that are not settled."""
+        self.size_bytes = INPUT_BYTES
+        self.since_seconds = 0.0
+
+
+class Pipeline:
+    """What a function's inputs have under way. `add`, `settle` and `persisted` belong to the thread of `process`."""
+
+    def __init__(self, settings: Settings, process: Process) -> None:
+        self._settings = settings
+        self._process = process
+        self._address = SidecarAddress.parse(settings.sidecar_address)
+        self._loop = asyncio.new_event_loop()
+        self._publishers: dict[str, Publisher] = {}
+        self._lanes: dict[str, deque[Input]] = {}
+        self._room = threading.Condition()
+        self._inputs = self._bytes = 0
+        self._handed_over: deque[tuple[Input, dict[str, list[Row]]]] = deque()
+        self._is_woken = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name="seqdedupe-functions", daemon=True)
+        self._thread.start()
+
+    # -- the thread of process() -------------------------------------------------------------------------------
+
+    def add(self, one: Input, identity: Identity, outputs: Iterable[Output]) -> None:
+        """Hands over an input with its outputs, in order. Waits while too much is under way."""
+        rows: dict[str, list[Row]] = {}
+        for output in outputs:
+            of_topic = rows.setdefault(output.topic, [])
+            name = identity.producer_name(len(of_topic))
+            of_topic.append(Row(name, identity.sequence_id, output, self._settler(one, output)))
+            one.left += 1
+            one.size_bytes += output.size_bytes
+        self._wait_until(self._has_room)
+        with self._room:
+            self._inputs += 1
+            self._bytes += one.size_bytes
+        one.since_seconds = time.monotonic()
+        self._handed_over.append((one, rows))
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon_threadsafe(self._take)
+
+    def _has_room(self) -> bool:
+        return self._inputs < self._settings.max_in_flight_messages and self._bytes < self._settings.max_in_flight_bytes
+
+    def settle(self) -> None:
+        """Returns when everything is acknowledged."""
+        self._wait_until(lambda: not self._inputs)
+
+    def persisted(self, topic: str, name: str) -> int:
+        """The highest sequence ID that a topic holds under a name; -1 if there is none."""
+
+        async def ask() -> int:
+            return await self._publisher(topic).persisted(name)
+
+        asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        asked.add_done_callback(lambda _: self._notify())
+        began = time.monotonic()
+        self._wait_until(lambda: asked.done() or self._is_too_late(began))
+        if not asked.done():
+            self._give_up()
+        return asked.result()
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        with self._room:
+            while not is_so():
+                self._room.wait(LOOK_SECONDS)
+                if self._process.is_stopping:
+                    self._process.end("the instance was told to stop", failed=False)
+
+    def _is_too_late(self, since_seconds: float) -> bool:
+        return time.monotonic() - since_seconds > self._settings.give_up_after_seconds
+
+    def close(self) -> None:
+        """Ends the thread. What is under way may be published or not, and is not acknowledged."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    @property
+    def in_flight(self) -> int:
+        """Inputs that are not acknowledged."""
+        return self._inputs
+
+    def counts(self) -> dict[str, int]:
+        """How many outputs were new, duplicates, of unknown outcome, and how often publishing began again."""
+        publishers = list(self._publishers.values())
+        return {
+            "not_dup": sum(one.backlog.not_dup for one in publishers),
+            "dup": sum(one.backlog.dup for one in publishers),
+            "unknown": sum(one.unknown for one in publishers),
+            "resumes": sum(one.resumes for one in publishers),
+        }
+
+    # -- the pipeline's own thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._start(self._watch())
+        self._loop.run_forever()
+        for task in self._tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (e := task.exception()) is not None:
+            self._end_because(e)
+
+    def _end_because(self, e: BaseException) -> None:
+        if isinstance(e, SeqdedupeError):
+            self._process.end(f"{e} {e.hint}", failed=True)
+        else:
+            logger.error("a defect in the wrapper", exc_info=e)
+            self._process.end(f"a defect in the wrapper: {e!r}", failed=True)
+
+    def _publisher(self, topic: str) -> Publisher:
+        found = self._publishers.get(topic)
+        if found is None:
+            found = self._publishers[topic] = Publisher(self._address, topic)
+            self._start(found.run())
+        return found
+
+    def _take(self) -> None:
+        # First: what is handed over from now on wakes this again, or is found below.
+        self._is_woken = False
+        try:
+            while self._handed_over:
+                one, rows = self._handed_over.popleft()
+                self._lanes.setdefault(one.lane, deque()).append(one)
+                for topic, of_topic in rows.items():
+                    self._publisher(topic).add(of_topic)
+                self._acknowledge(one.lane)
+        except Exception as e:  # noqa: BLE001 (whatever it is: nothing may wait for ever)
+            self._end_because(e)
+
+    def _settler(self, one: Input, output: Output) -> Callable[[], None]:
+        """What is called when the output is settled."""
+
+        def settled() -> None:
+            one.left -= 1
+            if output.callback is not None:
+                self._call_back(output)
+            if not one.left:
+                self._acknowledge(one.lane)
+
+        return settled
+
+    def _call_back(self, output: Output) -> None:
+        import pulsar
+
+        try:
+            if output.callback is not None:
+                output.callback(pulsar.Result.Ok, None)
+        except Exception:
+            logger.exception("the callback of an output for %s has failed", output.topic)
+
+    def _acknowledge(self, lane: str) -> None:
+        """Acknowledges the oldest inputs of a lane that have all settled."""
+        inputs = self._lanes.get(lane, deque())
+        count = size = 0
+        while inputs and not inputs[0].left:
+            done = inputs.popleft()
+            done.acknowledge()
+            count += 1
+            size += done.size_bytes
+        if count:
+            with self._room:
+                self._inputs -= count
+                self._bytes -= size
+                self._room.notify_all()
+
+    def _notify(self) -> None:
+        with self._room:
+            self._room.notify_all()
+
+    async def _watch(self) -> None:
+        """Ends the process when an input has waited for too long."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS * 5)
+            oldest = min((inputs[0].since_seconds for inputs in self._lanes.values() if inputs), default=None)
+            if oldest is not None and self._is_too_late(oldest):
+                self._give_up()
+
+    def _give_up(self) -> None:
+        trouble = next((one.trouble for one in self._publishers.values() if one.trouble is not None), None)
+        why = trouble or error("OUTCOME_UNKNOWN", "no output has been settled")
+        self._process.end(
+            f"an input has waited for {self._settings.give_up_after_seconds} seconds: {why} {why.hint}", failed=True
+        )

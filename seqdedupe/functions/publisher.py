@@ -1,0 +1,208 @@
+"""Publishes to one topic until the process ends: opens sessions, sends, takes answers, begins again after any trouble.
+
+It never gives up an output by itself: whatever is not settled is sent again, in its order, by a stream that follows.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_reason, new_channel, typed_errors
+from seqdedupe.client.frames import decode_answer, encode_frames, refusal_error
+from seqdedupe.client.outbox import Frame
+from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
+from seqdedupe.functions.backlog import Backlog, Row
+from seqdedupe.limits import MAX_OPEN_NAMES
+from seqdedupe.v1 import publish_pb2
+from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
+
+logger = logging.getLogger("seqdedupe.functions")
+
+SAY_EVERY_SECONDS = 10.0
+"""While nothing can be published, that is said so often."""
+ANSWER_TIMEOUT_SECONDS = 30.0
+"""With frames out and no answer for so long, the connection counts as broken."""
+SHORTEST_TRUCE_SECONDS = 0.1
+LONGEST_TRUCE_SECONDS = 1.0
+"""So long at random a name is left to the instance that took it, before it is taken back."""
+
+_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
+_FIRST_DELAY_SECONDS = 0.05
+_LONGEST_DELAY_SECONDS = 2.0
+_TRIED_AGAIN = frozenset({"FENCED", "INVALID_EPOCH", "PREDECESSOR_MISSING", "OUTCOME_UNKNOWN"})
+"""Beside all that the sidecar says may be tried again: a new stream, with sessions resumed or new, is the cure."""
+
+
+class Publisher:
+    """One topic's outputs. All of it runs on one event loop."""
+
+    def __init__(self, address: SidecarAddress, topic: str) -> None:
+        self.backlog = Backlog()
+        self.unknown = self.resumes = 0
+        self.trouble: SeqdedupeError | None = None
+        """Why nothing can be published now; None while that is not known."""
+        self._address = address
+        self._topic = topic
+        self._incarnation = 0
+        self._work = asyncio.Event()
+        self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        self._answered_at = 0.0
+        self._said_at = float("-inf")
+
+    def add(self, rows: list[Row]) -> None:
+        """An input's outputs for the topic; those before are published first."""
+        self.backlog.add(rows)
+        self._work.set()
+
+    async def persisted(self, name: str) -> int:
+        """The highest sequence ID that the topic holds under a name; -1 if there is none. Waits for the sidecar."""
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.backlog.ask(name, answer.set_result)
+        self._work.set()
+        return await answer
+
+    async def run(self) -> None:
+        """Until it is cancelled. Raises what no trying again can help with."""
+        while True:
+            await self._wait_for_work()
+            try:
+                await self._connect()
+            except SeqdedupeError as e:
+                if not (isinstance(e, UnavailableError) or e.retry_delay_ms >= 0 or e.reason in _TRIED_AGAIN):
+                    raise
+                self.resumes += 1
+                self._say(e)
+                if not isinstance(e, FencedError):
+                    await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
+
+    def _say(self, e: SeqdedupeError) -> None:
+        self.trouble = e
+        if (now := time.monotonic()) - self._said_at >= SAY_EVERY_SECONDS:
+            self._said_at = now
+            logger.warning("waiting to publish to %s: %s %s", self._topic, e, e.hint)
+
+    async def _wait_for_work(self) -> None:
+        while not self.backlog.has_work:
+            self._work.clear()
+            await self._work.wait()
+
+    async def _connect(self) -> None:
+        self.backlog.rewind()
+        async with new_channel(self._address) as channel:
+            stub = PublishServiceStub(channel)
+            await self._resume(stub)
+            await self._open(stub)
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_PUBLISH_STREAM)()
+            self._answered_at = time.monotonic()
+            tasks = [asyncio.create_task(work) for work in (self._write(call, stub), self._read(call), self._watch())]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                call.cancel()
+
+    # -- sessions ----------------------------------------------------------------------------------------------
+
+    async def _resume(self, stub: PublishServiceStub) -> None:
+        """Resumes the sessions that there are. Names that another instance has taken are taken back, after a while."""
+        sessions = list(self.backlog.sessions().items())
+        fenced = False
+        for first in range(0, len(sessions), MAX_OPEN_NAMES):
+            some = dict(sessions[first : first + MAX_OPEN_NAMES])
+            answer = await self._call_open(stub, list(some), list(some.values()))
+            refused = {refusal.index: refusal for refusal in answer.refusals}
+            for place, name in enumerate(some):
+                if place not in refused:
+                    is_forgotten = place in answer.forgotten
+                    self.backlog.opened(name, answer.epochs[place], answer.persisted[place], is_forgotten=is_forgotten)
+                elif refused[place].reason == "FENCED":
+                    self.backlog.lost(name)
+                    fenced = True
+                else:
+                    raise self._lost(refused[place].message)
+        if fenced:
+            logger.info("another instance publishes to %s under the names of this one", self._topic)
+            await asyncio.sleep(random.uniform(SHORTEST_TRUCE_SECONDS, LONGEST_TRUCE_SECONDS))
+
+    async def _open(self, stub: PublishServiceStub) -> None:
+        """Starts sessions for the names that have none."""
+        while names := self.backlog.unopened()[:MAX_OPEN_NAMES]:
+            answer = await self._call_open(stub, names, [])
+            for refusal in answer.refusals:
+                raise error_of_reason(refusal.reason, refusal.message, NEVER, {})
+            if self._incarnation not in (0, answer.incarnation):
+                raise self._lost("it was made anew")
+            self._incarnation = answer.incarnation
+            for name, epoch, persisted in zip(names, answer.epochs, answer.persisted, strict=True):
+                self.backlog.opened(name, epoch, persisted)
+
+    def _lost(self, why: str) -> SeqdedupeError:
+        return error("DATA_LOSS", f"the sidecar does not know the sessions that it gave for {self._topic}: {why}")
+
+    async def _call_open(
+        self, stub: PublishServiceStub, names: list[str], epochs: list[int]
+    ) -> publish_pb2.OpenResponse:
+        request = publish_pb2.OpenRequest(topic=self._topic, producer_names=names, epochs=epochs)
+        open_sessions: Any = stub.Open
+        with typed_errors(self._address):
+            answer: publish_pb2.OpenResponse = await open_sessions(request, timeout=CALL_TIMEOUT_SECONDS)
+        self._answered_at = time.monotonic()
+        return answer
+
+    # -- the stream --------------------------------------------------------------------------------------------
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]", stub: PublishServiceStub) -> None:
+        with typed_errors(self._address):
+            try:
+                await call.write(publish_pb2.PublishStreamRequest(topic=self._topic).SerializeToString())
+                while True:
+                    if (frame := self.backlog.next_frame()) is not None:
+                        await call.write(encode_frames([Frame(frame.number, frame.batch, 0)]))
+                    elif self.backlog.unopened():
+                        await self._open(stub)
+                    else:
+                        self._work.clear()
+                        await self._work.wait()
+            except asyncio.InvalidStateError:
+                # The call has ended: the reader learns why.
+                await asyncio.Event().wait()
+
+    async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
+        with typed_errors(self._address):
+            while True:
+                raw = await call.read()
+                if not isinstance(raw, bytes):  # grpc.aio.EOF
+                    raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream")
+                self._answered_at = time.monotonic()
+                self._take(raw)
+
+    def _take(self, raw: bytes) -> None:
+        answer = decode_answer(raw, self.backlog.rows_of)
+        for receipt in answer.receipts:
+            if not self.backlog.receipt(receipt.frame, np.frombuffer(receipt.verdicts, np.uint8)):
+                self.unknown += 1
+                raise error("OUTCOME_UNKNOWN", "a copy of an output is under way, and its outcome not known yet")
+            self._backoff.reset()
+            self.trouble = None
+        for refusal in answer.refusals:
+            if self.backlog.rows_of(refusal.frame) is not None:
+                raise refusal_error(refusal)
+
+    async def _watch(self) -> None:
+        """Ends a stream on which frames wait for an answer for too long."""
+        while True:
+            await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
+            if not self.backlog.waits_for_answers:
+                self._answered_at = time.monotonic()
+            elif time.monotonic() - self._answered_at > ANSWER_TIMEOUT_SECONDS:
+                raise error("UNREACHABLE", f"the sidecar at {self._address} has not answered for a long time")

@@ -1,0 +1,84 @@
+"""`python -m seqdedupe.functions.wheel CODE … --output FILE`: one wheel of wrapper, client and a function's code.
+
+Pulsar unpacks it and installs nothing, so it has no dependencies: what those are, the worker's Python environment must
+have (docs/functions.md). The same code gives the same bytes.
+"""
+
+import base64
+import hashlib
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import click
+
+from seqdedupe.command import run_command
+from seqdedupe.errors import error
+
+PACKAGE = Path(__file__).parents[1]
+PARTS = ("*.py", "py.typed", "client/**/*.py", "functions/**/*.py", "v1/**/*.py")
+"""Of this package: what the wrapper imports."""
+
+_FIRST_TIME = (1980, 1, 1, 0, 0, 0)
+_MODE = 0o644 << 16
+
+
+def _files(code: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    """Names in the wheel, and what is in them."""
+    for pattern in PARTS:
+        for path in sorted(PACKAGE.glob(pattern)):
+            yield f"seqdedupe/{path.relative_to(PACKAGE).as_posix()}", path.read_bytes()
+    for given in code:
+        root = given.resolve()
+        if root.name == PACKAGE.name:
+            raise error("INVALID_FUNCTION", f"{given} has the name of this package: name it otherwise")
+        if root.suffix == ".py" and root.is_file():
+            yield root.name, root.read_bytes()
+        elif (root / "__init__.py").is_file():
+            for path in sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+                yield path.relative_to(root.parent).as_posix(), path.read_bytes()
+        else:
+            raise error(
+                "INVALID_FUNCTION", f"{given} is no Python module: a .py file, or a folder with __init__.py, is needed"
+            )
+
+
+def build(code: Sequence[Path], output: Path) -> None:
+    """Writes the wheel. Raises INVALID_FUNCTION for what is no module, or two of one name; OSError."""
+    version = metadata.version("seqdedupe")
+    info = f"{output.stem.split('-')[0]}-{version}.dist-info"
+    files = list(_files(code))
+    names = [name for name, _ in files]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise error("INVALID_FUNCTION", f"two modules have the name {doubled[0]}")
+    about = f"Metadata-Version: 2.1\nName: {info.split('-')[0]}\nVersion: {version}\n"
+    kind = "Wheel-Version: 1.0\nGenerator: seqdedupe\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files += [(f"{info}/METADATA", about.encode()), (f"{info}/WHEEL", kind.encode())]
+    records = [
+        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip('=')},{len(data)}"
+        for name, data in files
+    ]
+    files.append((f"{info}/RECORD", "\n".join([*records, f"{info}/RECORD,,", ""]).encode()))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name, data in files:
+            entry = zipfile.ZipInfo(name, _FIRST_TIME)
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, _MODE
+            wheel.writestr(entry, data)
+
+
+@click.command()
+@click.argument("code", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="NAME-VERSION-py3-none-any.whl"
+)
+def main(code: tuple[Path, ...], output: Path) -> None:
+    """Builds a wheel out of the modules CODE and the wrapper, to be deployed as a Pulsar Function."""
+    build(code, output)
+    click.echo(f"{output}: {output.stat().st_size:,} bytes; class name seqdedupe.functions.DedupeFunction")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, "seqdedupe.functions.wheel"))

@@ -1,0 +1,232 @@
+"""Finds places in a topic that nobody has read through: by looking at few entries, each of which says where it stands.
+
+The rule of terms judges entries in their order. What is valid can be told without reading all of it, though:
+
+- Who has written an entry after its marker has read the topic up to that marker, and found it standing. So the marker
+  took ownership.
+- An owner's entries are numbered without gaps. If as many entries stand between two of them as their numbers say, then
+  nothing else does, no other owner's marker either: all of them are valid.
+
+An entry that is valid stays so, whatever comes after it.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar.entries import BATCH, ENTRY, KIND, ROWS, Entry, Owner, Place
+from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
+from seqdedupe.message_id import MessageId, Position
+
+STEP_ENTRIES = 64
+"""So many entries are rather read one after the other than looked for."""
+
+Read = Callable[[MessageId, MessageId], Awaitable[list[Entry]]]
+"""The entries that are there from the first of these places to the last."""
+
+
+class Known(NamedTuple):
+    """How the topic stands after an entry."""
+
+    at: int
+    """Which entry it is of those that are left; -1 before the first."""
+    standing: Standing
+    last: Position | None = None
+    """Of the last message up to there; None if it was not met."""
+
+
+class Finder:
+    """Looks into one topic, as its ledgers were at one moment.
+
+    Raises DamagedError as `Terms` does: also where entries that it looks for were trimmed meanwhile.
+    """
+
+    def __init__(self, topic: str, incarnation: int, ledgers: Ledgers, read: Read) -> None:
+        self.topic = topic
+        self.incarnation = incarnation
+        self.ledgers = ledgers
+        self._read = read
+        self._looked_at: dict[int, Entry | None] = {}
+        self._beginning: Known | None = None
+
+    async def end(self) -> Known:
+        """After the last entry. Its last message is known, if any is left."""
+        known = await self.known_at(len(self.ledgers) - 1)
+        index = known.standing.next_index - 1
+        if known.last is None and index >= (await self.beginning()).standing.next_index:
+            known = known._replace(last=(await self.around(index))[1].last)
+        return known
+
+    async def beginning(self) -> Known:
+        """Before the first entry that is left."""
+        if self._beginning is None:
+            self._beginning = Known(-1, await self._first_standing())
+        return self._beginning
+
+    async def _first_standing(self) -> Standing:
+        nothing = Standing.start(self.incarnation)
+        marker: Owner | None = None
+        for first in range(0, len(self.ledgers), STEP_ENTRIES):
+            for entry in await self._entries(first, first + STEP_ENTRIES - 1):
+                place = _place(entry)
+                if place is None or (marker and place.owner.term < marker.term):
+                    continue
+                if place.index >= 0:
+                    # A marker does not say which index is the next: what follows it does.
+                    return nothing._replace(next_index=place.index) if marker else Standing(*place)
+                marker = place.owner
+        return nothing
+
+    async def known_at(self, at: int) -> Known:
+        """After this entry."""
+        back = 0
+        while at - back > 0:
+            known = await self._by_its_marker(at - back)
+            if known is not None:
+                return await self._after(known, at)
+            back = 2 * back or STEP_ENTRIES
+        return await self._after(await self.beginning(), at)
+
+    async def around(self, index: int) -> tuple[Known, Known]:
+        """Before and after the entry that holds this message. Raises POSITION_TRIMMED, POSITION_AFTER_END."""
+        low, high = await self.beginning(), await self.known_at(len(self.ledgers) - 1)
+        first, stop = low.standing.next_index, high.standing.next_index
+        if index < first:
+            raise trimmed(self.topic, index, first)
+        if index >= stop:
+            raise error("POSITION_AFTER_END", f"{self.topic} has no index {index}, {stop} is the next", index=index)
+        while high.at - low.at > STEP_ENTRIES:
+            first, stop = low.standing.next_index, high.standing.next_index
+            guess = low.at + (high.at - low.at) * (index - first) // (stop - first)
+            for at in (guess - STEP_ENTRIES // 2, guess + STEP_ENTRIES // 2, (low.at + high.at) // 2):
+                if low.at < at < high.at:
+                    known = await self.known_at(at)
+                    if known.standing.next_index <= index:
+                        low = known
+                    else:
+                        high = known
+        for known in await self._judged(low, high.at):
+            if known.standing.next_index > index:
+                return low, known
+            low = known
+        raise error("LOG_GAP", f"message {index} is not where its topic says", index=index)
+
+    async def position_of(self, index: int) -> Position:
+        """Of this message. Raises as `around`."""
+        before, after = await self.around(index)
+        if after.last is None or after.last.message_id is None:
+            raise error("INTERNAL", f"an entry of {self.topic} without messages holds {index}")
+        message_id = after.last.message_id
+        if message_id.batch_index >= 0:
+            message_id = message_id._replace(batch_index=index - before.standing.next_index)
+        return after.last._replace(message_id=message_id, index=index)
+
+    async def first_at(self, publish_time_ms: int) -> int:
+        """The index of the first message published then or later, that of the next one if there is none.
+
+        As far as publish times never fall: those of two owners are by two clocks.
+        """
+        low, high = -1, len(self.ledgers)
+        while high - low > 1:
+            middle = (low + high) // 2
+            entry = await self._entry(middle)
+            if entry is not None and _time_ms(entry) >= publish_time_ms:
+                high = middle
+            else:
+                low = middle
+        return (await self.known_at(low)).standing.next_index
+
+    async def _by_its_marker(self, at: int) -> Known | None:
+        """After this entry, if it and its marker say enough."""
+        entry = await self._entry(at)
+        place = entry and _place(entry)
+        if entry is None or place is None or not 0 < place.number <= at:
+            return None
+        marker = await self._entry(at - place.number)
+        if marker is None or _place(marker) != Place(place.owner, 0, -1) or self._is_of_another(place):
+            return None
+        return _after_valid(entry, place, at)
+
+    def _is_of_another(self, place: Place) -> bool:
+        return place.owner.incarnation != self.incarnation
+
+    async def _after(self, known: Known, at: int) -> Known:
+        """After this entry, from how it stands before."""
+        while known.at < at:
+            entry, count = await self._entry(at), at - known.at
+            place = entry and _place(entry)
+            owner, number, index = known.standing
+            if entry and place and place.owner == owner and place.number - number + 1 == count:
+                found = _after_valid(entry, place, at)
+                is_last = found.last is None and found.standing.next_index == index
+                return found._replace(last=known.last) if is_last else found
+            if count <= STEP_ENTRIES:
+                return (await self._judged(known, at))[-1]
+            between = known.at + count // 2
+            if place and place.owner.term > owner.term and place.number < count - 1:
+                # Its marker, and what stands before.
+                between = max(at - place.number - 1, known.at + 1)
+            known = await self._after(known, between)
+        return known
+
+    async def _judged(self, known: Known, last: int) -> list[Known]:
+        """After each of the entries up to this one that is valid, and after the last of all."""
+        terms, found = Terms(known.standing), list[Known]()
+        for entry in await self._entries(known.at + 1, last):
+            if terms.judge(entry.message) is Verdict.VALID:
+                known = Known(self._at(entry), terms.standing, last_of(entry, terms.standing) or known.last)
+                found.append(known)
+        return [*found, known._replace(at=last)]
+
+    def _at(self, entry: Entry) -> int:
+        at = self.ledgers.ordinal(entry.message_id)
+        if at is None:
+            raise error("INTERNAL", f"an entry at {entry.message_id} is in no ledger")
+        return at
+
+    async def _entry(self, at: int) -> Entry | None:
+        """One entry; None where Pulsar gives none, because it is not for readers."""
+        if at not in self._looked_at:
+            found = await self._entries(at, at)
+            # Its payload may be large, and says nothing of its place.
+            self._looked_at[at] = found[0]._replace(message=found[0].message._replace(payload=b"")) if found else None
+        return self._looked_at[at]
+
+    async def _entries(self, first: int, last: int) -> list[Entry]:
+        last = min(last, len(self.ledgers) - 1)
+        return await self._read(self.ledgers.message_id(first), self.ledgers.message_id(last))
+
+
+def trimmed(topic: str, index: int, first_index: int) -> SeqdedupeError:
+    """The error of a message that was there, in a topic whose first message left is another one."""
+    return error(
+        "POSITION_TRIMMED", f"{topic} begins with index {first_index}: {index} is gone", first_index=first_index
+    )
+
+
+def _place(entry: Entry) -> Place | None:
+    return Place.parse(entry.message.properties.get(ENTRY, ""))
+
+
+def _time_ms(entry: Entry) -> int:
+    """When it was published, as its record says."""
+    message = entry.message
+    return (KIND in message.properties and message.event_time_ms) or entry.publish_time_ms
+
+
+def _after_valid(entry: Entry, place: Place, at: int) -> Known:
+    terms = Terms(Standing(*place))
+    terms.judge(entry.message)
+    return Known(at, terms.standing, last_of(entry, terms.standing))
+
+
+def last_of(entry: Entry, after: Standing) -> Position | None:
+    """The position of the last message of a valid entry, after which the topic stands so; None if it has none."""
+    message, (ledger_id, entry_id, _) = entry.message, entry.message_id
+    kind = message.properties.get(KIND)
+    if kind not in (None, BATCH):
+        return None
+    row = int(message.properties[ROWS]) - 1 if kind == BATCH else -1
+    owner = after.owner
+    return Position(owner.incarnation, MessageId(ledger_id, entry_id, row), after.next_index - 1, owner.ownership)

@@ -1,0 +1,116 @@
+"""A connection to a cluster, for as long as a call or a task takes."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+import pulsar
+import pulsar.asyncio
+
+from seqdedupe.errors import error
+from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.credentials import never_raises
+from seqdedupe.log.pulsar.entries import NOWHERE, Entry
+from seqdedupe.log.pulsar.finder import Finder
+from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.log.pulsar.logs import INCARNATION
+from seqdedupe.log.pulsar.reader import Reader, open_reader
+from seqdedupe.message_id import MessageId
+from seqdedupe_spark.cluster.credentials import tls_of, token_of
+from seqdedupe_spark.cluster.settings import Cluster
+
+OPERATION_TIMEOUT_SECONDS = 10
+CLOSE_TIMEOUT_SECONDS = 5.0
+"""A cluster that does not answer is left without a word."""
+READ_TIMEOUT_SECONDS = 10.0
+"""An entry that stands there comes sooner, or Pulsar is in trouble."""
+
+QUEUE_BYTES = 8 * 1024 * 1024
+"""About so much is fetched ahead."""
+MAX_QUEUE_ENTRIES = 5000
+_LOOK_ENTRIES = 4
+
+_client_logger = logging.getLogger("seqdedupe.pulsar.client")
+
+
+class Connection:
+    """Made by `connected`. Its methods raise LOG_UNREADABLE for what may pass."""
+
+    def __init__(self, client: pulsar.asyncio.Client, admin: Admin) -> None:
+        self.admin = admin
+        self._client = client
+
+    async def is_log(self, topic: str) -> bool:
+        """Whether a sidecar writes the topic. Raises TOPIC_NOT_FOUND."""
+        return INCARNATION in await self.admin.properties(topic)
+
+    async def incarnation(self, topic: str) -> int:
+        """That of a topic that a sidecar writes. Raises TOPIC_NOT_FOUND, INVALID_OPTION for another one."""
+        # A reader of a topic that is gone would make it anew.
+        found = (await self.admin.properties(topic)).get(INCARNATION, "")
+        if not found.isdecimal():
+            raise error("INVALID_OPTION", f"topic: no sidecar writes {topic}, it has no property {INCARNATION}")
+        return int(found)
+
+    async def finder(self, topic: str, incarnation: int) -> Finder:
+        """For the topic as it is now."""
+        return Finder(topic, incarnation, await self.admin.ledgers(topic), partial(self._entries, topic))
+
+    async def finder_of(self, topic: str, incarnation: int) -> Finder:
+        """The same, for a reader of this incarnation. Raises TOPIC_NOT_FOUND, POSITION_OF_ANOTHER_INCARNATION."""
+        now = await self.incarnation(topic)
+        if now != incarnation:
+            raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew: it is {now}, not {incarnation}")
+        return await self.finder(topic, incarnation)
+
+    async def open_reader(self, topic: str, start: MessageId, queue_entries: int) -> Reader:
+        return await open_reader(self._client, topic, start, queue_entries)
+
+    async def _entries(self, topic: str, first: MessageId, last: MessageId) -> list[Entry]:
+        reader = await self.open_reader(topic, first, _LOOK_ENTRIES)
+        found, seen = list[Entry](), NOWHERE
+        try:
+            while seen < last and not await reader.is_at_end():
+                for entry in await next_entries(reader, topic):
+                    seen = entry.message_id
+                    if first <= seen <= last:
+                        found.append(entry)
+            return found
+        finally:
+            await reader.close()
+
+
+async def next_entries(reader: Reader, topic: str) -> list[Entry]:
+    """The next entries of a topic, where some must be. Raises LOG_UNREADABLE."""
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_SECONDS):
+            return await reader.read()
+    except TimeoutError as e:
+        raise error("LOG_UNREADABLE", f"{topic}: nothing came for {READ_TIMEOUT_SECONDS:.0f} s") from e
+
+
+@asynccontextmanager
+async def connected(cluster: Cluster) -> AsyncGenerator[Connection, None]:
+    """A connection for the length of a block. Raises INVALID_OPTION, PULSAR_FORBIDS."""
+    # What the client tells below that is of no use to a user, and much.
+    _client_logger.setLevel(logging.ERROR)
+    token, tls = token_of(cluster), tls_of(cluster)
+    client = pulsar.asyncio.Client(
+        cluster.service_url,
+        authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
+        operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,
+        tls_trust_certs_file_path=cluster.trust_certs_path or None,
+        tls_allow_insecure_connection=cluster.allows_insecure,
+        tls_validate_hostname=cluster.verifies_hostname,
+        stats_interval_in_seconds=0,
+        logger=_client_logger,
+    )
+    try:
+        yield Connection(client, Admin(AdminUrl(cluster.admin_url, token, tls)))
+    finally:
+        # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
+        with suppress(TimeoutError, pulsar.asyncio.PulsarException):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                await client.close()

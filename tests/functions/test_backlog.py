@@ -1,0 +1,238 @@
+"""What is sent, in which frames, and when it is settled."""
+
+import random
+from collections import Counter
+from itertools import count
+
+import numpy as np
+import pytest
+
+from seqdedupe.errors import DataLossError
+from seqdedupe.functions.backlog import DUP, FULL_FRAME_BYTES, NOT_DUP, Backlog, Frame, Row
+from seqdedupe.functions.outputs import Output
+
+UNKNOWN = 3
+ALL_NEW = np.zeros(0, np.uint8)
+
+_epochs = count(1)
+
+
+def row(sequence_id: int, told: list[int], name: str = "p", size: int = 1) -> Row:
+    return Row(name, sequence_id, Output("t", bytes(size), "", 0, {}), lambda: told.append(sequence_id))
+
+
+def open_all(backlog: Backlog, persisted: int = -1) -> None:
+    for name in backlog.unopened():
+        backlog.opened(name, next(_epochs), persisted)
+
+
+def sent(backlog: Backlog) -> Frame:
+    frame = backlog.next_frame()
+    assert frame is not None
+    return frame
+
+
+def test_nothing_is_sent_before_its_name_is_opened() -> None:
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(5, told)])
+    assert backlog.next_frame() is None
+    assert backlog.unopened() == ["p"]
+    open_all(backlog, persisted=3)
+    frame = sent(backlog)
+    assert frame.batch.sequence_ids.tolist() == [5]
+    assert frame.batch.previous_sequence_ids.tolist() == [3]
+    assert backlog.receipt(frame.number, ALL_NEW)
+    assert told == [5]
+
+
+def test_what_is_persisted_when_a_name_is_opened_is_settled_and_not_sent() -> None:
+    backlog, told = Backlog(), list[int]()
+    for i in range(4):
+        backlog.add([row(i, told)])
+    open_all(backlog, persisted=2)
+    assert told == [0, 1, 2]
+    assert sent(backlog).batch.sequence_ids.tolist() == [3]
+
+
+def test_links_lead_from_frame_to_frame_for_each_name() -> None:
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(1, told, "a"), row(1, told, "b")])
+    open_all(backlog)
+    first = sent(backlog)
+    backlog.add([row(2, told, "a")])
+    backlog.add([row(3, told, "a"), row(3, told, "b")])
+    second = sent(backlog)
+    assert first.batch.names() == ["a", "b"]
+    assert first.batch.previous_sequence_ids.tolist() == [-1, -1]
+    assert second.batch.names() == ["a", "b"]
+    assert second.batch.previous_sequence_ids.tolist() == [1, 1]
+    assert second.batch.producer_indexes.tolist() == [0, 0, 1]
+
+
+def test_frames_settle_in_their_order() -> None:
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(1, told)])
+    open_all(backlog)
+    first = sent(backlog)
+    backlog.add([row(2, told)])
+    second = sent(backlog)
+    assert backlog.receipt(second.number, ALL_NEW)
+    assert told == []
+    assert backlog.receipt(first.number, ALL_NEW)
+    assert told == [1, 2]
+    assert not backlog.has_work
+
+
+def test_an_unknown_row_settles_nothing_of_its_frame_nor_after_it() -> None:
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(1, told)])
+    backlog.add([row(2, told)])
+    open_all(backlog)
+    frame = sent(backlog)
+    assert not backlog.receipt(frame.number, np.array([DUP, UNKNOWN], np.uint8))
+    assert told == []
+    backlog.rewind()
+    backlog.opened("p", next(_epochs), 1)
+    assert told == [1]
+    assert sent(backlog).batch.sequence_ids.tolist() == [2]
+
+
+def test_outputs_of_an_input_are_never_parted() -> None:
+    backlog, told = Backlog(), list[int]()
+    size = FULL_FRAME_BYTES * 2 // 5
+    for i in range(3):
+        backlog.add([row(i, told, "a", size), row(i, told, "b", size)])
+    open_all(backlog)
+    frames = [sent(backlog) for _ in range(3)]
+    assert [len(frame.batch) for frame in frames] == [2, 2, 2]
+    backlog.rewind()
+    for name in "ab":
+        backlog.opened(name, next(_epochs), -1)
+    assert [len(sent(backlog).batch) for _ in range(3)] == [2, 2, 2]
+
+
+def test_a_copy_settles_with_the_one_that_is_under_way() -> None:
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(1, told)])
+    open_all(backlog)
+    frame = sent(backlog)
+    backlog.add([row(1, told)])
+    assert backlog.next_frame() is None
+    backlog.receipt(frame.number, ALL_NEW)
+    assert told == [1, 1]
+    backlog.add([row(1, told)])
+    assert told == [1, 1, 1]
+
+
+def test_a_name_whose_settled_outputs_are_gone_is_data_loss() -> None:
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(1, told)])
+    open_all(backlog)
+    frame = sent(backlog)
+    backlog.receipt(frame.number, ALL_NEW)
+    backlog.add([row(2, told)])
+    backlog.rewind()
+    with pytest.raises(DataLossError):
+        backlog.opened("p", next(_epochs), 0)
+
+
+def test_a_name_that_was_forgotten_begins_anew() -> None:
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(1, told)])
+    open_all(backlog)
+    backlog.receipt(sent(backlog).number, ALL_NEW)
+    backlog.add([row(2, told)])
+    backlog.rewind()
+    backlog.opened("p", next(_epochs), -1, is_forgotten=True)
+    frame = sent(backlog)
+    assert frame.batch.sequence_ids.tolist() == [2]
+    assert frame.batch.previous_sequence_ids.tolist() == [-1]
+
+
+def test_names_with_nothing_under_way_are_let_go_of_with_the_stream() -> None:
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(1, told, "old")])
+    open_all(backlog)
+    backlog.receipt(sent(backlog).number, ALL_NEW)
+    backlog.add([row(1, told, "new")])
+    backlog.rewind()
+    assert backlog.sessions() == {}
+    assert backlog.unopened() == ["new"]
+
+
+def test_a_question_is_answered_once_its_name_is_opened() -> None:
+    backlog, answers = Backlog(), list[int]()
+    backlog.ask("p", answers.append)
+    assert backlog.has_work
+    assert backlog.unopened() == ["p"]
+    open_all(backlog, persisted=8)
+    backlog.ask("p", answers.append)
+    assert answers == [8, 8]
+    assert not backlog.has_work
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_on_the_way_each_output_is_stored_once_and_settled_when_it_is(seed: int) -> None:
+    chance = random.Random(seed)
+    backlog = Backlog()
+    log: list[tuple[str, int]] = []
+    settled: Counter[tuple[str, int]] = Counter()
+    on_the_way: list[Frame] = []
+    added = 0
+
+    def highest(name: str) -> int:
+        return max((sequence_id for of, sequence_id in log if of == name), default=-1)
+
+    def add() -> None:
+        nonlocal added
+        rows = []
+        for k in range(chance.randint(1, 3)):
+            name = f"{added // 40}/{k}"
+            key = (name, added)
+
+            def told(key: tuple[str, int] = key) -> None:
+                assert key in log
+                settled[key] += 1
+
+            rows.append(Row(name, added, Output("t", b"x", "", 0, {}), told))
+        backlog.add(rows)
+        added += 1
+
+    def store(frame: Frame) -> list[int]:
+        """What the sidecar does: nothing whose predecessor is missing."""
+        links = dict(zip(frame.batch.names(), frame.batch.previous_sequence_ids.tolist(), strict=True))
+        assert all(highest(name) >= link for name, link in links.items())
+        rows = [one for group in frame.groups for one in group]
+        verdicts = [DUP if one.sequence_id <= highest(one.name) else NOT_DUP for one in rows]
+        log.extend(
+            (one.name, one.sequence_id) for one, verdict in zip(rows, verdicts, strict=True) if verdict == NOT_DUP
+        )
+        return verdicts
+
+    while added < 200 or backlog.has_work:
+        step = chance.random()
+        if step < 0.4 and added < 200:
+            add()
+        elif step < 0.6:
+            for name in backlog.unopened():
+                backlog.opened(name, next(_epochs), highest(name))
+            if (frame := backlog.next_frame()) is not None:
+                on_the_way.append(frame)
+        elif step < 0.9 and on_the_way:
+            frame = on_the_way.pop(0)
+            verdicts = store(frame)
+            if chance.random() < 0.8:
+                backlog.receipt(frame.number, np.array(verdicts, np.uint8))
+            else:
+                # The answer is lost with the stream, and maybe frames after it.
+                for other in on_the_way[: chance.randint(0, len(on_the_way))]:
+                    store(other)
+                on_the_way.clear()
+                backlog.rewind()
+                for name in backlog.sessions():
+                    backlog.opened(name, next(_epochs), highest(name))
+    assert len(log) == len(set(log)) == len(settled)
+    assert set(settled.values()) == {1}
+    for name in {name for name, _ in log}:
+        ids = [sequence_id for of, sequence_id in log if of == name]
+        assert ids == sorted(ids)

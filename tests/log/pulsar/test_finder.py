@@ -1,0 +1,161 @@
+"""Places in a topic found by looking at few of its entries: they are those that reading all of it gives."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqdedupe.errors import DamagedError
+from seqdedupe.log.pulsar import finder as module
+from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.finder import Finder, Known, last_of
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
+from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
+from seqdedupe.message_id import MessageId, Position
+from tests.batches import batch
+from tests.log.pulsar.standin import PulsarTopic
+from tests.log.pulsar.test_terms import ACTIONS, play
+from tests.log.pulsar.topics import INCARNATION, marker, owner, packed, rows, stock
+
+
+class Topic(Finder):
+    """A finder in a topic in memory, which counts what it looks at."""
+
+    def __init__(self, stored: PulsarTopic) -> None:
+        sizes = Counter(entry.message_id.ledger_id for entry in stored.entries)
+        ledgers = Ledgers([Ledger(ledger, entries, 100 * entries) for ledger, entries in sizes.items()])
+        super().__init__("t", INCARNATION, ledgers, self._from)
+        self.stored = stored
+        self.looks = self.entries_read = 0
+
+    async def _from(self, first: MessageId, last: MessageId) -> list[Entry]:
+        found = [entry for entry in self.stored.entries if first <= entry.message_id <= last]
+        self.looks += 1
+        self.entries_read += len(found)
+        return found
+
+
+def oracle(topic: PulsarTopic) -> list[Known]:
+    """Before the first entry and after each one, by reading all."""
+    terms = Terms(Standing.start(INCARNATION))
+    known = [Known(-1, terms.standing)]
+    for at, entry in enumerate(topic.entries):
+        found = terms.judge(entry.message) is Verdict.VALID and last_of(entry, terms.standing)
+        known.append(Known(at, terms.standing, found or known[-1].last))
+    return known
+
+
+def topic_of(messages: list[Message]) -> PulsarTopic:
+    topic = PulsarTopic()
+    for message in messages:
+        topic.add(message)
+    return topic
+
+
+@given(st.text(ACTIONS, max_size=60), st.booleans(), st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+async def test_every_place_is_found_in_every_history(actions: str, deduplicates: bool, step: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "STEP_ENTRIES", step)
+        topic, _ = play("A" + actions, deduplicates=deduplicates)
+        expected = oracle(topic)
+        for known in expected:
+            found = await Topic(topic).known_at(known.at)
+            assert found.standing == known.standing
+            if deduplicates and found.last:
+                assert found.last == known.last
+        end, last = await Topic(topic).end(), expected[-1].last
+        assert end.standing == expected[-1].standing
+        assert (end.last and end.last.index) == (last and last.index)
+        for index in range(end.standing.next_index):
+            before, after = await Topic(topic).around(index)
+            assert before.standing.next_index == index
+            assert after.standing.next_index == index + 1
+            assert after.last
+            assert after.last.index == index
+
+
+def of_owners(owners: int, entries: int) -> list[Message]:
+    """What owners wrote one after the other, each so many messages."""
+    found: list[Message] = []
+    for k in range(owners):
+        sent = batch([("p", k * entries + i + 1) for i in range(entries)], links={"p": k * entries or -1})
+        found += [marker(k + 1), *rows(k + 1, 1, k * entries, sent)]
+    return found
+
+
+async def test_a_long_topic_is_hardly_looked_at() -> None:
+    topic = Topic(topic_of(of_owners(20, 500)))
+    end = await topic.end()
+    assert end.last == Position(INCARNATION, MessageId(10, 20 * 501 - 1), 9999, owner(20).ownership)
+    assert topic.looks == 2
+    before, _ = await topic.around(7321)
+    assert before.standing == Standing(owner(15), 322, 7321)
+    assert (topic.looks, topic.entries_read) <= (12, 200)
+
+
+async def test_a_fresh_marker_at_the_end() -> None:
+    topic = Topic(topic_of([*of_owners(3, 500), marker(4)]))
+    end = await topic.end()
+    assert (end.standing, end.last and end.last.index) == (Standing(owner(4), 1, 1500), 1499)
+    assert topic.entries_read < 300
+
+
+async def test_void_entries_at_the_end_do_not_count() -> None:
+    first, *late = of_owners(1, 900)
+    topic = Topic(topic_of([first, *late[:400], marker(2), *late[400:]]))
+    end = await topic.end()
+    assert (end.standing, end.last and end.last.index) == (Standing(owner(2), 1, 400), 399)
+
+
+@pytest.mark.parametrize("first", [marker(2), stock()], ids=["a marker", "somebody else's"])
+async def test_what_was_trimmed_is_not_the_beginning(first: Message) -> None:
+    messages = of_owners(1, 10)
+    topic = topic_of(messages[:6])
+    topic.roll_over()
+    for message in [
+        first,
+        *(rows(2, 1, 5, batch([("p", 5), ("p", 6)])) if "seqdedupe.entry" in first.properties else messages[6:]),
+    ]:
+        topic.add(message)
+    assert (await Topic(topic).beginning()).standing.next_index == 0
+    topic.trim(ledgers=1)
+    left = Topic(topic)
+    assert (await left.beginning()).standing.next_index == 5
+    assert (await left.end()).standing.next_index == (7 if first == marker(2) else 10)
+    assert (await left.around(5))[1].last == Position(
+        INCARNATION, MessageId(13, 1), 5, owner(2 if first == marker(2) else 1).ownership
+    )
+
+
+async def test_a_packed_entry_has_many_messages() -> None:
+    several = [batch([("p", k * 10 + i + 1) for i in range(10)], links={"p": k * 10 or -1}) for k in range(200)]
+    topic = Topic(topic_of([marker(1), *(packed(1, k + 1, k * 10, one) for k, one in enumerate(several))]))
+    assert (await topic.end()).last == Position(INCARNATION, MessageId(10, 200, 9), 1999, owner(1).ownership)
+    before, after = await topic.around(1234)
+    assert (before.standing.next_index, after.standing.next_index) == (1230, 1240)
+    assert await topic.first_at(1000 + 51) == 490
+
+
+async def test_an_empty_topic() -> None:
+    assert await Topic(topic_of([])).end() == Known(-1, Standing.start(INCARNATION))
+    end = await Topic(topic_of([marker(1)])).end()
+    assert (end.standing, end.last) == (Standing(owner(1), 1, 0), None)
+
+
+async def test_another_incarnation_is_damage() -> None:
+    topic = Topic(topic_of(of_owners(1, 3)))
+    topic.incarnation += 1
+    with pytest.raises(DamagedError):
+        await topic.end()
+
+
+def test_ledgers_count_their_entries() -> None:
+    ledgers = Ledgers([Ledger(3, 0, 0), Ledger(5, 10, 1000), Ledger(7, 5, 5000), Ledger(9, 0, 0)])
+    assert (len(ledgers), ledgers.size_bytes) == (15, 6000)
+    ids = [ledgers.message_id(at) for at in range(15)]
+    assert ids == [MessageId(5, i) for i in range(10)] + [MessageId(7, i) for i in range(5)]
+    assert [ledgers.ordinal(one) for one in ids] == list(range(15))
+    assert [ledgers.ordinal(MessageId(*one)) for one in ((3, 0), (5, 10), (6, 0), (8, 1))] == [None] * 4
+    assert [ledgers.after(*one) for one in ((0, 300), (5, 500), (5, 1500), (12, 10**6))] == [3, 10, 11, 14]

@@ -1,0 +1,323 @@
+"""A sidecar as a process in front of a real broker that is reached by TLS and with a token, through kills of both."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pulsar
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from examples.pulsar.messages import Received, Topic, messages
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker, free_port
+from seqdedupe.client import Client, Producer, ProducerConfig, blocking
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar.calls import Client as RawClient
+from tests.broker_sidecar.calls import refused
+from tests.pulsar import secured
+from tests.pulsar.owners import quiet, until
+
+pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
+
+MESSAGES = 2_400
+NAMESPACE = "public/default"
+TOPICS = ("plain", "packed", "control")
+"""In the last one nobody deduplicates."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("secured")
+    secured.certificates(folder)
+    (folder / "token").write_text(secured.token())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ports() -> tuple[int, int]:
+    """For TLS: of messages, and of admin calls."""
+    return free_port(), free_port()
+
+
+@pytest.fixture(scope="module")
+def broker(pulsar_home: Path, folder: Path, ports: tuple[int, int]) -> Iterator[Broker]:
+    with Broker(pulsar_home, secured.token(), **secured.keys(folder, *ports)) as broker:
+        yield broker
+
+
+Start = Callable[..., Sidecar]
+
+
+@pytest.fixture
+def made(tmp_path: Path, folder: Path, ports: tuple[int, int], broker: Broker) -> Iterator[Start]:
+    """Makes sidecars in front of the broker, with keys of `[pulsar]` without their prefix; not started yet."""
+    every: list[Sidecar] = []
+
+    def make(*, credentials: dict[str, Any] | None = None, **keys: Any) -> Sidecar:
+        within: dict[str, Any] = {
+            "service_url": f"pulsar+ssl://127.0.0.1:{ports[0]}",
+            "admin_url": f"https://127.0.0.1:{ports[1]}",
+            "tls_trust_certs_file_path": folder / "ca.pem",
+            "manage_topic_policies": True,
+        } | ({"token_file": folder / "token"} if credentials is None else credentials)
+        pulsar_keys = {f"pulsar_{name}": value for name, value in within.items()}
+        sidecar = Sidecar(tmp_path / f"sidecar-{len(every)}", log="pulsar", **(pulsar_keys | keys))
+        every.append(sidecar)
+        return sidecar
+
+    yield make
+    for sidecar in every:
+        sidecar.kill()
+
+
+def numbered(number: int) -> bytes:
+    return b"message %d" % number
+
+
+class Load:
+    """A producer of a topic that has all its messages under way, as far as its bounds allow."""
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+        self.verdicts: Counter[str] = Counter()
+        self.settled = 0
+
+    async def send(self, after: Callable[[int], Any]) -> None:
+        """Sends all; `after` is awaited after each message that is handed over."""
+        tasks = []
+        for number in range(MESSAGES):
+            tasks.append(asyncio.ensure_future(self._wait(await self._producer.send(numbered(number), number))))
+            await after(number)
+        await asyncio.gather(*tasks)
+
+    async def _wait(self, receipt: Any) -> None:
+        self.verdicts[(await receipt).verdict.name] += 1
+        self.settled += 1
+
+
+def restart(broker: Broker) -> None:
+    broker.kill()
+    broker.start()
+
+
+async def no_more(_: int) -> None:
+    pass
+
+
+def stored(service_url: str, topic: str) -> list[bytes | None]:
+    """The payloads of what counts in a topic, read with Pulsar's own client and nothing of this project's."""
+    client = pulsar.Client(service_url, authentication=pulsar.AuthenticationToken(secured.token()), logger=quiet())
+    try:
+        consumer = client.subscribe(
+            topic,
+            "stock",
+            initial_position=pulsar.InitialPosition.Earliest,
+            consumer_type=pulsar.ConsumerType.Exclusive,
+        )
+        last = consumer.get_last_message_id()
+        counts = Topic()
+        found: list[Received] = []
+        while True:
+            entry = consumer.receive(timeout_millis=30_000)
+            if counts.counts(entry.properties()):
+                payload = None if entry.has_null_value() else entry.data()
+                found += messages(payload, entry.properties(), entry.partition_key(), entry.event_timestamp())
+            if entry.message_id() >= last:
+                return [message.payload for message in found]
+    finally:
+        client.close()
+
+
+def plainly_stored(service_url: str, topic: str) -> list[bytes]:
+    """As a stock consumer has a `plain` topic that skips what says that it is no message."""
+    client = pulsar.Client(service_url, authentication=pulsar.AuthenticationToken(secured.token()), logger=quiet())
+    try:
+        reader = client.create_reader(topic, pulsar.MessageId.earliest)
+        found = []
+        while reader.has_message_available():
+            entry = reader.read_next(timeout_millis=30_000)
+            if "seqdedupe.kind" not in entry.properties():
+                found.append(entry.data())
+        return found
+    finally:
+        client.close()
+
+
+async def test_every_message_is_there_once_whatever_is_killed(made: Start, broker: Broker) -> None:
+    """The sidecar is killed in the middle of a load, and then the broker. What was acknowledged is there once and in
+    order, and sent again it is Dup. In a topic that does not deduplicate the same is there twice."""
+    sidecar = made()
+    await asyncio.to_thread(sidecar.start)
+    with blocking.Client(sidecar.address) as client:
+        for name in TOPICS:
+            entry_format = "packed" if name == "packed" else "plain"
+            client.admin.create_topic(name, deduplication_enabled=name != "control", entry_format=entry_format)
+            assert client.admin.topic(name).entry_format
+    config = ProducerConfig(max_batch_rows=20, max_in_flight_batches=8, delivery_timeout_seconds=None)
+    client_of_all = Client(sidecar.address)
+    async with client_of_all:
+        producers = [await client_of_all.producer(name, "p", config).__aenter__() for name in TOPICS]
+        loads = [Load(producer) for producer in producers]
+        turns = {MESSAGES // 3: sidecar.restart, 2 * MESSAGES // 3: lambda: restart(broker)}
+        in_flight = []
+
+        async def kill_in_turn(number: int) -> None:
+            if work := turns.get(number):
+                in_flight.append(number + 1 - loads[0].settled)
+                await asyncio.to_thread(work)
+
+        first, *others = loads
+        await asyncio.gather(first.send(kill_in_turn), *(load.send(no_more) for load in others))
+        assert min(in_flight) > 0, "nothing was in flight when something was killed"
+        for load in loads:
+            assert load.settled == MESSAGES
+        for producer in producers:
+            await producer.close()
+        again = [Load(await client_of_all.producer(name, "p", config).__aenter__()) for name in TOPICS]
+        for load in again:
+            await load.send(no_more)
+    assert [load.verdicts for load in again[:2]] == [Counter(DUP=MESSAGES)] * 2
+    assert again[2].verdicts == Counter(NOT_DUP=MESSAGES)
+
+    expected = [numbered(number) for number in range(MESSAGES)]
+    full = [f"persistent://{NAMESPACE}/{name}" for name in TOPICS]
+    for name in full[:2]:
+        assert await asyncio.to_thread(stored, broker.service_url, name) == expected
+    assert await asyncio.to_thread(plainly_stored, broker.service_url, full[0]) == expected
+    doubled = Counter(await asyncio.to_thread(stored, broker.service_url, full[2]))
+    assert doubled.keys() == set(expected)
+    assert min(doubled.values()) == 2
+    assert await asyncio.to_thread(sidecar.stop) == 0
+
+
+def health(address: str, topic: str = "") -> str:
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=topic)
+        found = health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)  # type: ignore[attr-defined]
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(found.status))
+
+
+def listening(sidecar: Sidecar) -> str:
+    """Where it listens, which it does before it serves."""
+    return next((entry["address"] for entry in reversed(sidecar.log) if entry["event"] == "listening"), "")
+
+
+def logged(sidecar: Sidecar, words: str) -> bool:
+    sidecar.check_running()
+    return any(words in entry["event"] for entry in sidecar.log)
+
+
+def arguments_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def in_flight(sidecar: Sidecar) -> list[Any]:
+    raw = RawClient(sidecar.address)
+    try:
+        return list(raw.admin.ListInFlight(admin_pb2.ListInFlightRequest(topic="late")).in_flight)
+    finally:
+        raw.close()
+
+
+async def test_without_a_cluster_it_starts_says_so_and_stops_and_comes_back_with_it(
+    made: Start, broker: Broker
+) -> None:
+    sidecar = made(drain_timeout_seconds=3)
+    sidecar.start()
+    with blocking.Client(sidecar.address) as client:
+        client.admin.create_topic("late")
+        with client.producer("late", "p") as producer:
+            producer.send(b"one", 1).result()
+    broker.freeze()
+    try:
+        sidecar.kill()
+        sidecar.log.clear()
+        sidecar.spawn()
+        await until(lambda: bool(listening(sidecar)))
+        assert health(sidecar.address) == health(sidecar.address, f"persistent://{NAMESPACE}/late") == "NOT_SERVING"
+        # It was told to stop, and nobody answers it.
+        assert sidecar.stop() == 0
+    finally:
+        broker.thaw()
+    broker.kill()
+    sidecar.log.clear()
+    sidecar.spawn()
+    await until(lambda: logged(sidecar, "refused"))
+    raw = RawClient(sidecar.address)
+    topic = raw.admin.GetTopic(admin_pb2.GetTopicRequest(topic="late")).topic
+    assert topic.state == admin_pb2.TOPIC_STATE_RECOVERING
+    assert "refused" in topic.why
+    # Nobody is told that there are no others.
+    for call in (
+        lambda: raw.admin.ListTopics(admin_pb2.ListTopicsRequest()),
+        lambda: raw.admin.GetTopic(admin_pb2.GetTopicRequest(topic="x")),
+        lambda: raw.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic="x")),
+        lambda: raw.open("x", "p"),
+    ):
+        assert refused(call).reason == "RECOVERING"
+    raw.close()
+    assert health(sidecar.address) == "NOT_SERVING"
+    broker.start()
+    sidecar.wait_until_serving(START_TIMEOUT_SECONDS)
+    assert health(sidecar.address) == health(sidecar.address, f"persistent://{NAMESPACE}/late") == "SERVING"
+    with blocking.Client(sidecar.address) as client, client.reader("late") as reader:
+        assert next(iter(reader)).payload == b"one"
+    # In mid-load, with messages in flight that nobody settles: they are the next start's.
+    with blocking.Client(sidecar.address) as client, client.producer("late", "p") as producer:
+        broker.freeze()
+        try:
+            receipt = producer.send(b"two", 2)
+            await until(lambda: bool(in_flight(sidecar)))
+            assert sidecar.stop() == 1
+        finally:
+            broker.thaw()
+        sidecar.start()
+        assert receipt.result().index == 1
+    assert sidecar.errors == ["seqdedupe: draining took too long: what was in flight is decided at the next start"]
+
+
+async def test_a_wrong_token_is_told_and_a_new_one_is_taken_and_no_log_shows_either(
+    made: Start, folder: Path, tmp_path: Path
+) -> None:
+    wrong, right = secured.token(key=b"another key"), secured.token()
+    file = tmp_path / "token"
+    file.write_text(wrong)
+    sidecar = made(credentials={"token_file": file}, log_level="debug")
+    process = sidecar.spawn()
+    await until(lambda: logged(sidecar, "401"))
+    arguments = arguments_of(process.pid)
+    file.write_text(f"{right}\n")
+    sidecar.wait_until_serving()
+    with blocking.Client(sidecar.address) as client:
+        client.admin.create_topic("told")
+        with client.producer("told", "p") as producer:
+            producer.send(b"one", 1).result()
+    assert sidecar.stop() == 0
+    said = "\n".join([*sidecar.errors, *map(str, sidecar.log), arguments])
+    assert "401" in said
+    for secret in (wrong, right):
+        assert secret not in said
+        assert secret.rpartition(".")[2] not in said
+
+
+@pytest.mark.parametrize("secret", [secured.CLIENT_SECRET, "a-wrong-one"])
+async def test_an_issuer_gives_the_token(made: Start, tmp_path: Path, secret: str) -> None:
+    file = tmp_path / "credentials.json"
+    file.write_text(f'{{"client_id": "{secured.ROLE}", "client_secret": "{secret}"}}')
+    with secured.issuer() as issuer:
+        oauth2 = {"oauth2_issuer_url": issuer.url, "oauth2_credentials_file": file, "oauth2_audience": "urn:us"}
+        sidecar = made(credentials=oauth2, log_level="debug")
+        sidecar.spawn()
+        if secret == secured.CLIENT_SECRET:
+            sidecar.wait_until_serving()
+            with blocking.Client(sidecar.address) as client:
+                client.admin.create_topic("issued")
+            assert issuer.audiences == ["urn:us"], "the token is kept"
+        else:
+            await until(lambda: logged(sidecar, "gives no token: it answers 401"))
+        assert sidecar.stop() == 0
+    assert secret not in "\n".join([*sidecar.errors, *map(str, sidecar.log)])
