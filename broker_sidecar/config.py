@@ -69,6 +69,9 @@ class Config:
         "", "Whose the producers and subscriptions in Pulsar are: no two sidecars may have one. Left out: a random one."
     )
     advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
+    standby: bool = _key(
+        False, "Read along the topics of a cluster that other sidecars own, and take them over as soon as nobody does."
+    )
     allow_auto_topic_creation: bool = _key(
         True, "Create a topic when somebody opens a producer on it, or a broker attaches it."
     )

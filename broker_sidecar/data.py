@@ -90,7 +90,9 @@ class Data:
             kind, logs = LogKind.EMBEDDED, self._logs
         self.topics = Topics(
             store,
-            lambda told: PublishedTopics(store, logs, log=kind, on_state=told, rebuild_store=rebuild_store),
+            lambda told: PublishedTopics(
+                store, logs, log=kind, on_state=told, rebuild_store=rebuild_store, is_standby=config.standby
+            ),
             on_state=on_state,
             rebuild_store=rebuild_store,
             **limits,

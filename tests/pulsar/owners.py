@@ -50,6 +50,12 @@ class Cluster:
         self.service_url = service_url
         self.url = AdminUrl(admin_url)
         self.admin = Admin(self.url)
+        self.silent: set[str] = set()
+        """The addresses of sidecars that answer nothing."""
+
+    async def answers(self, address: str) -> bool:
+        """Whether the sidecar there does."""
+        return address not in self.silent
 
     def connect(self) -> pulsar.asyncio.Client:
         return pulsar.asyncio.Client(self.service_url, operation_timeout_seconds=10, logger=quiet())

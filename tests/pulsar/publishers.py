@@ -17,7 +17,6 @@ from examples.pulsar.messages import Topic as Decoder
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
-from seqdedupe.log.pulsar.evicting import Answers
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.message_id import MessageId
 from seqdedupe.store.db import Store
@@ -40,10 +39,6 @@ PAUSE_SECONDS = 0.02
 _openings = itertools.count(1)
 
 
-async def _all_answer(_: str) -> bool:
-    return True
-
-
 class Process:
     """One that has the topic, or wants it, over a client and a store of its own."""
 
@@ -57,7 +52,6 @@ class Process:
         line: Line | None = None,
         *,
         is_standby: bool = False,
-        answers: Answers | None = None,
     ) -> None:
         service_url = cluster.service_url if line is None else line.service_url
         self.client = pulsar.asyncio.Client(service_url, operation_timeout_seconds=10, logger=quiet())
@@ -75,7 +69,7 @@ class Process:
             self._claim,
             cluster.admin,
             cluster.connect,
-            answers or _all_answer,
+            cluster.answers,
         )
 
     async def __aenter__(self) -> Self:

@@ -28,16 +28,19 @@ INCARNATION = 1_700_000_000_000_000
 _openings = itertools.count(1)
 
 
-async def answers(_: str) -> bool:
-    return True
-
-
 def shared(client: pulsar.asyncio.Client, cluster: Cluster) -> Shared:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
     return Shared(
-        client, "one", "host:6680", lambda: time.time_ns() // 1_000_000, claim, cluster.admin, cluster.connect, answers
+        client,
+        "one",
+        "host:6680",
+        lambda: time.time_ns() // 1_000_000,
+        claim,
+        cluster.admin,
+        cluster.connect,
+        cluster.answers,
     )
 
 

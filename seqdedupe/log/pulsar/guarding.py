@@ -1,6 +1,7 @@
 """What is looked at while a topic is owned: that nobody else writes to it, and that Pulsar's deduplication is on."""
 
 import asyncio
+from collections.abc import Callable
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
@@ -8,6 +9,11 @@ from seqdedupe.log.pulsar.admin import Admin
 ALONE_SECONDS = 5.0
 """Statistics follow a hand-over within a tenth of a second, unless the broker is in trouble."""
 LOOK_SECONDS = 60.0
+"""Between two looks at Pulsar's deduplication."""
+CONNECTED_POLL_SECONDS = 0.25
+DISCONNECTED_SECONDS = 2.0
+"""After an unload the client connects again in a tenth of that; else it may wait for half a minute, and a new producer
+does not."""
 
 _POLL_SECONDS = 0.05
 
@@ -25,23 +31,36 @@ async def check_alone(topic: str, admin: Admin, producer_name: str) -> None:
 async def check_deduplicates(topic: str, admin: Admin) -> None:
     """Raises LOG_REFUSED if Pulsar's deduplication is not in force."""
     if not (await admin.stats(topic)).deduplicates:
-        raise error("LOG_REFUSED", not_deduplicated(topic))
+        raise error("LOG_REFUSED", _not_deduplicated(topic))
 
 
-async def until_not_deduplicated(topic: str, admin: Admin) -> None:
-    """Returns when Pulsar's deduplication is not in force any more."""
+async def until_lost(topic: str, admin: Admin, is_connected: Callable[[], bool]) -> str:
+    """Returns why the topic has to be opened again: its producer is not connected any more, so that somebody else may
+    have the topic, which one that sends nothing would not notice; or Pulsar's deduplication is off.
+    """
+    now = asyncio.get_running_loop().time
+    connected_at, looked_at = now(), now()
     while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        try:
-            if not (await admin.stats(topic)).deduplicates:
-                return
-        except SeqdedupeError:
-            # An admin URL that does not answer ends no owner.
-            continue
+        await asyncio.sleep(CONNECTED_POLL_SECONDS)
+        if is_connected():
+            connected_at = now()
+        elif now() - connected_at >= DISCONNECTED_SECONDS:
+            return f"the producer of {topic} has lost its connection"
+        if now() - looked_at >= LOOK_SECONDS:
+            looked_at = now()
+            if await _is_not_deduplicated(topic, admin):
+                return _not_deduplicated(topic)
 
 
-def not_deduplicated(topic: str) -> str:
-    """For a person."""
+async def _is_not_deduplicated(topic: str, admin: Admin) -> bool:
+    try:
+        return not (await admin.stats(topic)).deduplicates
+    except SeqdedupeError:
+        # An admin URL that does not answer ends no owner.
+        return False
+
+
+def _not_deduplicated(topic: str) -> str:
     return (
         f"Pulsar's deduplication of {topic} is off, so that what its client sends again would be stored twice; switch "
         f"it on: pulsar-admin topicPolicies set-deduplication --enable {topic}"

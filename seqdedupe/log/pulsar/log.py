@@ -24,7 +24,7 @@ from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Message, Owner, Part, Settings
 from seqdedupe.log.pulsar.evicting import Answers, evict_when_frozen
-from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, not_deduplicated, until_not_deduplicated
+from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, until_lost
 from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
@@ -298,8 +298,7 @@ class PulsarLog:
             opening.writer.was_read([one.after.message_id or NOWHERE for one in own])
 
     async def _guard(self, opening: Opening) -> None:
-        await until_not_deduplicated(self._topic, self._shared.admin)
-        opening.fail(not_deduplicated(self._topic))
+        opening.fail(await until_lost(self._topic, self._shared.admin, lambda: opening.writer.is_connected))
 
     async def wait_until_free(self) -> None:
         shared = self._shared

@@ -91,6 +91,9 @@ class StandInProducer:
         self.metadata = metadata
         self._client = client
 
+    def is_connected(self) -> bool:
+        return self._client.writer is self or not self._client.excludes
+
     def last_sequence_id(self) -> int:
         return self._client.topic.highest(self.name)
 
