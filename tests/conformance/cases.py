@@ -2,9 +2,12 @@
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from seqdedupe.client import Verdict
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parents[1] / "docs" / "pulsar-differences.md"
@@ -56,3 +59,65 @@ def differences(heading: str) -> set[Difference]:
 def names(heading: str) -> set[str]:
     """The names in the first column of a table."""
     return {name for row in table(heading) for name in re.findall(r"`([\w.]+)`", row[0])}
+
+
+SIDECARS_LOG = "The sidecar's log"
+CANNOT_BE_SAID = "cannot be said"
+WORDS = {Verdict.NOT_DUP: "stored", Verdict.DUP: "dup", Verdict.UNKNOWN: "unknown"}
+
+
+def observed(step: dict[str, Any]) -> str:
+    """What Pulsar's broker answered to a step, in words; empty if the step has no answer."""
+    answer = step.get("observed", {})
+    if step["op"] == "open":
+        return f"last ID {answer['last_sequence_id']}"
+    if step["op"] == "pipeline":
+        return ", ".join(one["verdict"] for one in answer["answers_in_order"])
+    return str(answer.get("verdict", ""))
+
+
+def in_words(log: list[tuple[str, list[int]]]) -> str:
+    return " ".join(f"{name}:{'+'.join(map(str, ids))}" for name, ids in log)
+
+
+def ids_of(publish: dict[str, Any]) -> list[int]:
+    ids: list[int] = publish.get("message_ids", [publish["sequence_id"]])
+    return ids
+
+
+def compare(name: str, answers: list[str], log: str) -> Iterator[Difference]:
+    """The differences between Pulsar's answers and these."""
+    case = DIFFERENTIAL[name]
+    for number, (step, here) in enumerate(zip(case["steps"], answers, strict=True), 1):
+        if observed(step) != here:
+            yield Difference(name, number, observed(step), here)
+    pulsars = in_words([(entry["producer"], entry["ids"]) for entry in case["log"]])
+    if pulsars != log:
+        yield Difference(name, 0, pulsars, log)
+
+
+def listed(heading: str, name: str) -> set[Difference]:
+    return {row for row in differences(heading) if row.case == name}
+
+
+def hold_against_the_page(heading: str, name: str, found: list[Difference]) -> None:
+    missing = set(found) - listed(heading, name)
+    gone = listed(heading, name) - set(found)
+    assert not missing, "not on the page:\n" + "\n".join(map(str, sorted(missing, key=lambda d: d.step)))
+    assert not gone, "on the page, and not so:\n" + "\n".join(map(str, sorted(gone, key=lambda d: d.step)))
+
+
+def is_said(publish: dict[str, Any]) -> bool:
+    """Whether it is a message or a batch: there are no ranges that nobody looks into, and no chunks."""
+    highest = max(publish.get("highest_sequence_id", 0), publish["sequence_id"])
+    return "chunk" not in publish and (highest == publish["sequence_id"] or "message_ids" in publish)
+
+
+def in_runs(ids: Sequence[int], judged: Sequence[int]) -> str:
+    """One word if all rows have the same verdict, else each verdict with its IDs."""
+    by_word: dict[str, list[int]] = {}
+    for sequence_id, verdict in zip(ids, judged, strict=True):
+        by_word.setdefault(WORDS[Verdict(verdict)], []).append(sequence_id)
+    if len(by_word) == 1:
+        return next(iter(by_word))
+    return "; ".join(f"{word} {'+'.join(map(str, some))}" for word, some in by_word.items())

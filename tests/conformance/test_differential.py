@@ -1,6 +1,5 @@
 """What a real Pulsar broker answered, asked again of DedupeService and of PublishService."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -11,54 +10,22 @@ from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, admin_pb2_grpc, publish_pb2
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch, frame_bytes, refused, verdicts
 from tests.conformance.broker import ListBroker, Stored
-from tests.conformance.cases import DIFFERENTIAL, Difference, differences
+from tests.conformance.cases import (
+    CANNOT_BE_SAID,
+    DIFFERENTIAL,
+    SIDECARS_LOG,
+    WORDS,
+    compare,
+    differences,
+    hold_against_the_page,
+    ids_of,
+    in_runs,
+    in_words,
+    is_said,
+)
 
 OWN_LOG = "A broker's own log"
 OWN_LOG_PULSAR = "A broker's own log, with the policy overlap = PULSAR"
-SIDECARS_LOG = "The sidecar's log"
-
-WORDS = {Verdict.NOT_DUP: "stored", Verdict.DUP: "dup", Verdict.UNKNOWN: "unknown"}
-
-
-def observed(step: dict[str, Any]) -> str:
-    """What Pulsar's broker answered to a step, in words; empty if the step has no answer."""
-    answer = step.get("observed", {})
-    if step["op"] == "open":
-        return f"last ID {answer['last_sequence_id']}"
-    if step["op"] == "pipeline":
-        return ", ".join(one["verdict"] for one in answer["answers_in_order"])
-    return str(answer.get("verdict", ""))
-
-
-def in_words(log: list[tuple[str, list[int]]]) -> str:
-    return " ".join(f"{name}:{'+'.join(map(str, ids))}" for name, ids in log)
-
-
-def ids_of(publish: dict[str, Any]) -> list[int]:
-    ids: list[int] = publish.get("message_ids", [publish["sequence_id"]])
-    return ids
-
-
-def compare(name: str, answers: list[str], log: str) -> Iterator[Difference]:
-    """The differences between Pulsar's answers and these."""
-    case = DIFFERENTIAL[name]
-    for number, (step, here) in enumerate(zip(case["steps"], answers, strict=True), 1):
-        if observed(step) != here:
-            yield Difference(name, number, observed(step), here)
-    pulsars = in_words([(entry["producer"], entry["ids"]) for entry in case["log"]])
-    if pulsars != log:
-        yield Difference(name, 0, pulsars, log)
-
-
-def listed(heading: str, name: str) -> set[Difference]:
-    return {row for row in differences(heading) if row.case == name}
-
-
-def hold_against_the_page(heading: str, name: str, found: list[Difference]) -> None:
-    missing = set(found) - listed(heading, name)
-    gone = listed(heading, name) - set(found)
-    assert not missing, "not on the page:\n" + "\n".join(map(str, sorted(missing, key=lambda d: d.step)))
-    assert not gone, "on the page, and not so:\n" + "\n".join(map(str, sorted(gone, key=lambda d: d.step)))
 
 
 # -- a broker's own log ---------------------------------------------------------------------------------------------
@@ -133,8 +100,6 @@ async def test_a_brokers_own_log(name: str, heading: str, for_brokers: Sidecar, 
 
 # -- the sidecar's log ----------------------------------------------------------------------------------------------
 
-CANNOT_BE_SAID = "cannot be said"
-
 
 class OfProducers:
     """Drives a scenario through sessions of PublishService."""
@@ -190,22 +155,6 @@ class OfProducers:
                 for record in self.client.records(self.topic)
             ]
         )
-
-
-def is_said(publish: dict[str, Any]) -> bool:
-    """Whether it is a message or a batch: there are no ranges that nobody looks into, and no chunks."""
-    highest = max(publish.get("highest_sequence_id", 0), publish["sequence_id"])
-    return "chunk" not in publish and (highest == publish["sequence_id"] or "message_ids" in publish)
-
-
-def in_runs(ids: list[int], judged: list[int]) -> str:
-    """One word if all rows have the same verdict, else each verdict with its IDs."""
-    by_word: dict[str, list[int]] = {}
-    for sequence_id, verdict in zip(ids, judged, strict=True):
-        by_word.setdefault(WORDS[Verdict(verdict)], []).append(sequence_id)
-    if len(by_word) == 1:
-        return next(iter(by_word))
-    return "; ".join(f"{word} {'+'.join(map(str, some))}" for word, some in by_word.items())
 
 
 @pytest.mark.parametrize("name", DIFFERENTIAL)

@@ -49,6 +49,13 @@ def broker(pulsar_home: Path) -> Iterator[Broker]:
         yield broker
 
 
+@pytest.fixture(scope="session")
+def mortal_broker(pulsar_home: Path) -> Iterator[Broker]:
+    """A broker for tests that kill it and start it again. Opening a topic may fail for some seconds after that."""
+    with Broker(pulsar_home) as broker:
+        yield broker
+
+
 @pytest.fixture
 def start_broker(pulsar_home: Path) -> Iterator[StartBroker]:
     """Starts brokers with keys of `standalone.conf`, each with data of its own; they are gone when the test ends."""

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Self
 import pulsar
 import pulsar.asyncio
 
-from seqdedupe.errors import SeqdedupeError
+from pulsar_broker.standalone import Broker
+from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.http import AdminUrl
@@ -43,11 +44,19 @@ async def until(holds: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> No
             await asyncio.sleep(0.01)
 
 
+async def kill_and_start(broker: Broker) -> None:
+    """Kill -9, and again with its data, while the event loop goes on."""
+    await asyncio.to_thread(broker.kill)
+    broker.spawn()
+    await asyncio.to_thread(broker.wait_until_healthy)
+
+
 class Cluster:
     """A broker as it is reached without a line, with its admin URL; readers and stock producers."""
 
     def __init__(self, service_url: str, admin_url: str) -> None:
         self.service_url = service_url
+        self.admin_url = admin_url
         self.url = AdminUrl(admin_url)
         self.admin = Admin(self.url)
         self.silent: set[str] = set()
@@ -61,8 +70,16 @@ class Cluster:
         return pulsar.asyncio.Client(self.service_url, operation_timeout_seconds=10, logger=quiet())
 
     async def create(self, topic: str, *, deduplicates: bool = True) -> None:
-        """A topic that keeps everything."""
-        await self.admin.create_topic(topic, {})
+        """A topic that keeps everything. A broker that has just started may need a while."""
+
+        async def is_created() -> bool:
+            try:
+                await self.admin.create_topic(topic, {})
+            except UnavailableError:
+                return False
+            return True
+
+        await until(is_created)
         await self.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1})
         if deduplicates:
             await self.admin.set_policy(topic, "deduplicationEnabled", True)

@@ -15,12 +15,12 @@ import pulsar.asyncio
 from examples.pulsar.messages import Received, messages
 from examples.pulsar.messages import Topic as Decoder
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.message_id import MessageId
 from seqdedupe.store.db import Store
-from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
@@ -28,7 +28,7 @@ from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
 from tests.batches import batch
 from tests.pulsar.line import Line
-from tests.pulsar.owners import Cluster, quiet
+from tests.pulsar.owners import LIMIT_SECONDS, Cluster, quiet
 
 INCARNATION = 1_700_000_000_000_000
 ROWS = 3
@@ -81,21 +81,31 @@ class Process:
     async def _claim(self, _: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
-    async def log(self, topic: str | None = None) -> PulsarLog:
-        """The topic's log, or another one's, read up to its end."""
-        log = PulsarLog(self._shared, topic or self._topic_name, INCARNATION, self._settings)
-        await log.catch_up()
-        return log
+    async def log(self, topic: str | None = None, loaded: Loaded | None = None) -> PulsarLog:
+        """The topic's log, or another one's."""
+        covered_index, place = (loaded.next_index, loaded.opaque) if loaded is not None else (0, b"")
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while True:
+                log = PulsarLog(self._shared, topic or self._topic_name, INCARNATION, self._settings, place)
+                try:
+                    await log.begin(covered_index)
+                except UnavailableError:
+                    # A broker that has just started takes its time.
+                    await log.close()
+                    await asyncio.sleep(PAUSE_SECONDS)
+                else:
+                    return log
 
     async def start(self) -> Topic:
         """Wants the topic, and goes on wanting it."""
         snapshots = Snapshots(self._store, INCARNATION)
+        loaded = snapshots.load()
         self._topic = topic = Topic(
             self._topic_name,
-            await self.log(),
+            await self.log(loaded=loaded),
             self._store,
             snapshots,
-            snapshots.load(),
+            loaded,
             applied=Applied(deduplication_snapshot_interval_seconds=0),
             random_bytes=os.urandom,
             is_standby=self._is_standby,

@@ -15,7 +15,7 @@ from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
 from seqdedupe.log.pulsar import writer
 from seqdedupe.log.pulsar.entries import EntryFormat
 from tests.pulsar.line import Line
-from tests.pulsar.owners import Cluster, quiet, until
+from tests.pulsar.owners import Cluster, kill_and_start, quiet, until
 from tests.pulsar.publishers import FRAMES_IN_FLIGHT, Process, Publisher, check, found_by_a_stock_client, send_again
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
@@ -137,9 +137,9 @@ async def test_what_is_unknown_settles_without_an_operator(
 
 
 async def test_a_broker_is_killed_and_started_again(
-    broker: Broker, cluster: Cluster, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mortal_broker: Broker, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The broker of all tests, which is as before then."""
+    cluster = Cluster(mortal_broker.service_url, mortal_broker.admin_url)
     monkeypatch.setattr(writer, "SEND_TIMEOUT_SECONDS", SEND_TIMEOUT_SECONDS)
     async with AsyncExitStack() as stack:
         loads = {}
@@ -151,9 +151,7 @@ async def test_a_broker_is_killed_and_started_again(
             await loads[entry_format].begin()
         for load in loads.values():
             await load.goes_on()
-        await asyncio.to_thread(broker.kill)
-        broker.spawn()
-        await asyncio.to_thread(broker.wait_until_healthy)
+        await kill_and_start(mortal_broker)
         for entry_format, load in loads.items():
             await load.goes_on()
             await load.end()

@@ -13,7 +13,6 @@ from seqdedupe.log.pulsar import writer as writers
 from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.writer import PRODUCER_NAMES, open_writer
 from seqdedupe.message_id import MessageId
-from tests.pulsar.conftest import StartBroker
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, Owner, until
 
@@ -255,9 +254,9 @@ async def test_without_an_answer_the_outcome_is_unknown_and_opening_again_tells(
 
 
 async def test_a_broker_that_was_killed_has_all_that_was_confirmed(
-    start_broker: StartBroker, topic: str, monkeypatch: pytest.MonkeyPatch
+    mortal_broker: Broker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker = start_broker()
+    broker = mortal_broker
     cluster = Cluster(broker.service_url, broker.admin_url)
     await cluster.create(topic)
     monkeypatch.setattr(writers, "SEND_TIMEOUT_SECONDS", 4.0)
@@ -272,7 +271,8 @@ async def test_a_broker_that_was_killed_has_all_that_was_confirmed(
         await writer.close()
 
         monkeypatch.undo()
-        await asyncio.to_thread(broker.start)
+        broker.spawn()
+        await asyncio.to_thread(broker.wait_until_healthy)
         again = await owner.open_when_free(writer.name_number + 1, marker=b"again")
         append(again, numbered(4000, 5))
         await owner.until_confirmed(6)

@@ -6,6 +6,7 @@ Python's own client cannot say so, and hides what the broker answers where it ca
 import asyncio
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import google_crc32c
@@ -41,6 +42,7 @@ class Publish(NamedTuple):
     highest_sequence_id: int | None = None
     ids: Sequence[int] = ()
     chunk: Chunk | None = None
+    payload: bytes = b"x"
 
 
 class Connection:
@@ -54,11 +56,6 @@ class Connection:
         self.last_sequence_id = -1
         """What the broker said when the producer was opened."""
 
-    async def publish(self, publish: Publish) -> str:
-        """The broker's answer."""
-        self.send([publish])
-        return await self.answer()
-
     def send(self, several: Sequence[Publish]) -> None:
         """All of them at once."""
         self._writer.write(b"".join(self._frame(publish) for publish in several))
@@ -67,7 +64,7 @@ class Connection:
         highest, chunk = publish.highest_sequence_id, publish.chunk
         command = {1: _PRODUCER_ID, 2: publish.sequence_id}
         metadata: dict[int, Value] = {1: self._name, 2: publish.sequence_id, 3: 1}
-        payload = b"%d" % publish.sequence_id
+        payload = publish.payload
         if highest is not None:
             command[6] = metadata[24] = highest
         if publish.ids:
@@ -112,6 +109,8 @@ class Connection:
     async def close(self) -> None:
         """Cuts the line."""
         self._writer.transport.abort()
+        with suppress(OSError):
+            await self._writer.wait_closed()
 
 
 async def open_producer(service_url: str, topic: str, name: str) -> Connection:

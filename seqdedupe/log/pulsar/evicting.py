@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.admin import Admin
@@ -23,12 +24,22 @@ Answers = Callable[[str], Awaitable[bool]]
 """Whether the sidecar at this address gives any answer."""
 
 
-async def evict_when_frozen(topic: str, admin: Admin, answers: Answers) -> None:
-    """For ever: unloads the topic when its owner has answered nothing for FROZEN_SECONDS, and waits longer each time.
+@asynccontextmanager
+async def evicting(topic: str, admin: Admin, answers: Answers) -> AsyncIterator[None]:
+    """Meanwhile the topic is unloaded when its owner has answered nothing for FROZEN_SECONDS; longer each time.
 
     An owner that is well has the topic again in a fraction of a second, because nobody waits for one that was just
     unloaded; one that is frozen has not. Who does not say where it can be reached is no sidecar, and left alone.
     """
+    looking = asyncio.ensure_future(_evict_when_frozen(topic, admin, answers))
+    try:
+        yield
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking])
+
+
+async def _evict_when_frozen(topic: str, admin: Admin, answers: Answers) -> None:
     now = asyncio.get_running_loop().time
     owner, silent_since, patience_seconds = "", now(), FROZEN_SECONDS
     while True:
