@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -126,7 +127,9 @@ class Process:
         self._is_closed = True
         if self._topic is not None:
             await self._topic.close("")
-        await self.client.close()
+        # What was cut off or fenced out is closed already.
+        with suppress(pulsar.asyncio.PulsarException):
+            await self.client.close()
         self._store.close()
 
 
