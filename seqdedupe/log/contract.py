@@ -269,13 +269,13 @@ class Log(Protocol):
         there, and finds what stands before it. Empty where the log needs nothing."""
 
     async def snapshot_is_durable(self, place: bytes) -> None:
-        """The snapshot with this place is. What its log had dropped before it was taken need not be kept any more.
-
-        Raises `UnavailableError`: then more is kept, until a later snapshot is durable.
+        """The snapshot with this place is: a log that has to be told keeps what recovery needs with it, and need not
+        keep more. Raises why it could not be told: then more is kept.
         """
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
-        """The first index that would be left if this retention went on now; changes nothing.
+        """The first index that would be left if this retention went on now, or if the log has one of its own, is left
+        by that; changes nothing.
 
         Everything below `covered_index` is covered by a durable snapshot. The last message of those stays, so the
         answer is below `covered_index`, or `first_index`. A control record that stands at that index (no message is
@@ -283,8 +283,7 @@ class Log(Protocol):
         """
 
     async def trim(self, below_index: int) -> None:
-        """Retention drops what stands below this index, which `may_trim_to` answered; durable on return, or once a
-        snapshot is that was taken after it, where that holds a place.
+        """Retention drops what stands below this index, which `may_trim_to` answered; durable on return.
 
         What cannot be dropped now (a failing disk) stays until it is asked again, without a gap: `first_index` says
         how far it came.

@@ -50,7 +50,7 @@ async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
 class PulsarHarness(LogHarness):
     has_clock = False
     failure = Failure.UNKNOWN
-    trimmed_messages = 33
+    trims = False
     takes_higher_terms_only = True
 
     def __init__(self, cluster: Cluster, topic: str, entry_format: EntryFormat) -> None:

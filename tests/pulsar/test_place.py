@@ -9,8 +9,8 @@ import pulsar.asyncio
 import pytest
 
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
-from seqdedupe.errors import DamagedError
-from seqdedupe.log.contract import Retention
+from seqdedupe.errors import DamagedError, PositionError
+from seqdedupe.log.pulsar import kept
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from tests.log.conformance import Owner, parsed
@@ -88,37 +88,61 @@ async def test_the_subscription_keeps_what_the_last_durable_snapshot_needs(
     await fill(cluster, shared, topic, 3)
     log = await opened(shared, topic)
     await Owner(log, 4).open()
-    old = log.place_at(end)
-    reading = await opened(shared, topic, end, old)
-    at = await read_to(reading, 0, 500)
+    places = [(index, log.place_at(index)) for index in (0, end)]
+    reading = await opened(shared, topic, *places[1])
+    assert await read_to(reading, 0, 500) >= 500
+    before = await ledgers_left(cluster, topic)
+    # Pulsar itself would keep nothing.
+    await cluster.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0})
 
     async def is_trimmed() -> bool:
         return await ledgers_left(cluster, topic) == before - 2
 
-    before = await ledgers_left(cluster, topic)
-    # Pulsar itself would keep nothing.
-    await cluster.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0})
-    first = await log.may_trim_to(end, Retention(0))
-    assert 2 * LEDGER_ROWS < first < end
-    await log.trim(first)
-    for place in (old, log.place_at(end)):
+    for _, place in places:
         assert await ledgers_left(cluster, topic) == before
+        log._moves_at = 0
         await log.snapshot_is_durable(place)
     await until(is_trimmed)
-    new = log.place_at(end)
     await log.close()
     await cluster.admin.unload(topic)
 
-    log = await opened(shared, topic, end, new)
-    assert log.first_index == first
-    assert await read_to(log, first, end) == end
-    await log.close()
-    # What stood before is gone, and nobody takes what is left for all there was.
-    with pytest.raises(DamagedError, match="NO_STATE"):
-        await opened(shared, topic)
+    log = await opened(shared, topic, *places[1])
+    assert 2 * LEDGER_ROWS <= log.first_index < end
+    assert await read_to(log, log.first_index, end) == end
+    # Whoever has no snapshot, or an old one, does not take what is left for all there was.
+    for covered_index, place in ((0, b""), places[0]):
+        with pytest.raises(DamagedError, match="NO_STATE"):
+            await opened(shared, topic, covered_index, place)
+    # Old messages may go, and a reader that stood among them is told so.
+    await reading.snapshot_is_durable(places[1][1])
+    with pytest.raises(PositionError, match="POSITION_TRIMMED"):
+        await read_to(reading, 0, end)
+    assert reading.first_index == log.first_index
+    assert await read_to(reading, log.first_index, end) == end
+    for each in (log, reading):
+        await each.close()
+
+
+async def test_without_the_subscription_the_hole_is_a_gap(
+    cluster: Cluster, shared: Shared, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(kept, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kept, "KEPT_CURSORS", 0)
+    await cluster.create(topic)
+    await fill(cluster, shared, topic, 2)
+    log = await opened(shared, topic)
+    await Owner(log, 3).open()
+    before = await ledgers_left(cluster, topic)
+    await cluster.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0})
+
+    async def is_trimmed() -> bool:
+        return await ledgers_left(cluster, topic) < before
+
+    await until(is_trimmed)
     with pytest.raises(DamagedError, match="LOG_GAP"):
-        await read_to(reading, at, end)
-    await reading.close()
+        await read_to(log, 0, 2 * LEDGER_ROWS)
+    await log.close()
 
 
 async def test_a_reader_that_was_kept_reads_on_over_unloads(cluster: Cluster, shared: Shared, topic: str) -> None:

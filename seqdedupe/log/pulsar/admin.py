@@ -55,6 +55,15 @@ class Admin:
         place = {"ledgerId": message_id.ledger_id, "entryId": message_id.entry_id, "partitionIndex": -1}
         await self._url.call("POST", f"{_path(topic)}/subscription/{quote(name, safe='')}/resetcursor", place)
 
+    async def first_ledger(self, topic: str) -> int:
+        """The first ledger that a topic has left. It is loaded by its broker for that."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        try:
+            return int(answer["ledgers"][0]["ledgerId"])
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            raise _not_pulsar(path) from e
+
     async def delete_topic(self, topic: str) -> None:
         """Deletes a topic with its messages and subscriptions. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if somebody is
         connected to it."""

@@ -1,14 +1,14 @@
 """What stands in a topic: read on at its end, and wherever somebody wants to read."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.errors import DamagedError, error
+from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.log.contract import Entries, Location, Records, Runs
@@ -46,6 +46,7 @@ class Content:
         points: Sequence[Point],
         queue_entries: int,
         limit: Callable[[], Point],
+        first_ledger: Callable[[], Awaitable[int]],
     ) -> None:
         """It begins at the first of the points, and is known up to the last one."""
         self.places = Places(points)
@@ -58,6 +59,9 @@ class Content:
         """Where the last owner can be reached, by its marker, if that was read."""
         self._topic = topic
         self._limit = limit
+        self._first_ledger = first_ledger
+        self.needed = points[-1]
+        """What stands before this point is nothing but old messages."""
         self._kept = Kept(client, topic, queue_entries)
         self._reading_on = asyncio.Lock()
         self._covered_index = points[-1].next_index
@@ -124,10 +128,14 @@ class Content:
         """Raises POSITION_TRIMMED, POSITION_AFTER_END."""
         first_index, next_index = self.places.first.next_index, self._limit().next_index
         if index < first_index:
-            why = f"the topic begins with index {first_index}: {index} is before it"
-            raise error("POSITION_TRIMMED", why, first_index=first_index)
+            raise self._trimmed(index)
         if index > next_index or (index == next_index and not at_end):
             raise error("POSITION_AFTER_END", f"index {index} is after the end, {next_index} is the next")
+
+    def _trimmed(self, index: int) -> SeqdedupeError:
+        first_index = self.places.first.next_index
+        why = f"{self._topic} begins with index {first_index}: what stands at index {index} and before is gone"
+        return error("POSITION_TRIMMED", why, first_index=first_index)
 
     def _from(self, index: int) -> Point:
         """A place to read from that has not the message with this index before it."""
@@ -137,10 +145,22 @@ class Content:
         """Up to the limit of now. Nobody has to close it."""
         limit = self._limit()
         while here.size_bytes < limit.size_bytes:
-            step = await self._kept.step(here, limit)
+            try:
+                step = await self._kept.step(here, limit)
+            except DamagedError as e:
+                if e.reason == "LOG_GAP":
+                    await self._check_retention(here)
+                raise
             here = step.end
             self.places.learn(here)
             yield step
+
+    async def _check_retention(self, here: Point) -> None:
+        """Raises POSITION_TRIMMED if what is missing from here on was Pulsar's to remove."""
+        left = self.places.left(await self._first_ledger())
+        if here.size_bytes < left.size_bytes <= self.needed.size_bytes:
+            self.places.trim(left)
+            raise self._trimmed(here.next_index)
 
     async def replay(self, from_index: int, *, reads_on: bool) -> AsyncGenerator[Entries, None]:
         """Up to the limit; with `reads_on` up to the topic's end, which is known then."""

@@ -52,7 +52,7 @@ class Cursor:
         self.idle_since = 0.0
         self._reader = reader
         self._topic = topic
-        self._due = start.message_id
+        self._due = start.message_id if start.message_id.entry_id >= 0 else None
         self._last = NOWHERE
         """The entry that was judged last."""
         self._left: deque[Entry] = deque()
@@ -63,7 +63,7 @@ class Cursor:
         Raises what the collector does, LOG_GAP if the limit is not as it was known, LOG_UNREADABLE.
         """
         start = self.here
-        while limit.message_id is not None and self._last < limit.message_id:
+        while self._last < limit.message_id:
             entry = await self._peek()
             if self._is_full(start, entry):
                 return Step(start, self.here, self.collector.take())

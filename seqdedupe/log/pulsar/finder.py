@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import BATCH, ENTRY, KIND, ROWS, Entry, Owner, Place
+from seqdedupe.log.pulsar.entries import BATCH, ENTRY, KIND, ROWS, Entry, Place
 from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.places import begins_record
 from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId, Position
 
@@ -66,17 +67,17 @@ class Finder:
 
     async def _first_standing(self) -> Standing:
         nothing = Standing.start(self.incarnation)
-        marker: Owner | None = None
+        marker: Place | None = None
         for first in range(0, len(self.ledgers), STEP_ENTRIES):
             for entry in await self._entries(first, first + STEP_ENTRIES - 1):
                 place = _place(entry)
-                if place is None or (marker and place.owner.term < marker.term):
+                if place is None or (marker and place.owner.term < marker.owner.term):
                     continue
-                if place.index >= 0:
-                    # A marker does not say which index is the next: what follows it does.
+                if place.number:
+                    # Which index is the next a marker says only as far as its writer knew: what follows it knows.
                     return nothing._replace(next_index=place.index) if marker else Standing(*place)
-                marker = place.owner
-        return nothing
+                marker = place
+        return nothing._replace(next_index=max(marker.index, 0)) if marker else nothing
 
     async def known_at(self, at: int) -> Known:
         """After this entry."""
@@ -135,7 +136,12 @@ class Finder:
                 high = middle
             else:
                 low = middle
-        return (await self.known_at(low)).standing.next_index
+        # Rows of a batch that began before are as old as its first one.
+        for first in range(high, len(self.ledgers), STEP_ENTRIES):
+            for entry in await self._entries(first, first + STEP_ENTRIES - 1):
+                if begins_record(entry.message):
+                    return (await self.known_at(self._at(entry) - 1)).standing.next_index
+        return (await self.known_at(len(self.ledgers) - 1)).standing.next_index
 
     async def _by_its_marker(self, at: int) -> Known | None:
         """After this entry, if it and its marker say enough."""
@@ -144,7 +150,8 @@ class Finder:
         if entry is None or place is None or not 0 < place.number <= at:
             return None
         marker = await self._entry(at - place.number)
-        if marker is None or _place(marker) != Place(place.owner, 0, -1) or self._is_of_another(place):
+        of_marker = marker and _place(marker)
+        if of_marker is None or of_marker[:2] != (place.owner, 0) or self._is_of_another(place):
             return None
         return _after_valid(entry, place, at)
 

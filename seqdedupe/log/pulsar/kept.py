@@ -49,9 +49,9 @@ class Kept:
     async def step(self, here: Point, limit: Point) -> Step:
         """The step that begins here. Raises what `Cursor.step` does."""
         for step in self._steps:
-            if step.start.message_id == here.message_id:
+            if step.start.size_bytes == here.size_bytes:
                 return step
-        if any(cursor.here.message_id == here.message_id for cursor in self._idle):
+        if any(cursor.here.size_bytes == here.size_bytes for cursor in self._idle):
             try:
                 return await self._read(here, limit)
             except UnavailableError:
@@ -77,11 +77,12 @@ class Kept:
     async def cursor(self, here: Point) -> AsyncIterator[Cursor]:
         """A cursor that stands here: one that was kept, else a new one. It is kept if nothing is raised."""
         async with self._reading:
-            cursor = next((each for each in self._idle if each.here.message_id == here.message_id), None)
+            cursor = next((each for each in self._idle if each.here.size_bytes == here.size_bytes), None)
             if cursor is not None:
                 self._idle.remove(cursor)
             else:
-                reader = await open_reader(self._client, self._topic, here.message_id, self._queue_entries)
+                start = here.message_id if here.message_id.entry_id >= 0 else None
+                reader = await open_reader(self._client, self._topic, start, self._queue_entries)
                 cursor = Cursor(reader, self._topic, here)
             try:
                 yield cursor

@@ -3,8 +3,8 @@
 What the log knows of its topic are the points that a snapshot holds, else its beginning; from there on it reads the
 topic once, and then what it knows grows by what is confirmed. Older messages are found from one of these points on.
 
-What stands before a point that every durable snapshot has as its first is not kept any more: the durable subscription
-of the sidecar moves there, and Pulsar removes it as its own retention says.
+The durable subscription of the sidecar keeps what its last durable snapshot needs. What stands before is Pulsar's to
+remove, by its own retention.
 """
 
 import asyncio
@@ -34,6 +34,8 @@ SURELY_TAKEN_BYTES = 1024 * 1024
 PLAIN_QUEUE_ENTRIES = 500
 PACKED_QUEUE_ENTRIES = 10
 """Entries that a reader fetches ahead: Pulsar's client bounds them by number only."""
+MOVE_SECONDS = 10.0
+"""Between two moves of the subscription: each takes calls of the admin URL."""
 
 _WIDEST_NUMBER = 2**62
 _WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
@@ -88,8 +90,11 @@ class PulsarLog:
         self._settings = settings
         self._is_plain = settings.format is EntryFormat.PLAIN
         queue_entries = PLAIN_QUEUE_ENTRIES if self._is_plain else PACKED_QUEUE_ENTRIES
-        self._content = Content(shared.client, topic, points, queue_entries, lambda: self._limit)
-        self._kept_from: MessageId | None = None
+        self._content = Content(shared.client, topic, points, queue_entries, lambda: self._limit, self._look_at_ledgers)
+        self._first_ledger_id = NOWHERE.ledger_id
+        """Before it all ledgers are gone, as far as was looked."""
+        self._moves_at = 0.0
+        """The subscription, at the earliest."""
         self._last_ms = 0
         self._name_number = 0
         self._writer: Writer | None = None
@@ -214,7 +219,7 @@ class PulsarLog:
             await self._let_go()
             raise
         self._opening = opening = Opening(owner, writer, self._content.places, settle)
-        writer.was_read([self._end.message_id or NOWHERE])
+        writer.was_read([self._end.message_id])
         return 0
 
     async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
@@ -283,7 +288,7 @@ class PulsarLog:
         elif not own:
             opening.fail("Pulsar has answered an entry that is not in the topic")
         elif not opening.failed:
-            opening.writer.was_read([one.after.message_id or NOWHERE for one in own])
+            opening.writer.was_read([one.after.message_id for one in own])
 
     # Reading.
 
@@ -296,6 +301,7 @@ class PulsarLog:
 
         Raises NO_STATE, LOG_DAMAGED, LOG_UNREADABLE.
         """
+        self._content.places.trim(self._content.places.left(await self._look_at_ledgers()))
         await self._content.begin(covered_index)
 
     @property
@@ -334,26 +340,34 @@ class PulsarLog:
         return place_bytes.encode(self.incarnation, points if last is points[-1] else [*points, last])
 
     async def snapshot_is_durable(self, place: bytes) -> None:
-        first = place_bytes.decode(self.incarnation, place)[0].message_id if place else None
-        if first is not None and first != self._kept_from:
+        now_seconds = asyncio.get_running_loop().time()
+        if not place or now_seconds < self._moves_at:
+            return
+        needed = place_bytes.decode(self.incarnation, place)[-1]
+        admin, subscription = self._shared.admin, self._shared.subscription
+        if needed.message_id.entry_id >= 0:
             # Somebody may have deleted it.
-            await self._shared.admin.create_subscription(self._topic, self._shared.subscription)
-            await self._shared.admin.keep_from(self._topic, self._shared.subscription, first)
-            self._kept_from = first
+            await admin.create_subscription(self._topic, subscription)
+            await admin.keep_from(self._topic, subscription, needed.message_id)
+            self._content.needed = needed
+        await self._look_at_ledgers()
+        self._moves_at = now_seconds + MOVE_SECONDS
+
+    async def _look_at_ledgers(self) -> int:
+        self._first_ledger_id = await self._shared.admin.first_ledger(self._topic)
+        return self._first_ledger_id
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
-        points = self._content.places.below(covered_index)
-        size_bytes, age_ms = retention
-        first = points[0]
-        for point in points[1:]:
-            is_too_much = size_bytes is not None and self._end.size_bytes - point.size_bytes >= size_bytes
-            if not is_too_much and not (age_ms is not None and point.at_latest_ms < self._shared.clock_ms() - age_ms):
-                break
-            first = point
-        return first.next_index
+        """Retention is Pulsar's: the first index that it has left, as far as was looked."""
+        places = self._content.places
+        left, last = places.left(self._first_ledger_id), places.below(covered_index)[-1]
+        return min(left.next_index, last.next_index)
 
     async def trim(self, below_index: int) -> None:
-        self._content.places.trim(below_index)
+        """Has been done; what is gone is known from now on."""
+        left = self._content.places.left(self._first_ledger_id)
+        if left.next_index <= below_index:
+            self._content.places.trim(left)
 
     async def close(self) -> None:
         if not self.is_closed:

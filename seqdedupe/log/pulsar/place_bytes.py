@@ -4,7 +4,7 @@ import struct
 from collections.abc import Sequence
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import NOWHERE, Owner
+from seqdedupe.log.pulsar.entries import Owner
 from seqdedupe.log.pulsar.places import Point, thinned
 from seqdedupe.log.pulsar.terms import Standing
 from seqdedupe.message_id import MessageId
@@ -24,7 +24,7 @@ def encode(incarnation: int, points: Sequence[Point]) -> bytes:
 
 def _encode(point: Point) -> bytes:
     (_, term, ownership), number, index = point.standing
-    ledger_id, entry_id, _ = point.message_id or NOWHERE
+    ledger_id, entry_id, _ = point.message_id
     times = point.publish_time_ms, point.at_latest_ms
     return _POINT.pack(term, ownership, number, index, ledger_id, entry_id, *times, point.size_bytes)
 
@@ -58,9 +58,8 @@ def _decode(
     at_latest_ms: int,
     size_bytes: int,
 ) -> Point:
-    message_id = MessageId(ledger_id, entry_id) if ledger_id >= 0 else None
     standing = Standing(Owner(incarnation, term, ownership), number, index)
-    return Point(standing, message_id, publish_time_ms, at_latest_ms, size_bytes)
+    return Point(standing, MessageId(ledger_id, entry_id), publish_time_ms, at_latest_ms, size_bytes)
 
 
 def _damaged(why: str) -> SeqdedupeError:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from seqdedupe.log.contract import Run, Runs
-from seqdedupe.log.pulsar.entries import BATCH, KIND, Message
+from seqdedupe.log.pulsar.entries import BATCH, KIND, NOWHERE, Message
 from seqdedupe.log.pulsar.plain import begins_batch
 from seqdedupe.log.pulsar.terms import Standing
 from seqdedupe.message_id import MessageId
@@ -25,8 +25,9 @@ class Point(NamedTuple):
     """A place between two entries, and all that is needed to read on there."""
 
     standing: Standing
-    message_id: MessageId | None
-    """That of the valid entry before; None at the beginning."""
+    message_id: MessageId
+    """That of the valid entry before. At the topic's beginning it has no entry (-1), and the ledger of the first valid
+    one, once that is known."""
     publish_time_ms: int
     """That of the record before: at the earliest, where it was written and not read."""
     at_latest_ms: int
@@ -37,7 +38,7 @@ class Point(NamedTuple):
     @staticmethod
     def start(incarnation: int) -> "Point":
         """Before everything."""
-        return Point(Standing.start(incarnation), None, 0, 0, 0)
+        return Point(Standing.start(incarnation), NOWHERE, 0, 0, 0)
 
     @property
     def next_index(self) -> int:
@@ -81,6 +82,8 @@ class Places:
     def advance(self, to: Point, *, begins_record: bool, is_batch: bool) -> Runs:
         """The next valid entry stands there, and `to` is the point after it. Its rows' message IDs."""
         end, self.end = self.end, to
+        if end.message_id == NOWHERE:
+            self._points[0] = end._replace(message_id=MessageId(to.message_id.ledger_id, NOWHERE.entry_id))
         rows = to.next_index - end.next_index
         if begins_record:
             if end.size_bytes - self._points[-1].size_bytes >= STEP_BYTES:
@@ -88,7 +91,7 @@ class Places:
                 self._thin()
             if rows:
                 self._last_record = end
-        if not rows or to.message_id is None:
+        if not rows:
             return ()
         run = Run(rows, to.message_id.ledger_id, to.message_id.entry_id, 0 if is_batch else -1)
         self._recent.append((end.next_index, run))
@@ -114,9 +117,14 @@ class Places:
             self._points.insert(at, point)
             self._thin()
 
-    def trim(self, below_index: int) -> None:
-        """The topic begins with the last point that has nothing of this index and after it before."""
-        del self._points[: max(0, bisect_right(self._points, below_index, key=_next_index) - 1)]
+    def left(self, first_ledger_id: int) -> Point:
+        """The first point of which the entry before is there, where all ledgers before this one are gone."""
+        at = bisect_left(self._points, first_ledger_id, key=lambda point: point.message_id.ledger_id)
+        return self._points[min(at, len(self._points) - 1)]
+
+    def trim(self, first: Point) -> None:
+        """The topic begins with this point."""
+        del self._points[: bisect_left(self._points, first.size_bytes, key=_size)]
 
     def _thin(self) -> None:
         if len(self._points) > MAX_POINTS:

@@ -75,6 +75,12 @@ class StandInAdmin(Admin):
     async def create_subscription(self, topic: str, name: str) -> None:
         await asyncio.sleep(0)
 
+    async def first_ledger(self, topic: str) -> int:
+        await asyncio.sleep(0)
+        if not self.answers:
+            raise error("LOG_UNREADABLE", "no broker answers")
+        return self._client.topic.first_ledger
+
     async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
         await asyncio.sleep(0)
         if not self.answers:

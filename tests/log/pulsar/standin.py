@@ -71,6 +71,11 @@ class PulsarTopic:
         gone = sorted({entry.message_id.ledger_id for entry in self.entries})[:ledgers]
         self.entries = [entry for entry in self.entries if entry.message_id.ledger_id not in gone]
 
+    @property
+    def first_ledger(self) -> int:
+        """That of the first entry left; without one, the current ledger."""
+        return self.entries[0].message_id.ledger_id if self.entries else self._ledger
+
     def keep_from(self, message_id: MessageId) -> None:
         assert any(entry.message_id == message_id for entry in self.entries), "what it is to keep is gone already"
         self.kept_from = message_id

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqdedupe.errors import DamagedError
+from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar import finder as module
-from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.entries import KIND, Entry, Message
 from seqdedupe.log.pulsar.finder import Finder, Known, last_of
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
@@ -16,7 +17,7 @@ from seqdedupe.message_id import MessageId, Position
 from tests.batches import batch
 from tests.log.pulsar.standin import PulsarTopic
 from tests.log.pulsar.test_terms import ACTIONS, play
-from tests.log.pulsar.topics import INCARNATION, marker, owner, packed, rows, stock
+from tests.log.pulsar.topics import INCARNATION, SETTINGS, marker, owner, packed, rows, stock, token
 
 
 class Topic(Finder):
@@ -109,24 +110,30 @@ async def test_void_entries_at_the_end_do_not_count() -> None:
     assert (end.standing, end.last and end.last.index) == (Standing(owner(2), 1, 400), 399)
 
 
-@pytest.mark.parametrize("first", [marker(2), stock()], ids=["a marker", "somebody else's"])
+KNOWING = entries.marker(INCARNATION, 2, token(2), SETTINGS, 4)
+"""Its writer did not know of the last message."""
+
+
+@pytest.mark.parametrize("first", [marker(2), KNOWING, stock()], ids=["a marker", "a knowing one", "somebody else's"])
 async def test_what_was_trimmed_is_not_the_beginning(first: Message) -> None:
     messages = of_owners(1, 10)
     topic = topic_of(messages[:6])
     topic.roll_over()
-    for message in [
-        first,
-        *(rows(2, 1, 5, batch([("p", 5), ("p", 6)])) if "seqdedupe.entry" in first.properties else messages[6:]),
-    ]:
+    is_marker = KIND in first.properties
+    for message in [first, *(rows(2, 1, 5, batch([("p", 5), ("p", 6)])) if is_marker else messages[6:])]:
         topic.add(message)
     assert (await Topic(topic).beginning()).standing.next_index == 0
     topic.trim(ledgers=1)
     left = Topic(topic)
     assert (await left.beginning()).standing.next_index == 5
-    assert (await left.end()).standing.next_index == (7 if first == marker(2) else 10)
-    assert (await left.around(5))[1].last == Position(
-        INCARNATION, MessageId(13, 1), 5, owner(2 if first == marker(2) else 1).ownership
-    )
+    assert (await left.end()).standing.next_index == (7 if is_marker else 10)
+    ownership = owner(2 if is_marker else 1).ownership
+    assert (await left.around(5))[1].last == Position(INCARNATION, MessageId(13, 1), 5, ownership)
+
+
+async def test_only_a_marker_is_left() -> None:
+    """It says how far its writer knew the topic."""
+    assert await Topic(topic_of([KNOWING])).end() == Known(0, Standing(owner(2), 1, 4))
 
 
 async def test_a_packed_entry_has_many_messages() -> None:
@@ -136,6 +143,14 @@ async def test_a_packed_entry_has_many_messages() -> None:
     before, after = await topic.around(1234)
     assert (before.standing.next_index, after.standing.next_index) == (1230, 1240)
     assert await topic.first_at(1000 + 51) == 490
+
+
+async def test_a_row_is_as_old_as_its_batch() -> None:
+    several = [batch([("p", k * 10 + i + 1) for i in range(10)], links={"p": k * 10 or -1}) for k in range(20)]
+    topic = Topic(
+        topic_of([marker(1), *(row for k, one in enumerate(several) for row in rows(1, 1 + k * 10, k * 10, one))])
+    )
+    assert [await topic.first_at(1002 + index) for index in (0, 1, 50, 55, 191)] == [0, 10, 50, 60, 200]
 
 
 async def test_an_empty_topic() -> None:

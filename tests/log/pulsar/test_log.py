@@ -27,7 +27,7 @@ BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_for
 class StandInHarness(LogHarness):
     failure = Failure.UNKNOWN
     takes_higher_terms_only = True
-    trimmed_messages = 33
+    trims = False
 
     def __init__(self, entry_format: EntryFormat) -> None:
         self.topic = PulsarTopic(clock_ms=lambda: self.now_ms)

@@ -4,12 +4,14 @@ import asyncio
 import itertools
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 
 import pytest
 
-from seqdedupe.errors import DamagedError, SeqdedupeError
+from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError
 from seqdedupe.log.contract import Retention
 from seqdedupe.log.pulsar import kept, place_bytes, places
+from seqdedupe.log.pulsar import log as log_module
 from seqdedupe.log.pulsar.entries import EntryFormat, Owner
 from seqdedupe.log.pulsar.log import PulsarLog
 from seqdedupe.log.pulsar.places import MAX_POINTS, STEP_BYTES, Places, Point, thinned
@@ -90,7 +92,6 @@ async def test_a_snapshot_whose_last_message_is_gone_is_no_state(entry_format: E
     """The control: with the subscription that keeps it all is well."""
     harness = StandInHarness(entry_format)
     log = await filled(harness, 60)
-    await log.trim(await log.may_trim_to(50, Retention(0)))
     place = log.place_at(50)
     await log.snapshot_is_durable(place)
     await log.close()
@@ -102,8 +103,9 @@ async def test_a_snapshot_whose_last_message_is_gone_is_no_state(entry_format: E
         harness.topic.add(marker(7, "other"))
     there = list(harness.topic.entries)
     if is_kept:
+        assert len(there) < 40
         log = await harness.open(50, place)
-        assert await ids_from(log, log.first_index, 60) == list(range(log.first_index, 60))
+        assert [what(r)[1] for r in await replayed(log, 49)] == list(range(49, 60))
         await log.close()
         return
     with pytest.raises(DamagedError, match="NO_STATE"):
@@ -139,59 +141,83 @@ async def test_a_hole_that_is_met_later_is_a_gap() -> None:
     assert harness.client.open_readers == 0
 
 
-# The subscription.
+# What Pulsar removes.
 
 
-async def test_the_subscription_moves_when_a_snapshot_that_says_so_is_durable() -> None:
-    harness = StandInHarness(EntryFormat.PLAIN)
-    log = await filled(harness, 100)
-    old = log.place_at(100)
-    first = await log.may_trim_to(100, Retention(0))
-    assert 60 < first < 100
-    await log.trim(first)
-    assert (log.first_index, harness.topic.kept_from) == (first, None)
-    await log.snapshot_is_durable(old)
-    harness.topic.retain_nothing()
-    assert harness.topic.kept_from is None
-    # A crash here: the old snapshot finds everything.
-    crashed = await harness.open(100, old)
-    assert await ids_from(crashed, 0, 100) == list(range(100))
-    await crashed.close()
-    new = log.place_at(100)
-    harness.admin.answers = False
-    with pytest.raises(SeqdedupeError):
-        await log.snapshot_is_durable(new)
-    # A crash here: what the new one needs is there, and more.
-    crashed = await harness.open(100, new)
-    assert await ids_from(crashed, first, 100) == list(range(first, 100))
-    await crashed.close()
-    harness.admin.answers = True
-    await log.snapshot_is_durable(new)
-    harness.topic.retain_nothing()
-    assert len(harness.topic.entries) < 60
-    await log.close()
-    log = await harness.open(100, new)
-    assert log.first_index == first
-    assert await ids_from(log, first, 100) == list(range(first, 100))
-    with pytest.raises(DamagedError, match="NO_STATE"):
-        await harness.open(100)
-    await log.close()
-
-
-async def test_retention_keeps_so_many_bytes_and_what_is_young() -> None:
+async def test_the_subscription_moves_when_a_snapshot_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "MOVE_SECONDS", 0)
     harness = StandInHarness(EntryFormat.PLAIN)
     log = await filled(harness, 0)
     owner = await OwnerOfLog(log, 2).open()
+    places = []
     for i in range(200):
-        harness.now_ms += 1000
         owner.append(i, 1, PAYLOAD_BYTES)
         await owner.until_stored(i + 1)
+        if i % 20 == 9:
+            harness.topic.roll_over()
+        if i % 5 == 0:
+            places.append((i + 1, log.place_at(i + 1)))
+    for k, (covered_index, place) in enumerate(places):
+        # A crash before the subscription moves, and one after it: what is durable is enough.
+        for _ in range(2):
+            harness.topic.retain_nothing()
+            again = await harness.open(covered_index, place)
+            assert again.first_index <= covered_index
+            ids = [what(r)[1] for r in await replayed(again, covered_index - 1) if r.rows]
+            assert ids == list(range(covered_index - 1, 200))
+            await again.close()
+            harness.admin.answers = k % 3 > 0
+            with nullcontext() if harness.admin.answers else pytest.raises(SeqdedupeError):
+                await log.snapshot_is_durable(place)
+            harness.admin.answers = True
+    assert len(harness.topic.entries) < 40
+    with pytest.raises(DamagedError, match="NO_STATE"):
+        await harness.open(*places[-20])
+    await log.close()
+
+
+async def test_it_does_not_move_with_every_snapshot() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await filled(harness, 60)
+    await log.snapshot_is_durable(log.place_at(40))
+    kept_from = harness.topic.kept_from
+    await log.snapshot_is_durable(log.place_at(60))
+    assert harness.topic.kept_from == kept_from is not None
+    await log.close()
+
+
+async def test_what_retention_has_removed_is_trimmed_for_readers() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await filled(harness, 200)
+    reading = await harness.open(200, log.place_at(200))
+    assert await ids_from(reading, 0, 40) == list(range(40))
+    for each in (log, reading):
+        await each.snapshot_is_durable(each.place_at(200))
     assert await log.may_trim_to(200, Retention()) == 0
-    by_size = await log.may_trim_to(200, Retention(size_bytes=50 * PAYLOAD_BYTES))
-    assert 100 <= by_size <= 150
-    by_age = await log.may_trim_to(200, Retention(age_ms=50_000))
-    assert 100 <= by_age <= 150
-    assert await log.may_trim_to(60, Retention(0)) < 60
+    harness.topic.trim(ledgers=4)
+    # One learns it when it reads there, or where it stood, the other one when it looks, or is opened.
+    for index in (0, 70):
+        with pytest.raises(PositionError, match="POSITION_TRIMMED") as caught:
+            await ids_from(reading, index, 200)
+        first = int(caught.value.numbers["first_index"])
+        assert 100 <= first < 140
+        assert reading.first_index == first
+    assert await ids_from(reading, first, 200) == list(range(first, 200))
+    await reading.close()
+    place = log.place_at(200)
+    log._moves_at = 0
+    await log.snapshot_is_durable(place)
+    assert await log.may_trim_to(200, Retention()) == first
+    assert await log.may_trim_to(50, Retention()) < 50
+    assert log.first_index == 0
+    await log.trim(first)
+    assert log.first_index == first
+    await log.close()
+    log = await harness.open(200, place)
+    assert log.first_index == first
+    assert [what(r)[1] for r in await replayed(log, first) if r.rows] == list(range(first, 200))
+    with pytest.raises(PositionError):
+        await log.locate(first - 1)
     await log.close()
 
 
@@ -346,21 +372,22 @@ def grown(entries: int, seed: int) -> tuple[Places, list[Point]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_points_are_bounded_and_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "MAX_POINTS", 40)
-    of, every = grown(2_000, seed)
+    of, points = grown(2_000, seed)
+    every = {point.size_bytes for point in points}
     for index in random.Random(seed).sample(range(of.end.next_index), 200):
         point = of.at(index)
         assert point.next_index <= index
-        assert point in every
+        assert point.size_bytes in every
         assert all(one.next_index < index for one in of.below(index)[1:])
     known = of.below(of.end.next_index)
     assert len(known) <= 40
-    assert known[0] == Point.start(INCARNATION)
+    assert known[0].size_bytes == 0
     apart = [b.size_bytes - a.size_bytes for a, b in itertools.pairwise(known)]
     assert max(apart) < of.end.size_bytes / 3
     assert max(apart[-10:]) < 4 * STEP_BYTES
-    of.go_back(every[700])
-    assert of.end == every[700]
-    assert of.at(of.end.next_index) in every[:701]
+    of.go_back(points[700])
+    assert of.end == points[700]
+    assert of.at(of.end.next_index).size_bytes in every
     assert all(point.size_bytes <= of.end.size_bytes for point in of.below(10**9))
 
 
