@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from examples.pulsar.messages import Received, Topic, messages
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker, free_port
 from seqdedupe.client import Client, Producer, ProducerConfig, blocking
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
@@ -62,7 +63,16 @@ async def namespace(broker: Broker) -> str:
     """One that nobody else uses: a sidecar takes all topics of its namespaces."""
     name = f"public/sidecars-{next(_namespaces)}"
     url = AdminUrl(broker.admin_url, secured.token)
-    await url.call("PUT", f"namespaces/{name}", {"subscription_expiration_time_minutes": 0})
+
+    async def is_made() -> bool:
+        # A broker that was just started may break off.
+        try:
+            await url.call("PUT", f"namespaces/{name}", {"subscription_expiration_time_minutes": 0}, "TOPIC_EXISTS")
+        except SeqdedupeError as e:
+            return e.reason == "TOPIC_EXISTS"
+        return True
+
+    await until(is_made)
     return name
 
 
