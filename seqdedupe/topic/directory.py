@@ -358,7 +358,7 @@ class Topics(Generic[T]):
 
     def check_room(self, more: int = 1) -> None:
         """Raises TOO_MANY_TOPICS unless there may be so many more."""
-        making = sum(len(self.partitions.names(whole)) for whole in self.changing)
+        making = sum(name not in self.records for whole in self.changing for name in self.partitions.names(whole))
         count = len(self.live) + len(self.closed) + len(self.creating) + making
         if count + more > self._max_topics:
             raise error(
