@@ -29,6 +29,8 @@ FIGURES = (
     "doctor",
     "memory",
     "attached",
+    "functions",
+    "pulsar_publish",
     "spark_source",
     "spark_postgres",
     "spark_dedupe",
