@@ -29,6 +29,7 @@ FIGURES = (
     "doctor",
     "memory",
     "attached",
+    "pulsar_recovery",
     "spark_source",
     "spark_postgres",
     "spark_dedupe",
