@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from seqdedupe.client import Message
+from seqdedupe.client.receipts import NO_PARTITION
 from seqdedupe.command import json_text
 
 _PROPERTY = "property."
@@ -24,6 +25,7 @@ def _base64(value: bytes | None) -> str | None:
 
 
 _COLUMNS: dict[str, Callable[[Message], int | str | None]] = {
+    "partition": lambda message: message.partition if message.partition != NO_PARTITION else None,
     "index": lambda message: message.index,
     "message_id": lambda message: str(message.message_id),
     "producer_name": lambda message: message.producer_name,
@@ -48,7 +50,7 @@ def json_line(message: Message) -> bytes:
             if found is not None:  # in place of the text, which there is not
                 del value[name.removesuffix("_base64")]
                 value[name] = found
-        else:
+        elif name != "partition" or found is not None:
             value[name] = found
     return json_text(value).encode() + b"\n"
 

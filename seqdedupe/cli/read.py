@@ -11,20 +11,24 @@ import click
 
 from seqdedupe.cli.message_columns import Condition, json_line
 from seqdedupe.cli.options import common, connect_to, tell_waiting
-from seqdedupe.client import Message
-from seqdedupe.client.blocking import Reader
+from seqdedupe.client import Message, PartitionedPosition
+from seqdedupe.client.blocking import Client, PartitionedReader, Reader
 from seqdedupe.client.reader import Start
+from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.command import printable, standard_output
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
+from seqdedupe.names import partition_name, topic_name
 
 MAX_INDEX = 2**63 - 1
 
 
-class _StartType(click.ParamType[Start]):
+class _StartType(click.ParamType[Start | PartitionedPosition]):
     name = "start"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Start:
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Start | PartitionedPosition:
         text = str(value)
         if text == "earliest" or text == "latest":
             return text  # type: ignore[return-value]
@@ -32,6 +36,8 @@ class _StartType(click.ParamType[Start]):
             return int(text)
         with suppress(SeqdedupeError, ValueError):  # of numbers that are too large for a position
             return Position.from_proto(Position.parse(text).to_proto())
+        with suppress(SeqdedupeError):
+            return PartitionedPosition.parse(text)
         raise click.BadParameter(f"{text!r} is not earliest, latest, an index, a message ID or a position.", ctx, param)
 
 
@@ -74,7 +80,7 @@ class _ConditionType(click.ParamType[Condition]):
 @common
 def read(
     topic: str,
-    start: Start,
+    start: Start | PartitionedPosition,
     follow: bool,
     limit: int | None,
     conditions: tuple[Condition, ...],
@@ -84,19 +90,24 @@ def read(
 ) -> None:
     """Print the messages of a topic: the payloads as they are, one a line, or with --json one object a line.
 
-    On a terminal, control characters in payloads are shown as escapes.
+    On a terminal, control characters in payloads are shown as escapes. Of a partitioned topic all partitions are read,
+    each in its own order.
     """
     with standard_output():
         out = sys.stdout.buffer
     form = json_line if as_json else _escaped_line if sys.stdout.isatty() else _payload_line
     with connect_to(address, topic) as client:
-        client.admin.topic(topic)
+        partitions = client.admin.topic(topic).partitions
+        names = [partition_name(topic_name(topic), k) for k in range(partitions)] or [topic]
         if not follow and limit is None:
-            client.ends(topic)  # a topic that does not know its end says so in time
+            for name in names:
+                client.ends(name)  # a topic that does not know its end says so in time
         left = limit
         waiting = partial(tell_waiting, topic, as_json)
-        with client.reader(topic, start, follow=follow, skip_damaged=skip_damaged, on_waiting=waiting) as reader:
-            told = 0
+        with _reader(
+            client, topic, start, partitions, follow=follow, skip_damaged=skip_damaged, on_waiting=waiting
+        ) as reader:
+            told: set[tuple[str, range]] = set()
             for stored in reader.batches():
                 told = _tell_skipped(reader, told, as_json)
                 messages = (Message(stored, row) for row in range(len(stored)))
@@ -111,20 +122,55 @@ def read(
             _tell_skipped(reader, told, as_json)
 
 
-def _tell_skipped(reader: Reader, told: int, as_json: bool) -> int:
-    """Says which messages were passed over since the first `told` times; how many times it is now."""
-    for skipped in reader.skipped[told:]:
+def _reader(
+    client: Client,
+    topic: str,
+    start: Start | PartitionedPosition,
+    partitions: int,
+    *,
+    follow: bool,
+    skip_damaged: bool,
+    on_waiting: OnWaiting,
+) -> Reader | PartitionedReader:
+    """A reader of the topic, or of all of its partitions. Raises INVALID_POSITION for a place of the other kind."""
+    if not partitions and not isinstance(start, PartitionedPosition):
+        return client.reader(topic, start, follow=follow, skip_damaged=skip_damaged, on_waiting=on_waiting)
+    if partitions and (isinstance(start, PartitionedPosition) or start in ("earliest", "latest")):
+        return client.partitioned_reader(topic, start, follow=follow, skip_damaged=skip_damaged, on_waiting=on_waiting)
+    raise error(
+        "INVALID_POSITION",
+        f"{topic} has {partitions or 'no'} partitions, and {start} is no place in "
+        + ("all of them" if partitions else "a topic that has none"),
+        hint="Begin at earliest or latest, or read one partition by its name." if partitions else None,
+    )
+
+
+def _skipped(reader: Reader | PartitionedReader) -> list[tuple[str, range]]:
+    """What was passed over, by the name of its topic."""
+    if isinstance(reader, Reader):
+        return [(reader.topic, skipped) for skipped in reader.skipped]
+    return [(partition_name(reader.topic, k), skipped) for k, some in reader.skipped.items() for skipped in some]
+
+
+def _tell_skipped(
+    reader: Reader | PartitionedReader, told: set[tuple[str, range]], as_json: bool
+) -> set[tuple[str, range]]:
+    """Says which messages were passed over, but for those that were told; all of them."""
+    passed_over = _skipped(reader)
+    for topic, skipped in passed_over:
+        if (topic, skipped) in told:
+            continue
         first, next_index = skipped.start, skipped.stop
         if as_json:
-            found = {"topic": reader.topic, "first_index": first, "next_index": next_index, "messages": len(skipped)}
+            found = {"topic": topic, "first_index": first, "next_index": next_index, "messages": len(skipped)}
             click.echo(json.dumps({"skipped": found}), err=True)
         else:
             click.echo(
-                f"seqdedupe: {len(skipped):,} messages of {printable(reader.topic)} are damaged and were skipped, "
+                f"seqdedupe: {len(skipped):,} messages of {printable(topic)} are damaged and were skipped, "
                 f"indexes {first} to {next_index - 1}",
                 err=True,
             )
-    return len(reader.skipped)
+    return set(passed_over)
 
 
 def _payload_line(message: Message) -> bytes:

@@ -1,6 +1,8 @@
 """`seqdedupe publish --verify`: a file against all that the topic holds of its producer."""
 
 from collections.abc import Iterable, Iterator
+from heapq import merge
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ from seqdedupe.client import Message
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import echo
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import producer_name, topic_name
+from seqdedupe.names import partition_name, producer_name, topic_name
 
 _MOST_SHOWN = 10
 """Differences of each kind."""
@@ -153,8 +155,12 @@ def verify(client: Client, topic: str, name: str, records: Iterable[Record]) -> 
     no name over."""
     comparison = Comparison(topic, name)
     producer_name(name)
-    comparison.first_index = client.ends(topic).first_index
-    comparison.compare(records, _messages_of(client, topic, name))
+    count = client.admin.topic(topic).partitions
+    parts = [partition_name(topic_name(topic), k) for k in range(count)] or [topic]
+    comparison.first_index = sum(client.ends(part).first_index for part in parts)
+    # Each partition's rise, so that all of them together do.
+    messages = merge(*(_messages_of(client, part, name) for part in parts), key=attrgetter("sequence_id"))
+    comparison.compare(records, messages)
     return comparison
 
 

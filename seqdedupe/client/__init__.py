@@ -7,6 +7,7 @@ from seqdedupe.client.broker import BrokerClient, ProducerNumbers
 from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.outbox import Counters
+from seqdedupe.client.partitioned_reader import PartitionedPosition, PartitionedReader
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader
 from seqdedupe.client.receipts import BatchReceipt, BatchResult, Published, Receipt, Verdict
@@ -45,6 +46,8 @@ __all__ = [
     "MessageId",
     "NotFoundError",
     "OutcomeUnknownError",
+    "PartitionedPosition",
+    "PartitionedReader",
     "Persisted",
     "Position",
     "PositionError",

@@ -10,12 +10,13 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client.admin import Admin
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS, call, check_not_forked, new_channel, typed_errors
+from seqdedupe.client.partitioned_reader import PartitionedReader, PartitionedStart, PartitionEnds
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader, Start
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.names import topic_name
+from seqdedupe.names import partition_name, topic_name
 from seqdedupe.v1 import batch_pb2, read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
@@ -100,6 +101,32 @@ class Client:
             skip_damaged=skip_damaged,
             on_waiting=on_waiting,
         )
+
+    def partitioned_reader(
+        self,
+        topic: str,
+        start: PartitionedStart = "earliest",
+        *,
+        follow: bool = False,
+        skip_damaged: bool = False,
+        on_waiting: OnWaiting | None = None,
+    ) -> PartitionedReader:
+        """A reader of all partitions of a topic, see `PartitionedReader`."""
+        whole = topic_name(topic)
+
+        async def ends() -> list[PartitionEnds]:
+            count = (await self.admin.topic(whole)).partitions
+            if not count:
+                raise error("INVALID_REQUEST", f"{whole} has no partitions", hint="Read it with a plain reader.")
+            found = [await self.ends(partition_name(whole, k)) for k in range(count)]
+            return [PartitionEnds(Position.before(one.last.incarnation, one.first_index), one.last) for one in found]
+
+        def part(k: int, start: Start) -> Reader:
+            name = partition_name(whole, k)
+            options = {"follow": follow, "skip_damaged": skip_damaged}
+            return Reader(self._address, name, start, **options, on_waiting=on_waiting, partition=k)
+
+        return PartitionedReader(whole, start, ends, part)
 
     async def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError; RECOVERING if its end is still not known after 30 seconds."""

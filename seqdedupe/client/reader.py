@@ -11,6 +11,7 @@ from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import decode
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
+from seqdedupe.client.receipts import NO_PARTITION
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.client.waiting import OnWaiting, Waiting
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
@@ -60,6 +61,7 @@ class Reader:
         stop_index: int | None = None,
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
+        partition: int = NO_PARTITION,
     ) -> None:
         if stop_index is not None and (follow or stop_index < 0):
             why = "an index is 0 or higher" if stop_index < 0 else "a reader that follows has no end"
@@ -67,6 +69,7 @@ class Reader:
         self.topic = topic_name(topic)
         self.skipped: list[range] = []
         """With `skip_damaged`, the indexes of messages that were passed over, in order."""
+        self._partition = partition
         self._skip_damaged = skip_damaged
         self._waiting = Waiting(on_waiting)
         self._address = address
@@ -317,6 +320,7 @@ class Reader:
         except ValueError as e:
             what = f"the message IDs of {self.topic} from index {base_index} on are wrong: {e}"
             raise error("LOG_DAMAGED", what, index=base_index) from e
-        self._stored = StoredBatch(batch, base_index, record.publish_time_ms, incarnation, record.ownership, ids)
+        publish_time_ms, ownership = record.publish_time_ms, record.ownership
+        self._stored = StoredBatch(batch, base_index, publish_time_ms, incarnation, ownership, ids, self._partition)
         self._row = 0
         self._read_on_after(self._stored.position(len(batch) - 1))

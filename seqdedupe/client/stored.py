@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 
 from seqdedupe.batch import Batch
+from seqdedupe.client.receipts import NO_PARTITION
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.message_ids import MessageIds
 
@@ -24,6 +25,8 @@ class StoredBatch:
     """See `Position`."""
     message_ids: MessageIds | None = None
     """Those of the rows, where the log gives them; None where the index says them, as in the embedded log."""
+    partition: int = NO_PARTITION
+    """Where it was read as one of a partitioned topic; -1 otherwise."""
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -101,6 +104,11 @@ class Message:
     @property
     def index(self) -> int:
         return self._stored.base_index + self._row
+
+    @property
+    def partition(self) -> int:
+        """The partition that it is from, where a partitioned topic is read; -1 otherwise."""
+        return self._stored.partition
 
     @property
     def message_id(self) -> MessageId:

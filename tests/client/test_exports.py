@@ -12,8 +12,9 @@ from seqdedupe.client import ProducerConfig, blocking
 PUBLIC = [
     "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters", "DamagedError",
     "DataLossError", "FencedError", "InvalidRequestError", "Located", "Message", "MessageId", "NotFoundError",
-    "OutcomeUnknownError", "Persisted", "Position", "PositionError", "Producer", "ProducerConfig", "Published",
-    "Reader", "Receipt", "SeqdedupeError", "StoredBatch", "TopicEnds", "UnavailableError", "Verdict",
+    "OutcomeUnknownError", "PartitionedPosition", "PartitionedReader", "Persisted", "Position", "PositionError",
+    "Producer", "ProducerConfig", "Published", "Reader", "Receipt", "SeqdedupeError", "StoredBatch", "TopicEnds",
+    "UnavailableError", "Verdict",
 ]  # fmt: skip
 
 
@@ -25,7 +26,7 @@ def test_the_public_names_are_these() -> None:
     assert sorted(seqdedupe.client.__all__) == sorted([*PUBLIC, *FOR_BROKERS])
     assert all(hasattr(seqdedupe.client, name) for name in PUBLIC)
     assert sorted(blocking.__all__) == PUBLIC
-    own = ["Admin", "BatchReceipt", "Client", "Producer", "Reader", "Receipt"]
+    own = ["Admin", "BatchReceipt", "Client", "PartitionedReader", "Producer", "Reader", "Receipt"]
     assert [name for name in PUBLIC if getattr(blocking, name) is not getattr(seqdedupe.client, name)] == own
 
 

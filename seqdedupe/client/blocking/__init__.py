@@ -18,6 +18,7 @@ from seqdedupe.client import (
     MessageId,
     NotFoundError,
     OutcomeUnknownError,
+    PartitionedPosition,
     Persisted,
     Position,
     PositionError,
@@ -31,7 +32,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client.blocking.client import Admin, Client
 from seqdedupe.client.blocking.producer import Producer
-from seqdedupe.client.blocking.reader import Reader
+from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 
 __all__ = [
@@ -51,6 +52,8 @@ __all__ = [
     "MessageId",
     "NotFoundError",
     "OutcomeUnknownError",
+    "PartitionedPosition",
+    "PartitionedReader",
     "Persisted",
     "Position",
     "PositionError",

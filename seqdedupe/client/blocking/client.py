@@ -10,10 +10,11 @@ from seqdedupe.client import admin as _admin
 from seqdedupe.client import client as _client
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.blocking.producer import Producer
-from seqdedupe.client.blocking.reader import Reader
+from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.client.partitioned_reader import PartitionedStart
 from seqdedupe.client.reader import Start
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.message_id import Position
@@ -149,6 +150,21 @@ class Client:
     ) -> Reader:
         """A reader, see `Reader`."""
         return Reader(self._address, topic, start, follow, stop_index, skip_damaged, on_waiting)
+
+    def partitioned_reader(
+        self,
+        topic: str,
+        start: PartitionedStart = "earliest",
+        *,
+        follow: bool = False,
+        skip_damaged: bool = False,
+        on_waiting: OnWaiting | None = None,
+    ) -> PartitionedReader:
+        """A reader of all partitions of a topic, see `PartitionedReader`."""
+        reader = self._client.partitioned_reader(
+            topic, start, follow=follow, skip_damaged=skip_damaged, on_waiting=on_waiting
+        )
+        return PartitionedReader(reader)
 
     def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError."""

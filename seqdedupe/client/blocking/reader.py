@@ -1,43 +1,24 @@
-"""The reader for threads."""
+"""The readers for threads."""
 
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
 from seqdedupe.address import SidecarAddress
+from seqdedupe.client import partitioned_reader as _partitioned_reader
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.blocking.loop import run
+from seqdedupe.client.partitioned_reader import PartitionedPosition
 from seqdedupe.client.reader import Start
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.message_id import Position
 
 
-class Reader:
-    """As `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread.
+class _Messages:
+    """What readers for threads have in common."""
 
-    `on_waiting` is called from another thread, that of all clients: it must not block.
-    """
-
-    def __init__(
-        self,
-        address: SidecarAddress,
-        topic: str,
-        start: Start,
-        follow: bool,
-        stop_index: int | None,
-        skip_damaged: bool,
-        on_waiting: OnWaiting | None,
-    ) -> None:
-        self._reader = _reader.Reader(
-            address,
-            topic,
-            start,
-            follow=follow,
-            stop_index=stop_index,
-            skip_damaged=skip_damaged,
-            on_waiting=on_waiting,
-        )
+    _reader: _reader.Reader | _partitioned_reader.PartitionedReader
 
     def __enter__(self) -> Self:
         return self
@@ -50,16 +31,6 @@ class Reader:
     @property
     def topic(self) -> str:
         return self._reader.topic
-
-    @property
-    def position(self) -> Position | None:
-        """After the last message handed out; before the first, where it was told to start if that is known."""
-        return self._reader.position
-
-    @property
-    def skipped(self) -> list[range]:
-        """With `skip_damaged`, the indexes of messages that were passed over, in order."""
-        return self._reader.skipped
 
     def __iter__(self) -> Iterator[Message]:
         return self
@@ -86,3 +57,58 @@ class Reader:
     def close(self) -> None:
         """Ends it; another thread that waits in it gets the end."""
         run(self._reader.close)
+
+
+class Reader(_Messages):
+    """As `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread.
+
+    `on_waiting` is called from another thread, that of all clients: it must not block.
+    """
+
+    def __init__(
+        self,
+        address: SidecarAddress,
+        topic: str,
+        start: Start,
+        follow: bool,
+        stop_index: int | None,
+        skip_damaged: bool,
+        on_waiting: OnWaiting | None,
+    ) -> None:
+        self._reader: _reader.Reader = _reader.Reader(
+            address,
+            topic,
+            start,
+            follow=follow,
+            stop_index=stop_index,
+            skip_damaged=skip_damaged,
+            on_waiting=on_waiting,
+        )
+
+    @property
+    def position(self) -> Position | None:
+        """After the last message handed out; before the first, where it was told to start if that is known."""
+        return self._reader.position
+
+    @property
+    def skipped(self) -> list[range]:
+        """With `skip_damaged`, the indexes of messages that were passed over, in order."""
+        return self._reader.skipped
+
+
+class PartitionedReader(_Messages):
+    """As `seqdedupe.client.PartitionedReader`, with calls that block. It belongs to one thread."""
+
+    def __init__(self, reader: _partitioned_reader.PartitionedReader) -> None:
+        self._reader: _partitioned_reader.PartitionedReader = reader
+
+    @property
+    def position(self) -> PartitionedPosition | None:
+        """After the last message handed out of each partition; None before the first call that reads, unless it was
+        told where to start."""
+        return self._reader.position
+
+    @property
+    def skipped(self) -> dict[int, list[range]]:
+        """With `skip_damaged`, by partition the indexes of messages that were passed over, in order."""
+        return self._reader.skipped
