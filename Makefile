@@ -34,15 +34,18 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python -m bench
 
-# What the suite has a small fixed share of: random histories of a topic, mutated bytes, and kills in the middle of imports.
+# What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports, and
+# faults of a real Pulsar broker.
 CASES ?= 100000
 KILLS ?= 300
+FAULTS ?= 300
 SEED ?= $(shell date +%s)
 campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.property.run --cases $(CASES) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz batches --cases $(CASES)00 --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)
+	$(BIN)/python -m tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
 
 proto: $(READY)
 	BIN=$(abspath $(BIN)) ./proto/generate.sh

@@ -29,6 +29,8 @@ FIGURES = (
     "doctor",
     "memory",
     "attached",
+    "functions",
+    "pulsar_publish",
     "pulsar_recovery",
     "spark_source",
     "spark_postgres",

@@ -20,9 +20,9 @@ PAYLOAD = b"x" * 100
 _names = itertools.count()
 
 
-def rising(name: str, rows: int) -> setup.MakeBatch:
+def rising(name: str, rows: int, payload: bytes = PAYLOAD) -> setup.MakeBatch:
     """Batches of one producer with rising sequence IDs from 0."""
-    payloads = Binary.of_all([PAYLOAD] * rows)
+    payloads = Binary.of_all([payload] * rows)
     base = np.arange(rows, dtype=np.int64)
 
     def make(k: int, epochs: np.ndarray) -> Batch:

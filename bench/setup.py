@@ -116,14 +116,14 @@ def frame(batch: Batch) -> bytes:
 
 
 async def publish(
-    address: str, names: list[str], make: MakeBatch, count: int, in_flight: int
+    address: str, names: list[str], make: MakeBatch, count: int, in_flight: int, topic: str = TOPIC
 ) -> tuple[float, list[float]]:
     """Opens the names and publishes `count` batches; seconds in all, and for each receipt."""
     async with grpc.aio.insecure_channel(address, options=LARGE) as channel:
-        opened = await open_names(channel, TOPIC, names)
+        opened = await open_names(channel, topic, names)
         epochs = np.array(opened.epochs, np.int64)
         call: Any = channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")()
-        await call.write(publish_pb2.PublishStreamRequest(topic=TOPIC).SerializeToString())
+        await call.write(publish_pb2.PublishStreamRequest(topic=topic).SerializeToString())
         window = Windowed(call, in_flight, _receipts)
         seconds = await window.send((frame(make(k, epochs)) for k in range(count)), count, FULL_MESSAGE_BYTES)
         return seconds, window.seconds

@@ -138,6 +138,7 @@ def encode_refusal(refusal: Refusal) -> bytes:
         reason=e.reason,
         message=e.message,
         retry_delay_ms=e.retry_delay_ms,
+        owner_address=e.numbers.get("owner_address", ""),
         producers=[
             publish_pb2.ProducerRefusal(
                 producer_name=p.name,

@@ -12,7 +12,9 @@ _UNIX = "unix:"
 
 @dataclass(frozen=True, slots=True)
 class SidecarAddress:
-    """A sidecar's address. `str()` gives back what `parse` takes: `host:port` (IPv6 in brackets) or `unix:/path`."""
+    """A sidecar's address. `str()` gives back what `parse` takes: `host:port` (IPv6 in brackets) or `unix:/path`.
+
+    Two are equal if they are the same text, the case of a host aside: no name is looked up."""
 
     host: str = ""
     port: int = 0
@@ -36,7 +38,7 @@ class SidecarAddress:
             raise _invalid(text)
         if not (port.isascii() and port.isdecimal()) or int(port) > MAX_PORT:
             raise _invalid(text)
-        return cls(host, int(port))
+        return cls(host.lower(), int(port))
 
     def __str__(self) -> str:
         return f"{_UNIX}{self.path}" if self.path else f"{self.host}:{self.port}"

@@ -31,8 +31,8 @@ address_option = click.option(
     default=DEFAULT_ADDRESS,
     show_default=True,
     show_envvar=True,
-    metavar="HOST:PORT",
-    help="The sidecar, or unix:PATH.",
+    metavar="HOST:PORT,…",
+    help="The sidecar, or unix:PATH; or several of one cluster.",
 )
 
 

@@ -280,5 +280,6 @@ def version(address: str, as_json: bool) -> None:
         print_json({"command": own, "sidecar": answer.version} | {name: getattr(answer, name) for name in numbers})
         return
     echo(f"command       {own}")
-    echo(f"sidecar       {answer.version}, serving at {address} for {answer.uptime_seconds:,} s")
+    where = f"one of {address}" if "," in address else address
+    echo(f"sidecar       {answer.version}, serving at {where} for {answer.uptime_seconds:,} s")
     echo(f"batches       at most {answer.max_batch_rows:,} rows and {answer.max_batch_bytes:,} bytes")

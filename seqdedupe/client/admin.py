@@ -1,17 +1,18 @@
 """What operators ask a sidecar. Topics and producers are the messages of `admin.proto`."""
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import grpc.aio
+from typing import Any, NamedTuple, TypeVar
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client import transfer
+from seqdedupe.client.calls import Calls, Connection
 from seqdedupe.client.connection import call
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
+
+T = TypeVar("T")
 
 _ENTRY_FORMATS = {
     "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
@@ -37,11 +38,12 @@ class Admin:
     """The calls of `AdminService`.
 
     Each waits for a topic that recovers, and raises UnavailableError if that, or the answer, takes over 30 seconds.
+    Where there are several sidecars it goes to the one that owns the topic, or, if it concerns no single topic, to one
+    that answers.
     """
 
-    def __init__(self, address: SidecarAddress, channel: grpc.aio.Channel) -> None:
-        self._address = address
-        self._stub = AdminServiceStub(channel)
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
 
     async def create_topic(
         self,
@@ -60,36 +62,40 @@ class Admin:
         request = admin_pb2.CreateTopicRequest(
             topic=topic_name(topic), policy=given, partitions=partitions, entry_format=_ENTRY_FORMATS[entry_format]
         )
-        return (await call(self._address, self._stub.CreateTopic, request)).topic
+        return (await self._calls.call(lambda sidecar: sidecar.admin.CreateTopic, request)).topic
 
     async def delete_topic(self, topic: str) -> None:
         """Deletes the topic, its log and its producers for good. Raises NotFoundError."""
         request = admin_pb2.DeleteTopicRequest(topic=topic_name(topic))
-        await call(self._address, self._stub.DeleteTopic, request)
+        await self._calls.call(lambda sidecar: sidecar.admin.DeleteTopic, request)
 
     async def topic(self, topic: str) -> admin_pb2.Topic:
         """Raises NotFoundError."""
         request = admin_pb2.GetTopicRequest(topic=topic_name(topic))
-        return (await call(self._address, self._stub.GetTopic, request)).topic
+        return (await self._calls.call(lambda sidecar: sidecar.admin.GetTopic, request)).topic
 
     async def topics(self) -> list[admin_pb2.Topic]:
-        """All topics, by name."""
-        topics: list[admin_pb2.Topic] = []
-        request = admin_pb2.ListTopicsRequest()
-        while True:
-            page = await call(self._address, self._stub.ListTopics, request)
-            topics += page.topics
-            if not page.next:
-                return topics
-            request.after = page.next
+        """All topics, by name, as one sidecar lists them: whole, or an error."""
+
+        async def all_pages(sidecar: Connection) -> list[admin_pb2.Topic]:
+            topics: list[admin_pb2.Topic] = []
+            request = admin_pb2.ListTopicsRequest()
+            while True:
+                page = await call(sidecar.address, sidecar.admin.ListTopics, request)
+                topics += page.topics
+                if not page.next:
+                    return topics
+                request.after = page.next
+
+        return await self._calls.at("", all_pages, is_look=True)
 
     async def policy(self, name: str) -> PolicyState:
         """The policy of a topic, or of a namespace (`tenant/namespace`). Raises NotFoundError."""
         if is_namespace(name):
             of_namespace = admin_pb2.GetNamespacePolicyRequest(namespace=name)
-            return _state(await call(self._address, self._stub.GetNamespacePolicy, of_namespace))
+            return _state(await self._calls.call(lambda sidecar: sidecar.admin.GetNamespacePolicy, of_namespace))
         request = admin_pb2.GetTopicPolicyRequest(topic=topic_name(name))
-        return _state(await call(self._address, self._stub.GetTopicPolicy, request))
+        return _state(await self._calls.call(lambda sidecar: sidecar.admin.GetTopicPolicy, request))
 
     async def set_policy(self, name: str, policy: admin_pb2.TopicPolicy) -> PolicyState:
         """Sets these values for a topic or a namespace; the others stay. In force, and durable, when it returns.
@@ -98,35 +104,40 @@ class Admin:
         """
         if is_namespace(name):
             of_namespace = admin_pb2.SetNamespacePolicyRequest(namespace=name, policy=policy)
-            return _state(await call(self._address, self._stub.SetNamespacePolicy, of_namespace))
+            return _state(await self._calls.call(lambda sidecar: sidecar.admin.SetNamespacePolicy, of_namespace))
         request = admin_pb2.SetTopicPolicyRequest(topic=topic_name(name), policy=policy)
-        topic = (await call(self._address, self._stub.SetTopicPolicy, request)).topic
+        topic = (await self._calls.call(lambda sidecar: sidecar.admin.SetTopicPolicy, request)).topic
         return PolicyState(topic.set_policy, topic.policy)
 
     async def remove_policy(self, name: str, *values: str) -> PolicyState:
         """These values (none: all) are inherited again. Otherwise as `set_policy`."""
         if is_namespace(name):
             of_namespace = admin_pb2.RemoveNamespacePolicyRequest(namespace=name, values=values)
-            return _state(await call(self._address, self._stub.RemoveNamespacePolicy, of_namespace))
+            return _state(await self._calls.call(lambda sidecar: sidecar.admin.RemoveNamespacePolicy, of_namespace))
         request = admin_pb2.RemoveTopicPolicyRequest(topic=topic_name(name), values=values)
-        topic = (await call(self._address, self._stub.RemoveTopicPolicy, request)).topic
+        topic = (await self._calls.call(lambda sidecar: sidecar.admin.RemoveTopicPolicy, request)).topic
         return PolicyState(topic.set_policy, topic.policy)
 
     async def producers(self, topic: str) -> list[admin_pb2.Producer]:
         """All producers of a topic in the order in which they first came. Raises NotFoundError."""
-        producers: dict[str, admin_pb2.Producer] = {}
-        request = admin_pb2.ListProducersRequest(topic=topic_name(topic))
-        while True:
-            page = await call(self._address, self._stub.ListProducers, request)
-            producers |= {producer.name: producer for producer in page.producers}
-            if not page.next_offset:
-                return list(producers.values())
-            request.offset = page.next_offset
+        name = topic_name(topic)
+
+        async def all_pages(sidecar: Connection) -> list[admin_pb2.Producer]:
+            producers: dict[str, admin_pb2.Producer] = {}
+            request = admin_pb2.ListProducersRequest(topic=name)
+            while True:
+                page = await call(sidecar.address, sidecar.admin.ListProducers, request)
+                producers |= {producer.name: producer for producer in page.producers}
+                if not page.next_offset:
+                    return list(producers.values())
+                request.offset = page.next_offset
+
+        return await self._calls.at(name, all_pages, is_look=True)
 
     async def producer(self, topic: str, name: str) -> admin_pb2.Producer:
         """Raises NotFoundError."""
         request = admin_pb2.GetProducerRequest(topic=topic_name(topic), producer_name=name)
-        return (await call(self._address, self._stub.GetProducer, request)).producer
+        return (await self._calls.call(lambda sidecar: sidecar.admin.GetProducer, request)).producer
 
     async def message_state(
         self, topic: str, producer_name: str, sequence_id: int
@@ -135,12 +146,12 @@ class Admin:
         request = admin_pb2.GetMessageStateRequest(
             topic=topic_name(topic), producer_name=producer_name, sequence_id=sequence_id
         )
-        return await call(self._address, self._stub.GetMessageState, request)
+        return await self._calls.call(lambda sidecar: sidecar.admin.GetMessageState, request)
 
     async def in_flight(self, topic: str, *, longer_than_ms: int = 0) -> admin_pb2.ListInFlightResponse:
         """The producers with messages in flight for at least so long, the longest first. Raises NotFoundError."""
         request = admin_pb2.ListInFlightRequest(topic=topic_name(topic), longer_than_ms=longer_than_ms)
-        return await call(self._address, self._stub.ListInFlight, request)
+        return await self._calls.call(lambda sidecar: sidecar.admin.ListInFlight, request)
 
     async def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
         """Sets a producer's highest persisted sequence ID to a lower one (-1: none); durable when it returns.
@@ -150,12 +161,12 @@ class Admin:
         the name since would be reset a second time.
         """
         request = admin_pb2.ResetProducerRequest(topic=topic_name(topic), producer_name=name, persisted=persisted)
-        return await call(self._address, self._stub.ResetProducer, request)
+        return await self._calls.call(lambda sidecar: sidecar.admin.ResetProducer, request)
 
     async def snapshot(self, topic: str) -> Position:
         """Takes a snapshot now; returns when it is durable, with the position after which recovery would start."""
         request = admin_pb2.SnapshotRequest(topic=topic_name(topic))
-        return Position.from_proto((await call(self._address, self._stub.Snapshot, request)).position)
+        return Position.from_proto((await self._calls.call(lambda sidecar: sidecar.admin.Snapshot, request)).position)
 
     async def export_watermarks(self, topic: str, path: Path) -> int:
         """Writes the highest persisted ID of every producer that has one, as of one moment, to a file of watermarks.
@@ -163,7 +174,7 @@ class Admin:
         Returns how many there are, and holds them all meanwhile. What a producer sends later is not in it. Raises
         NotFoundError, UnavailableError, OSError: then a file that was there is as it was.
         """
-        return await transfer.export_watermarks(self._address, self._stub, topic_name(topic), path)
+        return await self._transfer(transfer.export_watermarks, topic, path, is_look=True)
 
     async def import_watermarks(self, topic: str, path: Path) -> int:
         """Takes a file of watermarks over into a topic that nobody has used. In force, and durable, when it returns how
@@ -172,14 +183,14 @@ class Admin:
         Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
         UnavailableError: then nothing is in force, but after OutcomeUnknownError perhaps all. Repeating it is harmless.
         """
-        return await transfer.import_watermarks(self._address, self._stub, topic_name(topic), path)
+        return await self._transfer(transfer.import_watermarks, topic, path, is_look=False)
 
     async def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
         """Writes the topic's snapshot, as of one moment, to a file; returns of which position it is.
 
         Raises NotFoundError, UnavailableError, OSError: then a file that was there is as it was.
         """
-        return await transfer.export_snapshot(self._address, self._stub, topic_name(topic), path)
+        return await self._transfer(transfer.export_snapshot, topic, path, is_look=True)
 
     async def import_snapshot(self, topic: str, path: Path) -> admin_pb2.Topic:
         """Puts such a file in the place of the topic's snapshot, durably, and opens the topic from it.
@@ -187,14 +198,24 @@ class Admin:
         Raises INVALID_SOURCE, NEWER_FORMAT, OSError, PositionError if the file is not of this topic's log as it is,
         NotFoundError: then nothing has changed; UnavailableError: then do it again.
         """
-        return await transfer.import_snapshot(self._address, self._stub, topic_name(topic), path)
+        return await self._transfer(transfer.import_snapshot, topic, path, is_look=False)
+
+    async def _transfer(
+        self, act: Callable[[SidecarAddress, Any, str, Path], Awaitable[T]], topic: str, path: Path, *, is_look: bool
+    ) -> T:
+        name = topic_name(topic)
+
+        def at(sidecar: Connection) -> Awaitable[T]:
+            return act(sidecar.address, sidecar.admin, name, path)
+
+        return await self._calls.at(name, at, is_look=is_look)
 
     async def rebuild_topic(self, topic: str) -> admin_pb2.Topic:
         """Makes the store's records of a topic anew from its log. Raises NotFoundError, InvalidRequestError
         (LOG_INCOMPLETE); UnavailableError: then do it again."""
         request = admin_pb2.RebuildTopicRequest(topic=topic_name(topic))
-        return (await call(self._address, self._stub.RebuildTopic, request)).topic
+        return (await self._calls.call(lambda sidecar: sidecar.admin.RebuildTopic, request)).topic
 
     async def version(self) -> admin_pb2.GetVersionResponse:
         """The sidecar's version and limits."""
-        return await call(self._address, self._stub.GetVersion, admin_pb2.GetVersionRequest())
+        return await self._calls.call(lambda sidecar: sidecar.admin.GetVersion, admin_pb2.GetVersionRequest())

@@ -1,24 +1,25 @@
-"""The way in: a client of one sidecar."""
+"""The way in: a client of a sidecar, or of several in front of one log."""
 
 import asyncio
+import itertools
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import grpc.aio
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client.admin import Admin
+from seqdedupe.client.calls import Calls
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import DEFAULT_ADDRESS, call, check_not_forked, new_channel, typed_errors
+from seqdedupe.client.connection import DEFAULT_ADDRESS, typed_errors
 from seqdedupe.client.partitioned_reader import PartitionedReader, PartitionedStart, PartitionEnds
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader, Start
+from seqdedupe.client.sidecars import Addresses, Sidecars
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.v1 import batch_pb2, read_pb2
-from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
@@ -44,17 +45,24 @@ class Located(NamedTuple):
 class Client:
     """A client of the sidecar at `host:port` or `unix:path`: `async with Client(address) as client`.
 
+    Or of several in front of one log: their addresses separated by commas, or in a list. Each topic is looked for
+    where it is likeliest to be, and followed to where it is; a sidecar that is gone is left for another. One of them
+    may send this client to the others in the list, and to hosts in a domain that stands there too (`*.example.org`),
+    to nobody else.
+
     Raises INVALID_ADDRESS for text that is no address.
 
-    Each producer and reader has a connection of its own, made when it is entered or first read; this object's is for
-    `admin` and `wait_ready`. It belongs to one event loop.
+    Each producer and reader has a connection of its own, made when it is entered or first read; this object's are for
+    the other calls, one to each sidecar that it comes to. It belongs to one event loop.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self.address = address
-        self._address = SidecarAddress.parse(address)
-        self._channel: grpc.aio.Channel | None = None
-        self._admin: Admin | None = None
+    def __init__(self, address: Addresses = DEFAULT_ADDRESS) -> None:
+        self._sidecars = Sidecars.parse(address)
+        self.address = address if isinstance(address, str) else str(self._sidecars)
+        """As it was given."""
+        self._calls = Calls(self._sidecars)
+        self.admin = Admin(self._calls)
+        """The calls for operators."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,10 +73,8 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Lets go of this object's connection. Producers and readers are closed by themselves."""
-        channel, self._channel, self._admin = self._channel, None, None
-        if channel is not None:
-            await channel.close()
+        """Lets go of this object's connections. Producers and readers are closed by themselves."""
+        await self._calls.close()
 
     def producer(
         self,
@@ -79,7 +85,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
     ) -> Producer:
         """A producer, to be entered, see `Producer`."""
-        return Producer(self._address, topic, name, config, on_waiting)
+        return Producer(self._sidecars, topic, name, config, on_waiting)
 
     def reader(
         self,
@@ -93,7 +99,7 @@ class Client:
     ) -> Reader:
         """A reader, see `Reader`."""
         return Reader(
-            self._address,
+            self._sidecars,
             topic,
             start,
             follow=follow,
@@ -124,14 +130,14 @@ class Client:
         def part(k: int, start: Start) -> Reader:
             name = partition_name(whole, k)
             options = {"follow": follow, "skip_damaged": skip_damaged}
-            return Reader(self._address, name, start, **options, on_waiting=on_waiting, partition=k)
+            return Reader(self._sidecars, name, start, **options, on_waiting=on_waiting, partition=k)
 
         return PartitionedReader(whole, start, ends, part)
 
     async def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError; RECOVERING if its end is still not known after 30 seconds."""
         request = read_pb2.GetLastMessageIdRequest(topic=topic_name(topic))
-        answer = await call(self._address, ReadServiceStub(self._own_channel()).GetLastMessageId, request)
+        answer = await self._calls.call(lambda sidecar: sidecar.read.GetLastMessageId, request)
         return TopicEnds(answer.first_index, Position.from_proto(answer.last))
 
     async def locate_time(self, topic: str, publish_time_ms: int) -> Located:
@@ -151,32 +157,26 @@ class Client:
         """
         start = read_pb2.ReadStart(index=index)
         request = read_pb2.ReadRequest(topic=topic_name(topic), start=start, stop_index=index + 1)
-        answer = await call(self._address, ReadServiceStub(self._own_channel()).Read, request)
+        answer = await self._calls.call(lambda sidecar: sidecar.read.Read, request)
         for record in answer.records:
             if record.HasField("batch"):
                 return _position_of_first(record)
         raise error("POSITION_AFTER_END", f"{request.topic} has no message with index {index}", index=index)
 
     async def _locate(self, request: read_pb2.LocateRequest) -> Located:
-        answer = await call(self._address, ReadServiceStub(self._own_channel()).Locate, request)
+        answer = await self._calls.call(lambda sidecar: sidecar.read.Locate, request)
         return Located(answer.incarnation, answer.index)
 
-    @property
-    def admin(self) -> Admin:
-        """The calls for operators."""
-        if self._admin is None:
-            self._admin = Admin(self._address, self._own_channel())
-        return self._admin
-
     async def wait_ready(self, timeout_seconds: float) -> None:
-        """Until the sidecar says that it serves. Raises UnavailableError if it does not in time."""
-        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._own_channel().unary_unary(_HEALTH_CHECK)
+        """Until the sidecar, or one of them, says that it serves. Raises UnavailableError if none does in time."""
         why = "it says NOT_SERVING"
         try:
             async with asyncio.timeout(timeout_seconds):
-                while True:
+                for address in itertools.cycle(self._sidecars.addresses):
+                    check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+                    check = self._calls.connection(address).channel.unary_unary(_HEALTH_CHECK)
                     try:
-                        with typed_errors(self._address):
+                        with typed_errors(address):
                             if await check(b"", timeout=timeout_seconds) == _SERVING:
                                 return
                         why = "it says NOT_SERVING"
@@ -186,12 +186,6 @@ class Client:
         except TimeoutError as e:
             message = f"the sidecar at {self.address} is not ready after {timeout_seconds} seconds: {why}"
             raise error("UNREACHABLE", message) from e
-
-    def _own_channel(self) -> grpc.aio.Channel:
-        check_not_forked()
-        if self._channel is None:
-            self._channel = new_channel(self._address)
-        return self._channel
 
 
 def _position_of_first(record: batch_pb2.Record) -> Position:

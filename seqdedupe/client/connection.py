@@ -29,11 +29,12 @@ CALL_TIMEOUT_SECONDS = 30.0
 KEEPALIVE_SECONDS = 30
 """So often a silent connection is asked whether it is still there; it has as long to answer."""
 
+IMPATIENT_SECONDS = 5
+"""The same where there are other sidecars to go to, and how long one may take to accept a connection there."""
+
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -41,6 +42,18 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     # The sidecar stands beside its client; a proxy of the environment does not lead to it.
     ("grpc.enable_http_proxy", 0),
+)
+
+_PATIENT = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
+)
+_IMPATIENT = (
+    ("grpc.keepalive_time_ms", IMPATIENT_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", IMPATIENT_SECONDS * 1000),
+    # A ping that is under way already counts by this one alone, which is a minute otherwise.
+    ("grpc.http2.ping_timeout_ms", IMPATIENT_SECONDS * 1000),
+    ("grpc.min_reconnect_backoff_ms", IMPATIENT_SECONDS * 1000),
 )
 
 _DOMAIN = "seqdedupe"
@@ -57,6 +70,9 @@ _HINTS_OF_UNREACHABLE = {
     "HTTP": "Something other than a sidecar listens there: is the port right?",
 }
 """By what gRPC says."""
+
+_NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
+"""What gRPC says where nothing can have been sent."""
 
 _LOST = {
     grpc.StatusCode.ABORTED,
@@ -90,12 +106,12 @@ def check_not_forked() -> None:
         )
 
 
-def new_channel(address: SidecarAddress) -> grpc.aio.Channel:
-    """A channel with a connection of its own."""
+def new_channel(address: SidecarAddress, *, is_one: bool = True) -> grpc.aio.Channel:
+    """A channel with a connection of its own. `is_one`: there is no other sidecar that could be asked."""
     global _used
     check_not_forked()
     _used = True
-    return grpc.aio.insecure_channel(str(address), options=_OPTIONS)
+    return grpc.aio.insecure_channel(str(address), options=_OPTIONS + (_PATIENT if is_one else _IMPATIENT))
 
 
 async def call(address: SidecarAddress, method: Callable[..., Awaitable[T]], request: object) -> T:
@@ -133,6 +149,11 @@ def typed_errors(address: SidecarAddress) -> Iterator[None]:
         raise
     except grpc.aio.AioRpcError as e:
         raise _error_of_call(e, address) from e
+
+
+def was_never_sent(failure: SeqdedupeError) -> bool:
+    """Whether it is certain that the call did not reach a sidecar."""
+    return failure.reason == "UNREACHABLE" and any(sign in failure.message for sign in _NEVER_CONNECTED)
 
 
 def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dict[str, str]) -> SeqdedupeError:

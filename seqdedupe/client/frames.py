@@ -10,6 +10,7 @@ from seqdedupe import wire
 from seqdedupe.client.connection import error_of_reason
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.receipts import ReceiptColumns
+from seqdedupe.client.route import OWNER_ADDRESS
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import publish_pb2
@@ -89,4 +90,6 @@ def refusal_error(refusal: Any) -> SeqdedupeError:
         }
         if producer.HasField("expected_sequence_id"):
             numbers["expected_sequence_id"] = str(producer.expected_sequence_id)
+    if refusal.owner_address:
+        numbers[OWNER_ADDRESS] = refusal.owner_address
     return error_of_reason(refusal.reason, refusal.message, refusal.retry_delay_ms, numbers)

@@ -85,6 +85,11 @@ class Outbox:
         return len(self._unanswered)
 
     @property
+    def term(self) -> int:
+        """The highest term that an answer had."""
+        return self._term
+
+    @property
     def durable_sequence_id(self) -> int:
         """Everything up to this ID that was sent is durable; -1 if nothing is."""
         return max(self._opened, self._settled_up_to)

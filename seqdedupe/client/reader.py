@@ -8,10 +8,11 @@ from typing import Any, Literal, Self
 import grpc.aio
 
 from seqdedupe import wire
-from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import decode
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
 from seqdedupe.client.receipts import NO_PARTITION
+from seqdedupe.client.route import Route
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.client.waiting import OnWaiting, Waiting
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
@@ -53,7 +54,7 @@ class Reader:
 
     def __init__(
         self,
-        address: SidecarAddress,
+        sidecars: Sidecars,
         topic: str,
         start: Start = "earliest",
         *,
@@ -72,7 +73,7 @@ class Reader:
         self._partition = partition
         self._skip_damaged = skip_damaged
         self._waiting = Waiting(on_waiting)
-        self._address = address
+        self._route = Route(sidecars, self.topic)
         self._start = start
         self._follow = follow
         self._incarnation: int | None = None
@@ -160,15 +161,17 @@ class Reader:
             try:
                 if self.take_record():
                     return True
-                with typed_errors(self._address):
+                with typed_errors(self._route.address):
                     if self._call is None and not await self._connect():
                         return False
                     if not await self._receive():
                         return False
             except UnavailableError as e:
                 await self._disconnect()
-                self._waiting.waits(e)
-                await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
+                moves_on = self._route.moves_on(e)
+                self._waiting.waits(self._route.told())
+                if not moves_on:
+                    await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except BaseException:
                 # Cancelled or refused: what was under way is void, a later call starts from the position.
                 await self._disconnect()
@@ -199,7 +202,7 @@ class Reader:
 
     async def _connect(self) -> bool:
         """Begins to read at the next index; false if there is nothing to read."""
-        self._channel = new_channel(self._address)
+        self._channel = new_channel(self._route.address, is_one=self._route.is_one)
         if self._incarnation is None or (self._stops_at_end and not self._is_at_stop):
             await self._look_at_the_ends(self._channel)
         if self._is_at_stop:
@@ -270,14 +273,14 @@ class Reader:
         if answer is grpc.aio.EOF:
             if self._is_at_stop:
                 return False
-            raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream before its end")
+            raise error("UNREACHABLE", f"the sidecar at {self._route.address} ended the stream before its end")
         self._waiting.goes_on()
         self._check_incarnation(answer.incarnation)
         if answer.HasField("skipped"):
             self._skip(answer.skipped.first_index, answer.skipped.next_index)
         self._records = [record for record in reversed(answer.records) if record.HasField("batch")]
         if self._records:
-            self._backoff.reset()
+            self._goes_well()
         return True
 
     def _check_incarnation(self, incarnation: int) -> None:
@@ -299,7 +302,11 @@ class Reader:
         if expected < next_index:
             self.skipped.append(range(expected, next_index))
             self._next_index = next_index
+        self._goes_well()
+
+    def _goes_well(self) -> None:
         self._backoff.reset()
+        self._route.goes_well()
 
     def _not_the_next(self, what: str, index: int) -> SeqdedupeError:
         return error(

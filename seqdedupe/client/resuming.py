@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client.reader import Reader
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import PositionError
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
@@ -21,7 +21,7 @@ class Persisted(NamedTuple):
     """None if it is no longer known, or there was none."""
 
 
-async def complete_up_to(address: SidecarAddress, producer_name: str, last: Iterable[Persisted]) -> int:
+async def complete_up_to(sidecars: Sidecars, producer_name: str, last: Iterable[Persisted]) -> int:
     """The highest ID up to which the last messages of the producer say that everything is settled; -1 if none does.
 
     A message that retention has dropped says nothing: going on from an earlier ID only costs time.
@@ -31,7 +31,7 @@ async def complete_up_to(address: SidecarAddress, producer_name: str, last: Iter
         if one.position is None:
             continue
         index = one.position.index
-        async with Reader(address, one.topic, index, stop_index=index + 1) as reader:
+        async with Reader(sidecars, one.topic, index, stop_index=index + 1) as reader:
             try:
                 stored = await reader.next_batch()
             except PositionError as e:

@@ -13,6 +13,8 @@ from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_
 from seqdedupe.client.frames import decode_answer, encode_frames, receipt_columns, refusal_error
 from seqdedupe.client.outbox import Frame, Outbox
 from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.route import Route
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.waiting import OnWaiting, Waiting
 from seqdedupe.errors import NEVER, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import MessageId, Position
@@ -45,7 +47,7 @@ class Session:
 
     def __init__(
         self,
-        address: SidecarAddress,
+        sidecars: Sidecars,
         topic: str,
         name: str,
         config: ProducerConfig,
@@ -56,7 +58,10 @@ class Session:
         self.outbox = Outbox()
         self.has_room = asyncio.Event()
         """Set while a batch more may be added, and for ever once there is a failure."""
-        self._address = address
+        self._sidecars = sidecars
+        self._route = Route(sidecars, topic)
+        self._older: set[SidecarAddress] = set()
+        """Who has answered a lower term than was seen before, since one last answered another."""
         self._topic = topic
         self._name = name
         self._config = config
@@ -211,12 +216,15 @@ class Session:
                     # The session stays: it is resumed when there is something to send.
                     await self._wait_for_something_to_send()
                     continue
-                self.outbox.held_up(e)
-                self._waiting.waits(e)
+                moves_on = self._route.moves_on(e)
+                why = self._route.told()
+                self.outbox.held_up(why)
+                self._waiting.waits(why)
                 if not self._epochs and loop.time() > give_up_at:
-                    self._fail(e)
+                    self._fail(why)
                     return
-                await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
+                if not moves_on:
+                    await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except SeqdedupeError as e:
                 # A frame was refused so, no Open: see `Outbox.asks_for_resume`.
                 if e.reason != "INVALID_EPOCH":
@@ -230,8 +238,8 @@ class Session:
 
     async def _connect(self) -> None:
         """Opens or resumes, then sends and takes answers until the connection breaks."""
-        async with new_channel(self._address) as channel:
-            with typed_errors(self._address):
+        async with new_channel(self._route.address, is_one=self._route.is_one) as channel:
+            with typed_errors(self._route.address):
                 await self._open(channel)
             if not len(self.outbox):
                 # There will be no receipt that says so.
@@ -251,7 +259,7 @@ class Session:
     async def _open(self, channel: grpc.aio.Channel) -> None:
         request = publish_pb2.OpenRequest(topic=self._topic, producer_names=[self._name], epochs=self._epochs)
         try:
-            with typed_errors(self._address):
+            with typed_errors(self._route.address):
                 answer = await PublishServiceStub(channel).Open(request, timeout=CALL_TIMEOUT_SECONDS)
                 for refusal in answer.refusals:
                     numbers = {"producer_name": self._name, "current_epoch": str(refusal.current_epoch)}
@@ -260,6 +268,7 @@ class Session:
             if self._epochs and e.reason in ("INVALID_EPOCH", "TOPIC_NOT_FOUND"):
                 raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e
             raise
+        self._check_term(answer.term)
         if self.outbox.open(
             answer.incarnation, answer.term, answer.epochs[0], answer.persisted[0], is_forgotten=0 in answer.forgotten
         ):
@@ -277,8 +286,21 @@ class Session:
                 self.persisted_position = Position(answer.incarnation, message_id, answer.persisted_indexes[0])
             self._started.set_result(None)
 
+    def _check_term(self, term: int) -> None:
+        """Raises NOT_OWNER if this sidecar answers a lower term than another one did: it is not the owner. Where all do
+        so, it is for `Outbox.open` to say what is lost."""
+        if term >= self.outbox.term:
+            self._older.clear()
+            return
+        self._older.add(self._route.address)
+        if not self._older.issuperset(self._sidecars.addresses):
+            what = (
+                f"the sidecar at {self._route.address} answers with term {term}, lower than {self.outbox.term} before"
+            )
+            raise error("NOT_OWNER", what)
+
     async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
-        with typed_errors(self._address):
+        with typed_errors(self._route.address):
             try:
                 await call.write(publish_pb2.PublishStreamRequest(topic=self._topic).SerializeToString())
                 while True:
@@ -297,11 +319,11 @@ class Session:
                 await asyncio.Event().wait()
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
-        with typed_errors(self._address):
+        with typed_errors(self._route.address):
             while True:
                 raw = await call.read()
                 if not isinstance(raw, bytes):  # grpc.aio.EOF
-                    raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream")
+                    raise error("UNREACHABLE", f"the sidecar at {self._route.address} ended the stream")
                 self._take_answer(raw)
                 if self.failure is not None and self.is_idle:
                     return
@@ -311,7 +333,7 @@ class Session:
             await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
             silence = asyncio.get_running_loop().time() - self._answered_at
             if self.outbox.unanswered and silence > ANSWER_TIMEOUT_SECONDS:
-                raise error("OUTCOME_UNKNOWN", f"{self._address} has not answered for {silence:.0f} seconds")
+                raise error("OUTCOME_UNKNOWN", f"{self._route.address} has not answered for {silence:.0f} seconds")
 
     def _next_frames(self) -> list[Frame]:
         """What is ready to be sent now, for one message."""
@@ -334,6 +356,7 @@ class Session:
             self.outbox.receipt(receipt.frame, receipt_columns(receipt))
         if len(self.outbox) < waiting:
             self._backoff.reset()
+            self._route.goes_well()
             self._resumed_in_vain = False
             self.outbox.held_up(None)
             self._waiting.goes_on()
@@ -343,6 +366,8 @@ class Session:
                 self._resumed_in_vain = True
                 raise why
             self.outbox.refused(refusal.frame, why)
+            if why.reason == "NOT_OWNER":
+                raise why  # resumes, where the owner is
             if isinstance(self.outbox.last_refusal, UnavailableError):
                 self._waiting.waits(self.outbox.last_refusal)
         self._update_room()

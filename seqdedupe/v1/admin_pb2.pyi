@@ -344,8 +344,8 @@ class Topic(_message.Message):
     partitions: _builtins.int
     """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
     stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
-    their numbers of bytes, rows, frames, resets, producers forgotten and damage. Calls that are for one log answer
-    `TOPIC_IS_PARTITIONED` to its name.
+    their numbers of bytes, rows, frames, resets, producers forgotten, damage and entries that do not count. Calls that
+    are for one log answer `TOPIC_IS_PARTITIONED` to its name.
     """
     partition_of: _builtins.str
     """The name of the partitioned topic of which it is a partition; empty if it is none."""

@@ -463,6 +463,7 @@ class Refusal(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_DELAY_MS_FIELD_NUMBER: _builtins.int
     PRODUCERS_FIELD_NUMBER: _builtins.int
+    OWNER_ADDRESS_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
     """The frame's number."""
     reason: _builtins.str
@@ -471,6 +472,8 @@ class Refusal(_message.Message):
     """One line for a person."""
     retry_delay_ms: _builtins.int
     """How long to wait before sending again, in milliseconds. Negative: sending it again as it is cannot help."""
+    owner_address: _builtins.str
+    """With `NOT_OWNER`: where the topic's owner can be reached. Empty where that is not known."""
     @_builtins.property
     def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProducerRefusal]:
         """The producers that were the cause, at most 16 of them."""
@@ -483,10 +486,11 @@ class Refusal(_message.Message):
         message: _builtins.str = ...,
         retry_delay_ms: _builtins.int = ...,
         producers: _abc.Iterable[Global___ProducerRefusal] | None = ...,
+        owner_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "message", b"message", "producers", b"producers", "reason", b"reason", "retry_delay_ms", b"retry_delay_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "message", b"message", "owner_address", b"owner_address", "producers", b"producers", "reason", b"reason", "retry_delay_ms", b"retry_delay_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

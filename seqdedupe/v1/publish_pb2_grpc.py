@@ -58,6 +58,26 @@ class PublishServiceStub(object):
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
     never one of `Open`.
 
+    Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
+    tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the
+    SHA-256 of the topic's full name, a line feed and the address, in UTF-8, and the highest weight comes first. The address
+    is `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and stay where they are when there is
+    a sidecar more or less. Some weights, in hexadecimal digits:
+
+    "persistent://public/default/orders" "10.0.0.1:6660" 98adc381f88b0347
+    "persistent://public/default/orders" "10.0.0.2:6660" 20a9731ec84c5929
+    "persistent://public/default/orders" "10.0.0.3:6660" 9492c9244ba72b56
+    "persistent://public/default/orders-partition-0" "10.0.0.1:6660" ac43603a66a21fee
+    "persistent://shop/eu/Bestellungen-ü" "[2001:db8::1]:6660" 14ce181c7b0c53ed
+    "persistent://shop/eu/Bestellungen-ü" "sidecar-0.sidecars.example.org:6660" 9802c1c4b73787f8
+    "persistent://shop/eu/Bestellungen-ü" "unix:/run/seqdedupe.sock" a122d32710577f49
+
+    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing, and says in
+    `owner_address` (metadata of the `ErrorInfo`, a field of a refusal) who is, if it knows. The client goes there and resumes its
+    sessions with their epochs (duty 5), but only if it was told of that address or of its domain, for its credentials come
+    along; and not from one to the next for ever: after a round in which nobody served it waits, and begins again with the
+    first. If a sidecar does not answer, the next one is tried.
+
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
     `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
     """
@@ -117,6 +137,26 @@ class PublishServiceServicer(object):
     first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
     never one of `Open`.
+
+    Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
+    tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the
+    SHA-256 of the topic's full name, a line feed and the address, in UTF-8, and the highest weight comes first. The address
+    is `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and stay where they are when there is
+    a sidecar more or less. Some weights, in hexadecimal digits:
+
+    "persistent://public/default/orders" "10.0.0.1:6660" 98adc381f88b0347
+    "persistent://public/default/orders" "10.0.0.2:6660" 20a9731ec84c5929
+    "persistent://public/default/orders" "10.0.0.3:6660" 9492c9244ba72b56
+    "persistent://public/default/orders-partition-0" "10.0.0.1:6660" ac43603a66a21fee
+    "persistent://shop/eu/Bestellungen-ü" "[2001:db8::1]:6660" 14ce181c7b0c53ed
+    "persistent://shop/eu/Bestellungen-ü" "sidecar-0.sidecars.example.org:6660" 9802c1c4b73787f8
+    "persistent://shop/eu/Bestellungen-ü" "unix:/run/seqdedupe.sock" a122d32710577f49
+
+    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing, and says in
+    `owner_address` (metadata of the `ErrorInfo`, a field of a refusal) who is, if it knows. The client goes there and resumes its
+    sessions with their epochs (duty 5), but only if it was told of that address or of its domain, for its credentials come
+    along; and not from one to the next for ever: after a round in which nobody served it waits, and begins again with the
+    first. If a sidecar does not answer, the next one is tried.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
     `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.
@@ -214,6 +254,26 @@ class PublishService(object):
     first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
     never one of `Open`.
+
+    Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
+    tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the
+    SHA-256 of the topic's full name, a line feed and the address, in UTF-8, and the highest weight comes first. The address
+    is `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and stay where they are when there is
+    a sidecar more or less. Some weights, in hexadecimal digits:
+
+    "persistent://public/default/orders" "10.0.0.1:6660" 98adc381f88b0347
+    "persistent://public/default/orders" "10.0.0.2:6660" 20a9731ec84c5929
+    "persistent://public/default/orders" "10.0.0.3:6660" 9492c9244ba72b56
+    "persistent://public/default/orders-partition-0" "10.0.0.1:6660" ac43603a66a21fee
+    "persistent://shop/eu/Bestellungen-ü" "[2001:db8::1]:6660" 14ce181c7b0c53ed
+    "persistent://shop/eu/Bestellungen-ü" "sidecar-0.sidecars.example.org:6660" 9802c1c4b73787f8
+    "persistent://shop/eu/Bestellungen-ü" "unix:/run/seqdedupe.sock" a122d32710577f49
+
+    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing, and says in
+    `owner_address` (metadata of the `ErrorInfo`, a field of a refusal) who is, if it knows. The client goes there and resumes its
+    sessions with their epochs (duty 5), but only if it was told of that address or of its domain, for its credentials come
+    along; and not from one to the next for ever: after a round in which nobody served it waits, and begins again with the
+    first. If a sidecar does not answer, the next one is tried.
 
     Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
     `google.rpc.RetryInfo` where trying again helps. docs/errors.md lists the reasons.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -60,7 +61,6 @@ _CREDENTIALS = "pulsar.client.authParams"
 _BROKERS = re.compile(r"pulsar(\+ssl)?://[^\s/@,]+(,[^\s/@,]+)*/?")
 _ADMIN = re.compile(r"https?://[^\s/@]+/?")
 _AUTHENTICATION = re.compile(r"(?:org\.apache\.pulsar\.client\.impl\.auth\.(?:oauth2\.)?)?(\w+)")
-_ADDRESS = re.compile(r"unix:.+|[^/\s]+:\d{1,5}")
 _MAX_INT64 = 2**63 - 1
 
 T = TypeVar("T")
@@ -180,9 +180,12 @@ def _authentication(text: str) -> str:
 
 
 def address(text: str) -> str:
-    """Checks the form of a sidecar's address. Raises ValueError."""
-    if not _ADDRESS.fullmatch(text):
-        raise ValueError("it should be host:port or unix:path, without a scheme, or pulsar://host:6650")
+    """Checks the form of a sidecar's address, or of several. Raises ValueError."""
+    try:
+        Sidecars.parse(text)
+    except SeqdedupeError:
+        what = "host:port or unix:path, without a scheme, or several separated by commas, or pulsar://host:6650"
+        raise ValueError(f"it should be {what}") from None  # which may have a password in it
     return text
 
 

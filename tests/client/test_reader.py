@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client import (
     Client,
     InvalidRequestError,
@@ -17,6 +16,7 @@ from seqdedupe.client import (
     ProducerConfig,
 )
 from seqdedupe.client.reader import Reader, Start
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from tests.client.helpers import until
@@ -250,7 +250,7 @@ async def test_an_empty_topic_has_nothing_to_read(shared_sidecar: Sidecar, topic
 @pytest.mark.parametrize("start", [MessageId(1, 2, 0), MessageId(1, -1), MessageId(-1, 2)])
 def test_a_message_id_that_is_not_of_the_embedded_log_is_no_position(start: MessageId) -> None:
     with pytest.raises(SeqdedupeError, match="is not the ID of a message of the embedded log") as caught:
-        Reader(SidecarAddress.parse("127.0.0.1:1"), "t", start)
+        Reader(Sidecars.parse("127.0.0.1:1"), "t", start)
     assert caught.value.reason == "INVALID_POSITION"
 
 

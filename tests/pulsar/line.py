@@ -78,7 +78,12 @@ class Line:
         if self._is_down:
             client_out.transport.abort()
             return
-        broker_in, broker_out = await asyncio.open_connection("127.0.0.1", self._broker_port)
+        try:
+            broker_in, broker_out = await asyncio.open_connection("127.0.0.1", self._broker_port)
+        except OSError:
+            # There is no broker just now.
+            client_out.transport.abort()
+            return
         self._writers |= {client_out, broker_out}
         for pump in (self._pump(client_in, broker_out, False), self._pump(broker_in, client_out, True)):
             task = asyncio.ensure_future(pump)

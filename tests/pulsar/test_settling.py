@@ -6,7 +6,6 @@ All that was acknowledged is there once, for a consumer of Pulsar's own client t
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
 
 import pulsar.asyncio
 import pytest
@@ -14,73 +13,16 @@ import pytest
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
 from seqdedupe.log.pulsar import writer
 from seqdedupe.log.pulsar.entries import EntryFormat
+from tests.pulsar.faults import SEND_TIMEOUT_SECONDS, Faults, Load, check_all
 from tests.pulsar.line import Line
-from tests.pulsar.owners import Cluster, kill_and_start, quiet, until
-from tests.pulsar.publishers import FRAMES_IN_FLIGHT, Process, Publisher, check, found_by_a_stock_client, send_again
+from tests.pulsar.owners import Cluster, kill_and_start, quiet
+from tests.pulsar.publishers import FRAMES_IN_FLIGHT, Process, check, found_by_a_stock_client
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
-SEND_TIMEOUT_SECONDS = 2.0
-MANY = 1_000_000
-"""More than are published."""
-
 MARKER_AND_SESSION = 2
 """Entries without messages."""
-
-
-class Load:
-    """A producer that publishes all the time to a topic, whatever happens."""
-
-    def __init__(self, process: Process) -> None:
-        self.process = process
-        self.publisher = Publisher("p")
-
-    async def begin(self) -> None:
-        topic = await self.process.start()
-        self._publishing = asyncio.ensure_future(self.publisher.publish(topic, MANY))
-
-    async def goes_on(self) -> None:
-        """Until more was acknowledged, by far, than was in flight."""
-        before = self.publisher.acknowledged
-        await until(lambda: self._publishing.done() or self.publisher.acknowledged > before + 200)
-        if self._publishing.done():
-            await self._publishing
-
-    async def end(self) -> None:
-        """When all that it has sent is acknowledged."""
-        self.publisher.finish()
-        await self._publishing
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if hasattr(self, "_publishing"):
-            self._publishing.cancel()
-            await asyncio.wait([self._publishing])
-        await self.process.close()
-
-    async def is_full(self) -> None:
-        """Until as much is in flight as may be."""
-        await until(lambda: len(self.process.topic.flight) >= FRAMES_IN_FLIGHT)
-
-    async def has_failed(self) -> None:
-        """Until the log says once more that an outcome is unknown."""
-        failures = self.process.topic.counters.log_failures
-        await until(lambda: self.process.topic.counters.log_failures > failures)
-
-
-async def check_all(cluster: Cluster, topic: str, load: Load, other: Process, entry_format: EntryFormat) -> None:
-    """What stands there, and what a process answers that knows nothing but the log."""
-    found = await found_by_a_stock_client(cluster, topic)
-    check(found, [load.publisher])
-    if entry_format is EntryFormat.PLAIN:
-        # For those who do nothing but leave out what has a kind.
-        assert found.payloads == [one.message.payload for one in found.standing]
-    await load.process.close()
-    async with other:
-        await send_again(await other.start(), load.publisher)
 
 
 @pytest.fixture
@@ -106,28 +48,8 @@ async def test_what_is_unknown_settles_without_an_operator(
     ):
         await load.begin()
 
-        async def cut() -> None:
-            line.hold_answers()
-            await load.is_full()
-            line.cut()
-
-        async def no_answer() -> None:
-            line.hold_answers()
-            await load.has_failed()
-            line.let_answers_through()
-
-        async def unload() -> None:
-            for _ in range(3):
-                await cluster.admin.unload(topic)
-
-        async def freeze() -> None:
-            broker.freeze()
-            try:
-                await load.has_failed()
-            finally:
-                broker.thaw()
-
-        for fault in (cut, no_answer, unload, freeze):
+        faults = Faults(broker, cluster, topic, line, load)
+        for fault in (faults.cut, faults.no_answer, faults.unload, faults.throw_out, faults.freeze):
             await load.goes_on()
             await fault()
         await load.goes_on()

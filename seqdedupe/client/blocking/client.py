@@ -5,7 +5,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client import admin as _admin
 from seqdedupe.client import client as _client
 from seqdedupe.client.blocking.loop import run
@@ -16,6 +15,7 @@ from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.partitioned_reader import PartitionedStart
 from seqdedupe.client.reader import Start
+from seqdedupe.client.sidecars import Addresses, Sidecars
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.message_id import Position
 from seqdedupe.v1 import admin_pb2
@@ -109,10 +109,11 @@ class Admin:
 class Client:
     """As `seqdedupe.client.Client`, with calls that block. Threads may share it."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self.address = address
-        self._address = SidecarAddress.parse(address)
+    def __init__(self, address: Addresses = DEFAULT_ADDRESS) -> None:
+        self._sidecars = Sidecars.parse(address)
         self._client = _client.Client(address)
+        self.address = self._client.address
+        """As it was given."""
         self.admin = Admin(self._client)
 
     def __enter__(self) -> Self:
@@ -124,7 +125,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Lets go of this object's connection. Producers and readers are closed by themselves."""
+        """Lets go of this object's connections. Producers and readers are closed by themselves."""
         run(self._client.close)
 
     def producer(
@@ -136,7 +137,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
     ) -> Producer:
         """A producer, to be entered, see `Producer`."""
-        return Producer(self._address, topic, name, config, on_waiting)
+        return Producer(self._sidecars, topic, name, config, on_waiting)
 
     def reader(
         self,
@@ -149,7 +150,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
     ) -> Reader:
         """A reader, see `Reader`."""
-        return Reader(self._address, topic, start, follow, stop_index, skip_damaged, on_waiting)
+        return Reader(self._sidecars, topic, start, follow, stop_index, skip_damaged, on_waiting)
 
     def partitioned_reader(
         self,
@@ -186,5 +187,5 @@ class Client:
         return run(lambda: call(self._client))
 
     def wait_ready(self, timeout_seconds: float) -> None:
-        """Until the sidecar says that it serves. Raises UnavailableError if it does not in time."""
+        """Until the sidecar, or one of them, says that it serves. Raises UnavailableError if none does in time."""
         run(lambda: self._client.wait_ready(timeout_seconds))

@@ -9,7 +9,6 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import Batch
 from seqdedupe.client.blocking.loop import check_is_there, event_loop, run
 from seqdedupe.client.blocking.partitioned import Spread
@@ -18,6 +17,7 @@ from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Propertie
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.producer import ProducerBase
 from seqdedupe.client.receipts import PendingBatch
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.spread import Numbering, Partition
 from seqdedupe.client.waiting import OnWaiting
 
@@ -43,14 +43,14 @@ class Producer(ProducerBase):
 
     def __init__(
         self,
-        address: SidecarAddress,
+        sidecars: Sidecars,
         topic: str,
         name: str,
         config: ProducerConfig,
         on_waiting: OnWaiting | None = None,
         partition: Partition | None = None,
     ) -> None:
-        super().__init__(address, topic, name, config, on_waiting, partition)
+        super().__init__(sidecars, topic, name, config, on_waiting, partition)
         self._lock = threading.RLock()  # for what is gathered; the loop's thread must never wait for it
         self._room = threading.Condition()  # held for moments only
         # The first pair is written under the lock, the second by the loop's thread.

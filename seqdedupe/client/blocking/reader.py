@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client import partitioned_reader as _partitioned_reader
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.partitioned_reader import PartitionedPosition
 from seqdedupe.client.reader import Start
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.message_id import Position
@@ -67,7 +67,7 @@ class Reader(_Messages):
 
     def __init__(
         self,
-        address: SidecarAddress,
+        sidecars: Sidecars,
         topic: str,
         start: Start,
         follow: bool,
@@ -76,7 +76,7 @@ class Reader(_Messages):
         on_waiting: OnWaiting | None,
     ) -> None:
         self._reader: _reader.Reader = _reader.Reader(
-            address,
+            sidecars,
             topic,
             start,
             follow=follow,

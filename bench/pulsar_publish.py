@@ -1,0 +1,119 @@
+"""Publishing to a sidecar in front of a Pulsar broker, against Pulsar's Python client, deduplication on for both.
+
+The client sends messages one by one, without batching, which its deduplication does not survive; the sidecar gets
+batches. Both have as many messages in flight, and the broker is on the same machine. Its processor time is not counted.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pulsar
+
+from bench import setup
+from bench.figure import Figure, Ratio, over
+from bench.publish import rising
+from pulsar_broker.distribution import get
+from pulsar_broker.standalone import Broker
+from seqdedupe.client import blocking
+from seqdedupe.testing import Sidecar
+
+IN_FLIGHT = 5_000
+MESSAGES = 50_000
+PLAIN_ROWS, PACKED_ROWS = 250, 1_000
+PACKED_MESSAGES = 1_000_000
+NAMESPACE = "persistent://public/default"
+
+_names = itertools.count()
+
+
+class WarmBroker(Broker):
+    """Compiles all that is worth it."""
+
+    environment = MappingProxyType({})
+
+
+def stock(service_url: str, size: int) -> float:
+    """Messages a second of Pulsar's own client, confirmed."""
+    client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+    try:
+        producer = client.create_producer(
+            f"{NAMESPACE}/stock",
+            producer_name=f"p{next(_names)}",
+            batching_enabled=False,
+            max_pending_messages=IN_FLIGHT,
+            block_if_queue_full=True,
+            send_timeout_millis=0,
+        )
+        payload, confirmed = b"x" * size, 0
+
+        def answered(result: Any, _: object) -> None:
+            nonlocal confirmed
+            confirmed += result == pulsar.Result.Ok
+
+        began = time.perf_counter()
+        for sequence_id in range(MESSAGES):
+            producer.send_async(payload, answered, sequence_id=sequence_id)
+        producer.flush()
+        seconds = time.perf_counter() - began
+        if confirmed != MESSAGES:
+            raise RuntimeError(f"{MESSAGES - confirmed} of {MESSAGES} messages are not confirmed")
+        return MESSAGES / seconds
+    finally:
+        client.close()
+
+
+def published(address: str, topic: str, size: int, rows: int, messages: int) -> float:
+    """Messages a second through the sidecar, confirmed."""
+    name, batches = f"p{next(_names)}", messages // rows
+    work = setup.publish(address, [name], rising(name, rows, b"x" * size), batches, IN_FLIGHT // rows, topic)
+    return messages / setup.run(work)[0]
+
+
+def _create(address: str, name: str, entry_format: str) -> str:
+    topic = f"{NAMESPACE}/{name}"
+    with blocking.Client(address) as client:
+        client.admin.create_topic(topic, entry_format=entry_format)
+    return topic
+
+
+@contextmanager
+def figure(folder: Path) -> Iterator[Figure]:
+    keys: dict[str, Any] = {
+        "brokerDeduplicationEnabled": "true",
+        "defaultRetentionTimeInMinutes": -1,
+        "defaultRetentionSizeInMB": -1,
+    }
+    with (
+        WarmBroker(get(), **keys) as broker,
+        Sidecar(
+            folder / "sidecar",
+            log="pulsar",
+            pulsar_service_url=broker.service_url,
+            pulsar_admin_url=broker.admin_url,
+            pulsar_manage_topic_policies=True,
+        ) as sidecar,
+    ):
+        plain = _create(sidecar.address, "plain", "plain")
+        packed = _create(sidecar.address, "packed", "packed")
+
+        yield Figure(
+            arms={
+                "client, 100 B": lambda: stock(broker.service_url, 100),
+                "plain, 100 B": lambda: published(sidecar.address, plain, 100, PLAIN_ROWS, MESSAGES),
+                "client, 1 KiB": lambda: stock(broker.service_url, 1024),
+                "plain, 1 KiB": lambda: published(sidecar.address, plain, 1024, PLAIN_ROWS, MESSAGES),
+                "packed, 100 B": lambda: published(sidecar.address, packed, 100, PACKED_ROWS, PACKED_MESSAGES),
+            },
+            ratios=[
+                Ratio("plain ÷ client, 100 B", over("plain, 100 B", "client, 100 B"), at_least=0.5),
+                Ratio("plain ÷ client, 1 KiB", over("plain, 1 KiB", "client, 1 KiB"), at_least=0.8),
+                Ratio("packed ÷ client, 100 B", over("packed, 100 B", "client, 100 B"), at_least=20),
+            ],
+            rounds=5,
+            notes=["arms in messages a second"],
+        )
