@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pulsar
@@ -33,7 +34,7 @@ TAIL = 200_000
 ROWS = 1_000
 IN_FLIGHT = 5_000
 STOCK_TOPIC = "persistent://public/default/stock"
-KEYS = {
+KEYS: dict[str, Any] = {
     "brokerDeduplicationEnabled": "true",
     # It takes no snapshot by itself.
     "brokerDeduplicationEntriesInterval": 1_000_000_000,
