@@ -83,7 +83,11 @@ def _create(address: str, name: str, entry_format: str) -> str:
 
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
-    keys = {"brokerDeduplicationEnabled": "true", "defaultRetentionTimeInMinutes": -1, "defaultRetentionSizeInMB": -1}
+    keys: dict[str, Any] = {
+        "brokerDeduplicationEnabled": "true",
+        "defaultRetentionTimeInMinutes": -1,
+        "defaultRetentionSizeInMB": -1,
+    }
     with (
         WarmBroker(get(), **keys) as broker,
         Sidecar(

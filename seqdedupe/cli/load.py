@@ -82,7 +82,8 @@ class Load:
                 producer = client.producer(self.plan.topic, f"bench-{number}")
                 await producer.open()
                 stack.push_async_callback(producer.abort)
-                self._lanes.append(Lane(producer, producer.last_sequence_id + 1))
+                # Each message is another one: none is sent again that an earlier run may have left open.
+                self._lanes.append(Lane(producer, max(one.sequence_id for one in producer.persisted) + 1))
             self._began = time.perf_counter()
             work = asyncio.create_task(self._work())
             try:
@@ -147,13 +148,15 @@ class Load:
     async def _send(self, lane: Lane, number: int) -> None:
         """Sends every `names`th message, from this one on."""
         plan = self.plan
+        sequence_id: int | None = lane.next_sequence_id
         while plan.messages is None or number < plan.messages:
             now = due = time.perf_counter()
             if plan.rate is not None:
                 due = self._began + number / plan.rate
                 if due > now:
                     await asyncio.sleep(due - now)
-            receipt = await lane.producer.send(self._payload)
+            receipt = await lane.producer.send(self._payload, sequence_id)
+            sequence_id = None  # from here on it is the next one
             lane.pending.append((due, receipt))
             lane.has_more.set()
             self.sent += 1

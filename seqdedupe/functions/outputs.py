@@ -28,9 +28,9 @@ class Output:
     @property
     def size_bytes(self) -> int:
         """What it takes in a batch, at most."""
-        size = OVERHEAD_BYTES + len(self.payload) + len(self.key.encode())
+        size = OVERHEAD_BYTES + len(self.payload) + len(self.key) * 4
         for name, value in self.properties.items():
-            size += len(name.encode()) + len(value.encode()) + PROPERTY_OVERHEAD_BYTES
+            size += (len(name) + len(value)) * 4 + PROPERTY_OVERHEAD_BYTES
         return size
 
 

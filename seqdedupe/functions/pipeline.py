@@ -64,9 +64,9 @@ class Pipeline:
         self._inputs = self._bytes = 0
         self._handed_over: deque[tuple[Input, dict[str, list[Row]]]] = deque()
         self._is_woken = False
+        self._is_acknowledging = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._run, name="seqdedupe-functions", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="seqdedupe-functions", daemon=True).start()
 
     # -- the thread of process() -------------------------------------------------------------------------------
 
@@ -121,9 +121,14 @@ class Pipeline:
         return time.monotonic() - since_seconds > self._settings.give_up_after_seconds
 
     def close(self) -> None:
-        """Ends the thread. What is under way may be published or not, and is not acknowledged."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        """Ends what it does; its thread stays, idle. What is under way is not acknowledged, published or not."""
+
+        async def cancel() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
 
     @property
     def in_flight(self) -> int:
@@ -146,10 +151,6 @@ class Pipeline:
         asyncio.set_event_loop(self._loop)
         self._start(self._watch())
         self._loop.run_forever()
-        for task in self._tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
-        self._loop.close()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -184,7 +185,7 @@ class Pipeline:
                 self._lanes.setdefault(one.lane, deque()).append(one)
                 for topic, of_topic in rows.items():
                     self._publisher(topic).add(of_topic)
-                self._acknowledge(one.lane)
+                self._acknowledge_soon(one)
         except Exception as e:  # noqa: BLE001 (whatever it is: nothing may wait for ever)
             self._end_because(e)
 
@@ -196,7 +197,7 @@ class Pipeline:
             if output.callback is not None:
                 self._call_back(output)
             if not one.left:
-                self._acknowledge(one.lane)
+                self._acknowledge_soon(one)
 
         return settled
 
@@ -209,20 +210,29 @@ class Pipeline:
         except Exception:
             logger.exception("the callback of an output for %s has failed", output.topic)
 
-    def _acknowledge(self, lane: str) -> None:
-        """Acknowledges the oldest inputs of a lane that have all settled."""
-        inputs = self._lanes.get(lane, deque())
+    def _acknowledge_soon(self, one: Input) -> None:
+        """An input may have settled. All that settle at the same time are acknowledged together."""
+        if not one.left and not self._is_acknowledging:
+            self._is_acknowledging = True
+            self._loop.call_soon(self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        """Acknowledges, in each lane, the oldest inputs that have all settled."""
+        self._is_acknowledging = False
         count = size = 0
-        while inputs and not inputs[0].left:
-            done = inputs.popleft()
-            done.acknowledge()
-            count += 1
-            size += done.size_bytes
-        if count:
-            with self._room:
-                self._inputs -= count
-                self._bytes -= size
-                self._room.notify_all()
+        try:
+            for inputs in self._lanes.values():
+                while inputs and not inputs[0].left:
+                    done = inputs.popleft()
+                    done.acknowledge()
+                    count += 1
+                    size += done.size_bytes
+        except Exception as e:  # noqa: BLE001 (whatever it is: nothing may wait for ever)
+            self._end_because(e)
+        with self._room:
+            self._inputs -= count
+            self._bytes -= size
+            self._room.notify_all()
 
     def _notify(self) -> None:
         with self._room:

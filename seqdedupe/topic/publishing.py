@@ -16,7 +16,7 @@ from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Failure, Log, Outcome, last_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic import admission, recovery, trimming
+from seqdedupe.topic import admission, earlier, recovery, trimming
 from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.flight import Admitted, Changing
 from seqdedupe.topic.frame import NumbersCache
@@ -121,6 +121,7 @@ class Topic(LoggedTopic):
         self._is_recovering = False
         self.knows_its_end = True
         self._set_state(State.SERVING, "")
+        earlier.state(self)
         return True
 
     def _not_now(self, e: Exception) -> None:
@@ -138,7 +139,12 @@ class Topic(LoggedTopic):
         self._keeping_away.found_owned()
         self.owner_address = e.numbers.get("owner_address", "")
         self.knows_its_end = False
-        self._fail_in_flight(self.not_owner(": what became of what was in flight is known there"))
+        # A frame may be sent again there. A change may not be made again by whoever takes this for "nothing was done".
+        what = f"somebody else owns topic {self.name}, and knows there whether it is in force"
+        self._fail_in_flight(
+            self.not_owner(": what became of what was in flight is known there"),
+            of_changes=error("OUTCOME_UNKNOWN", what),
+        )
         self._set_state(State.STANDBY, e.message)
         for end in list(self._streams.values()):
             end(self.not_owner(""))
@@ -283,14 +289,14 @@ class Topic(LoggedTopic):
     def _not_appended(self, reason: str, why: str) -> SeqdedupeError:
         return error(reason, f"topic {self.name} could not write it to its log: {why}")
 
-    def _fail_in_flight(self, e: SeqdedupeError) -> None:
+    def _fail_in_flight(self, e: SeqdedupeError, *, of_changes: SeqdedupeError | None = None) -> None:
         """What is in flight is given up: nothing of it counts as pushed any more."""
         failed = [self.flight.take() for _ in range(len(self.flight))]
         self.producers.fail_in_flight()
         self.next_index = self.confirmed_index
         for item in failed:
             if isinstance(item, Changing):
-                item.settled(e)
+                item.settled(of_changes or e)
                 continue
             self.counters.refused += 1
             item.reply(Refusal(item.receipt.frame, e))

@@ -134,3 +134,11 @@ def test_places_of_the_other_kind_are_refused(run: Run, shared_sidecar: Sidecar)
             position = str(reader.position)
     assert run("read", "places", "--from", position).stdout.count(b"\n") == 4
     assert run("read", "places", "--from", "latest").stdout == b""
+
+
+def test_bench_begins_after_all_that_is_there(run: Run) -> None:
+    run("topics", "create", "bench", "--partitions", "3")
+    for _ in range(2):
+        run("bench", "bench", "--messages", "500", "--names", "4", "--json")
+    shown = json.loads(run("topics", "show", "bench", "--json").stdout)
+    assert (shown["not_dup"], shown["dup"]) == (1000, 0)

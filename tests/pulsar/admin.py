@@ -9,13 +9,18 @@ from pulsar_broker.standalone import Broker
 TIMEOUT_SECONDS = 60.0
 
 
-def call(broker: Broker, method: str, path: str, *, body: str | None = None) -> Any:
-    """The answer to `/admin/v2/…`, as JSON; None if it is empty. Raises OSError."""
+def call(
+    broker: Broker,
+    method: str,
+    path: str,
+    *,
+    version: str = "v2",
+    body: bytes | None = None,
+    content_type: str = "application/json",
+) -> Any:
+    """The answer to `/admin/<version>/<path>`, from JSON; None if it is empty. Raises OSError."""
     request = urllib.request.Request(
-        f"{broker.admin_url}/admin/v2/{path}",
-        data=None if body is None else body.encode(),
-        method=method,
-        headers={"Content-Type": "application/json"},
+        f"{broker.admin_url}/admin/{version}/{path}", data=body, method=method, headers={"Content-Type": content_type}
     )
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(request, timeout=TIMEOUT_SECONDS) as answer:

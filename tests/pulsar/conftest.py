@@ -5,6 +5,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,7 @@ def start_broker(pulsar_home: Path) -> Iterator[StartBroker]:
     """Starts brokers with keys of `standalone.conf`, each with data of its own; they are gone when the test ends."""
     started: list[Broker] = []
 
-    def start(**keys: object) -> Broker:
+    def start(**keys: Any) -> Broker:
         broker = Broker(pulsar_home, **keys)
         started.append(broker)
         broker.start()

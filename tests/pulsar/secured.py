@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 KEY = b"a key of at least thirty-two bytes, for tests"
@@ -41,7 +42,7 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-def keys(folder: Path, port: int, admin_port: int) -> dict[str, object]:
+def keys(folder: Path, port: int, admin_port: int) -> dict[str, Any]:
     """Of `standalone.conf`."""
     return {
         # Each of the two web ports takes some.

@@ -1,22 +1,25 @@
 """The wrapper in Pulsar's own Python runtime, on a real broker, killed and restarted."""
 
 import json
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pulsar
 import pytest
 
+from pulsar_broker.instance import FULL_NAME, Instance, details
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
 from seqdedupe.errors import NotFoundError
 from seqdedupe.functions.wheel import build
 from seqdedupe.testing import Sidecar
 from tests.pulsar.admin import call
-from tests.pulsar.instance import FULL_NAME, Instance, details
 
 MESSAGES = 4000
 TIMEOUT_SECONDS = 240.0
@@ -173,7 +176,7 @@ def test_four_partitions_and_two_instances(
 ) -> None:
     sidecar = start_sidecar()
     name = topic.rpartition("/")[2]
-    call(broker, "PUT", f"{topic.replace('://', '/')}/partitions", body="4")
+    call(broker, "PUT", f"{topic.replace('://', '/')}/partitions", body=b"4")
     function = wrapped(name, topic, sidecar) | {"parallelism": 2}
     give(client, topic, 0, MESSAGES)
     out = f"{name}-out"
@@ -251,3 +254,89 @@ def test_a_deployment_that_cannot_work_ends_the_process_and_says_what_to_set(
     with Instance(pulsar_home, tmp_path, broker.service_url, wheel, function | changes) as instance:
         until(lambda: instance.starts > 1, instance)
         assert said in instance.log
+
+
+def deploy(broker: Broker, wheel: Path, function: dict[str, Any]) -> None:
+    """Makes a function by the worker's REST call, as `pulsar-admin functions create` does."""
+    parts = {
+        b'name="data"; filename="%s"' % wheel.name.encode(): (b"application/octet-stream", wheel.read_bytes()),
+        b'name="functionConfig"': (b"application/json", json.dumps(function).encode()),
+    }
+    body = b"".join(
+        b"--edge\r\nContent-Disposition: form-data; %s\r\nContent-Type: %s\r\n\r\n%s\r\n" % (name, *part)
+        for name, part in parts.items()
+    )
+    call(
+        broker,
+        "POST",
+        f"functions/public/default/{function['name']}",
+        version="v3",
+        body=body + b"--edge--\r\n",
+        content_type="multipart/form-data; boundary=edge",
+    )
+
+
+def instances_of(broker: Broker, name: str) -> list[psutil.Process]:
+    """The worker's processes that run a function."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if "python_instance_main.py" in line and broker.service_url in line and name in line:
+            found.append(process)
+    return found
+
+
+def answers(broker: Broker, path: str) -> bool:
+    try:
+        call(broker, "GET", path)
+    except OSError:
+        return False
+    return True
+
+
+def test_deployed_by_a_worker_over_a_sidecar_on_pulsar_a_stock_consumer_sees_each_result_once(
+    pulsar_home: Path, tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    name, topic = "deployed", "persistent://public/default/given"
+    with (
+        Broker(pulsar_home, with_functions=True) as broker,
+        Sidecar(
+            tmp_path / "sidecar",
+            log="pulsar",
+            pulsar_service_url=broker.service_url,
+            pulsar_admin_url=broker.admin_url,
+            pulsar_manage_topic_policies=True,
+        ) as sidecar,
+    ):
+        client = pulsar.Client(broker.service_url)
+        give(client, topic, 0, MESSAGES)
+        config = {"wrapped": "mine.Copy", "sidecar_address": sidecar.address, "output_topic": f"{name}-out"}
+        function = {
+            "tenant": "public",
+            "namespace": "default",
+            "name": name,
+            "className": FULL_NAME,
+            "runtime": "PYTHON",
+            "inputs": [topic],
+            "subscriptionPosition": "Earliest",
+            "processingGuarantees": "MANUAL",
+            "retainOrdering": True,
+            "userConfig": config,
+        }
+        until(lambda: answers(broker, "worker/cluster/leader"))
+        deploy(broker, wheel, function)
+        for kill in range(2):
+            until_published(sidecar, f"{name}-out", MESSAGES * kill // 3 + 1)
+            until(lambda: len(instances_of(broker, name)) == 1)
+            for process in instances_of(broker, name):
+                process.kill()
+        until_published(sidecar, f"{name}-out", MESSAGES)
+        reader = client.create_reader(f"persistent://public/default/{name}-out", pulsar.MessageId.earliest)
+        seen = []
+        while reader.has_message_available():
+            message = reader.read_next(60_000)
+            if "seqdedupe.kind" not in message.properties():
+                seen.append(int(message.data()))
+        client.close()
+    assert seen == list(range(MESSAGES))

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from seqdedupe.core.rule import PERSISTED
-from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.errors import OutcomeUnknownError, SeqdedupeError, UnavailableError
 from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import recovery
 from seqdedupe.topic.keeping_away import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.operating import message_state
+from seqdedupe.topic.operating import message_state, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import check_index, end_index, read_on
@@ -176,6 +176,28 @@ async def test_who_is_shut_out_ends_what_is_under_way_and_the_other_one_goes_on(
     assert "NOT_OWNER" in {e.reason for e in two.publisher.heard}
     assert await stored(two.other.topic) == {"p": list(range(1000))}
     assert two.other.topic.term > two.one.topic.term
+
+
+@pytest.mark.parametrize("lands", [0, 1])
+async def test_of_a_change_that_is_under_way_nobody_is_told_that_nothing_was_done(two: Two, lands: int) -> None:
+    """Or a client would make it again at the new owner, and reset a producer that was opened since once more."""
+    await two.publisher.publish(10)
+    two.one.log.automatic = False
+    await asyncio.sleep(0)
+    resetting = asyncio.ensure_future(reset_producer(two.one.topic, "p", 4))
+    await until(lambda: two.one.log.in_flight == 1)
+    two.one.log.lose_place(lands=lands, report=False)
+    await two.other.until_serving()
+    two.one.log.automatic = True
+    two.one.log.report()
+    with pytest.raises(OutcomeUnknownError):
+        await resetting
+    await two.one.until(State.STANDBY)
+    number = two.other.topic.producers.number(b"p")
+    assert number is not None
+    assert two.other.topic.producers.numbers[number, PERSISTED] == (4 if lands else 9)
+    with pytest.raises(UnavailableError, match="NOT_OWNER"):
+        await reset_producer(two.one.topic, "p", 4)
 
 
 async def test_a_topic_without_an_owner_is_taken_by_who_is_asked_and_by_nobody_else(two: Two) -> None:

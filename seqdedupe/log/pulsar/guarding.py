@@ -1,10 +1,11 @@
 """What is looked at while a topic is owned: that nobody else writes to it, and that Pulsar's deduplication is on."""
 
 import asyncio
-from collections.abc import Callable
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.opening import Opening
+from seqdedupe.log.pulsar.writer import Writer
 
 ALONE_SECONDS = 5.0
 """Statistics follow a hand-over within a tenth of a second, unless the broker is in trouble."""
@@ -34,15 +35,19 @@ async def check_deduplicates(topic: str, admin: Admin) -> None:
         raise error("LOG_REFUSED", _not_deduplicated(topic))
 
 
-async def until_lost(topic: str, admin: Admin, is_connected: Callable[[], bool]) -> str:
-    """Returns why the topic has to be opened again: its producer is not connected any more, so that somebody else may
-    have the topic, which one that sends nothing would not notice; or Pulsar's deduplication is off.
+async def guard(topic: str, admin: Admin, opening: Opening) -> None:
+    """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
+    that sends nothing would not notice; or when Pulsar's deduplication is off.
     """
+    opening.fail(await _why_lost(topic, admin, opening.writer))
+
+
+async def _why_lost(topic: str, admin: Admin, writer: Writer) -> str:
     now = asyncio.get_running_loop().time
     connected_at, looked_at = now(), now()
     while True:
         await asyncio.sleep(CONNECTED_POLL_SECONDS)
-        if is_connected():
+        if writer.is_connected:
             connected_at = now()
         elif now() - connected_at >= DISCONNECTED_SECONDS:
             return f"the producer of {topic} has lost its connection"

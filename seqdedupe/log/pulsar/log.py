@@ -18,13 +18,13 @@ from seqdedupe import batch as batches
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
-from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
+from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention, Skipped
 from seqdedupe.log.pulsar import entries, place_bytes, plain
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Message, Owner, Part, Settings
 from seqdedupe.log.pulsar.evicting import Answers, evicting
-from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, until_lost
+from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, guard
 from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
@@ -140,6 +140,11 @@ class PulsarLog:
     def damage_found(self) -> DamageFound:
         return DamageFound()
 
+    @property
+    def skipped(self) -> Skipped:
+        counts = self._content.counts
+        return Skipped(counts.void, counts.repeats, counts.foreign, counts.earlier)
+
     # Writing.
 
     def check(self, batch: bytes) -> None:
@@ -228,7 +233,7 @@ class PulsarLog:
             raise
         self._opening = opening = Opening(owner, writer, self._content.places, settle)
         writer.was_read([self._end.message_id])
-        self._guarding = asyncio.get_running_loop().create_task(self._guard(opening))
+        self._guarding = asyncio.get_running_loop().create_task(guard(self._topic, self._shared.admin, opening))
         return 0
 
     async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
@@ -247,9 +252,7 @@ class PulsarLog:
             if e.reason != "NOT_OWNER":
                 raise
             marked = self._content.marked_address
-            raise await not_owner(
-                e, shared.admin, self._topic, own_address=shared.address, marked_address=marked
-            ) from e
+            raise await not_owner(e, shared.admin, self._topic, shared.address, marked) from e
 
     async def _let_go(self) -> None:
         """Of the topic, whoever takes it then. What is in flight may be stored or not, and nobody is told."""
@@ -301,9 +304,6 @@ class PulsarLog:
             opening.fail("Pulsar has answered an entry that is not in the topic")
         elif not opening.failed:
             opening.writer.was_read([one.after.message_id for one in own])
-
-    async def _guard(self, opening: Opening) -> None:
-        opening.fail(await until_lost(self._topic, self._shared.admin, lambda: opening.writer.is_connected))
 
     async def wait_until_free(self) -> None:
         shared = self._shared
