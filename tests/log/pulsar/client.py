@@ -63,13 +63,14 @@ class StandInAdmin(Admin):
 
     def __init__(self, client: StandInClient) -> None:
         self._client = client
-        self.answers = 1_000_000
-        """How often it does."""
+        self.answers = True
+        self.answers_left = 1_000_000
+        """So often it says yet who writes."""
 
     async def stats(self, topic: str) -> TopicStats:
         await asyncio.sleep(0)
-        self.answers -= 1
-        if self.answers < 0:
+        self.answers_left -= 1
+        if not self.answers or self.answers_left < 0:
             raise error("LOG_UNREADABLE", "no broker answers")
         writer = self._client.writer
         return TopicStats((Publisher(writer.name, writer.metadata),) if writer else (), 0, True)

@@ -328,13 +328,13 @@ async def test_who_finds_an_owner_is_told_where_it_is(admin_answers: int) -> Non
     await Owner(log, 1).open()
     for each in (again, other):
         await each.begin(0)
-    harness.admin.answers = admin_answers
+    harness.admin.answers_left = admin_answers
     # The first time it is asked whether Pulsar's deduplication is on.
     with pytest.raises(UnavailableError, match="NOT_OWNER") as caught:
         await Owner(other, 2).open()
     assert caught.value.numbers == {"owner_address": "host:1"}
     # A producer that it lost itself is no other sidecar.
-    harness.admin.answers = admin_answers
+    harness.admin.answers_left = admin_answers
     with pytest.raises(UnavailableError, match="NOT_OWNER") as caught:
         await Owner(again, 2).open()
     assert caught.value.numbers == {}
