@@ -74,7 +74,7 @@ class Sidecar:
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
         await self._topics.recover_all()
-        self._data.begin_scrub()
+        self._data.begin_looking()
         self._health.set("", health.SERVING)
 
     async def _listen(self) -> None:
