@@ -126,6 +126,9 @@ class Config:
             )
         if self.log == "pulsar":
             self.pulsar.check()
+            for name in ("default_retention_size_in_mb", "default_retention_time_in_minutes"):
+                if getattr(self, name) != policy.NO_LIMIT:
+                    raise invalid(name, "has no effect with log = 'pulsar': retention is that of the Pulsar topics")
         return self
 
     def _check_listen(self) -> None:

@@ -16,7 +16,7 @@ from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Failure, Log, Outcome, last_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic import admission, recovery, trimming
+from seqdedupe.topic import admission, earlier, recovery, trimming
 from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.flight import Admitted, Changing
 from seqdedupe.topic.frame import NumbersCache
@@ -114,6 +114,7 @@ class Topic(LoggedTopic):
         self._is_recovering = False
         self.knows_its_end = True
         self._set_state(State.SERVING, "")
+        earlier.state(self)
         return True
 
     def _not_now(self, e: Exception) -> None:

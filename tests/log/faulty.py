@@ -29,7 +29,18 @@ from seqdedupe.format import headers, records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.tag import key_of
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import DamageFound, Entries, Failure, Location, Outcome, Records, Retention, Run, Runs
+from seqdedupe.log.contract import (
+    DamageFound,
+    Entries,
+    Failure,
+    Location,
+    Outcome,
+    Records,
+    Retention,
+    Run,
+    Runs,
+    Skipped,
+)
 from seqdedupe.message_id import MessageId
 from seqdedupe.topic.broadcast import Broadcast
 
@@ -345,6 +356,14 @@ class FaultyLog:
     @property
     def damage_found(self) -> DamageFound:
         return DamageFound()
+
+    @property
+    def skipped(self) -> Skipped:
+        return Skipped()
+
+    @property
+    def earlier(self) -> dict[str, int]:
+        return {}
 
     def check(self, batch: bytes) -> None:
         if len(batch) > self.max_batch_bytes:

@@ -17,7 +17,7 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
+from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention, Skipped
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import Reader
@@ -122,6 +122,14 @@ class EmbeddedLog:
     def damage_found(self) -> DamageFound:
         there = self._damage.values()
         return DamageFound(len(there), sum((damage.next_index or 0) - damage.first_index for damage in there))
+
+    @property
+    def skipped(self) -> Skipped:
+        return Skipped()
+
+    @property
+    def earlier(self) -> dict[str, int]:
+        return {}
 
     # Writing.
 

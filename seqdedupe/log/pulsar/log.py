@@ -18,7 +18,7 @@ from seqdedupe import batch as batches
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
-from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
+from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention, Skipped
 from seqdedupe.log.pulsar import entries, place_bytes, plain
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
@@ -133,6 +133,11 @@ class PulsarLog:
     @property
     def damage_found(self) -> DamageFound:
         return DamageFound()
+
+    @property
+    def skipped(self) -> Skipped:
+        counts = self._content.counts
+        return Skipped(counts.void, counts.repeats, counts.foreign, counts.earlier)
 
     # Writing.
 
