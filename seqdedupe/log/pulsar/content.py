@@ -19,6 +19,10 @@ from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
 from seqdedupe.log.pulsar.terms import Counts, Verdict
 from seqdedupe.message_id import MessageId
 
+QUEUE_BYTES = 4 * 1024 * 1024
+"""A reader fetches about so many ahead at most."""
+LEAST_QUEUED = 4
+
 
 class Found(NamedTuple):
     """A valid entry that was read."""
@@ -62,7 +66,8 @@ class Content:
         self._first_ledger = first_ledger
         self.needed = points[-1]
         """What stands before this point is nothing but old messages."""
-        self._kept = Kept(client, topic, queue_entries)
+        self._most_queued = queue_entries
+        self._kept = Kept(client, topic, self._queue_entries)
         self._reading_on = asyncio.Lock()
         self._covered_index = points[-1].next_index
 
@@ -123,6 +128,13 @@ class Content:
             return self._kept.keep(step)
 
     # Anywhere.
+
+    def _queue_entries(self) -> int:
+        """How many entries a reader fetches ahead: Pulsar's client bounds them by number only, here it is also by what
+        a message of this topic takes."""
+        first, end = self.places.first, self.places.end
+        message_bytes = (end.size_bytes - first.size_bytes) // max(1, end.next_index - first.next_index)
+        return min(self._most_queued, max(LEAST_QUEUED, QUEUE_BYTES // max(1, message_bytes)))
 
     def check_is_there(self, index: int, *, at_end: bool) -> None:
         """Raises POSITION_TRIMMED, POSITION_AFTER_END."""

@@ -33,7 +33,7 @@ SURELY_TAKEN_BYTES = 1024 * 1024
 """A batch of so many has no row that is too large, whatever it consists of."""
 PLAIN_QUEUE_ENTRIES = 500
 PACKED_QUEUE_ENTRIES = 10
-"""Entries that a reader fetches ahead: Pulsar's client bounds them by number only."""
+"""Entries that a reader fetches ahead at most."""
 MOVE_SECONDS = 10.0
 """Between two moves of the subscription: each takes calls of the admin URL."""
 
@@ -113,6 +113,11 @@ class PulsarLog:
     @property
     def place(self) -> str:
         return self._topic
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was found in the topic, of whomever."""
+        return self._end.message_id == NOWHERE and not self._content.counts.earlier
 
     @property
     def entry_format(self) -> str:
@@ -296,10 +301,6 @@ class PulsarLog:
             opening.writer.was_read([one.after.message_id for one in own])
 
     # Reading.
-
-    async def catch_up(self) -> None:
-        """Reads what stands after all that is known. For a log that is not open for writing."""
-        await self._content.read_on(None)
 
     async def begin(self, covered_index: int) -> None:
         """Looks whether the topic goes on from the place, up to this index at least.

@@ -319,7 +319,7 @@ async def test_who_finds_an_owner_is_told_where_it_is(admin_answers: bool) -> No
     log, again, other = harness.log("host:1"), harness.log("host:1"), harness.log("host:2")
     await Owner(log, 1).open()
     for each in (again, other):
-        await each.catch_up()
+        await each.begin(0)
     harness.admin.answers = admin_answers
     with pytest.raises(UnavailableError, match="NOT_OWNER") as caught:
         await Owner(other, 2).open()
