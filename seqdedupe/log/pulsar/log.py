@@ -115,6 +115,11 @@ class PulsarLog:
         return self._topic
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was found in the topic, of whomever."""
+        return self._end.message_id == NOWHERE and not self._content.counts.earlier
+
+    @property
     def entry_format(self) -> str:
         return self._settings.format.value
 

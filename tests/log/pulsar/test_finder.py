@@ -103,11 +103,22 @@ async def test_a_fresh_marker_at_the_end() -> None:
     assert topic.entries_read < 300
 
 
+class Believing(Topic):
+    """Takes every entry for what it says of itself."""
+
+    async def _by_its_marker(self, at: int) -> Known | None:
+        entry = await self._entry(at)
+        place = entry and module._place(entry)
+        return module._after_valid(entry, place, at) if entry and place else None
+
+
 async def test_void_entries_at_the_end_do_not_count() -> None:
     first, *late = of_owners(1, 900)
-    topic = Topic(topic_of([first, *late[:400], marker(2), *late[400:]]))
-    end = await topic.end()
+    stored = topic_of([first, *late[:400], marker(2), *late[400:]])
+    end = await Topic(stored).end()
     assert (end.standing, end.last and end.last.index) == (Standing(owner(2), 1, 400), 399)
+    # The control arm shows what nobody has.
+    assert (await Believing(stored).end()).standing.next_index == 900
 
 
 KNOWING = entries.marker(INCARNATION, 2, token(2), SETTINGS, 4)
