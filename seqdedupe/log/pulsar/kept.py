@@ -75,7 +75,7 @@ class Kept:
 
     @asynccontextmanager
     async def cursor(self, here: Point, *, keeps: bool = True) -> AsyncIterator[Cursor]:
-        """A cursor that stands here: one that was kept, else a new one. It is kept if nothing is raised, and `keeps`."""
+        """A cursor that stands here: one that was kept, else a new one. With `keeps` it is kept, unless this raises."""
         async with self._reading:
             cursor = next((each for each in self._idle if each.here.size_bytes == here.size_bytes), None)
             if cursor is not None:
