@@ -89,19 +89,19 @@ class Content:
                 index=self.places.end.next_index,
             )
 
-    async def read_on(self, up_to: MessageId | None) -> list[Found]:
-        """Judges what stands after the known end, up to this entry; to the topic's end where that is none, or no place.
+    async def read_on(self, up_to: MessageId, *, within_batches: bool = False) -> list[Found]:
+        """Judges what stands after the known end, up to this entry; to the topic's end where that is no place.
 
         Answers the valid entries. The known end is after them then, whatever is raised.
         """
         found: list[Found] = []
-        if up_to is not None and up_to.ledger_id < 0:
-            up_to = None
-        while (await self._read_on(up_to, found)).is_full:
+        end = up_to if up_to.ledger_id >= 0 else None
+        # What begins or ends within a batch would not be read as others read it.
+        while (await self._read_on(end, found, keeps=not within_batches)).is_full:
             pass
         return found
 
-    async def _read_on(self, up_to: MessageId | None, found: list[Found]) -> Step:
+    async def _read_on(self, up_to: MessageId | None, found: list[Found], *, keeps: bool = True) -> Step:
         """A step from the known end on."""
 
         def hear(entry: Entry, verdict: Verdict, after: Point) -> None:
@@ -114,7 +114,7 @@ class Content:
         async with self._reading_on:
             start = self.places.end
             try:
-                async with self._kept.cursor(start) as cursor:
+                async with self._kept.cursor(start, keeps=keeps) as cursor:
                     step = await cursor.step_on(up_to, hear)
                     if (marker := cursor.collector.terms.marker) is not None:
                         self.marked_address = marker.settings.address
@@ -125,7 +125,7 @@ class Content:
                     raise
                 why = f"{self._topic} does not go on from index {self._covered_index}, up to which there is a snapshot"
                 raise error("NO_STATE", f"{why}: {e.message}", index=self._covered_index) from e
-            return self._kept.keep(step)
+            return self._kept.keep(step) if keeps else step
 
     async def wait_for_more(self) -> None:
         """Returns when something stands after the known end."""

@@ -74,8 +74,8 @@ class Kept:
         return step
 
     @asynccontextmanager
-    async def cursor(self, here: Point) -> AsyncIterator[Cursor]:
-        """A cursor that stands here: one that was kept, else a new one. It is kept if nothing is raised."""
+    async def cursor(self, here: Point, *, keeps: bool = True) -> AsyncIterator[Cursor]:
+        """A cursor that stands here: one that was kept, else a new one. With `keeps` it is kept, unless this raises."""
         async with self._reading:
             cursor = await self._taken(here)
             try:
@@ -83,7 +83,10 @@ class Kept:
             except BaseException:
                 self._close(cursor)
                 raise
-            self._put_back(cursor)
+            if keeps:
+                self._put_back(cursor)
+            else:
+                self._close(cursor)
 
     async def _taken(self, here: Point) -> Cursor:
         cursor = next((each for each in self._idle if each.here.size_bytes == here.size_bytes), None)

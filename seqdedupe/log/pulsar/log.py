@@ -292,7 +292,7 @@ class PulsarLog:
     async def _clear_up(self, opening: Opening, receipt: MessageId) -> None:
         """Reads the topic up to an append whose receipt proves nothing."""
         try:
-            found = await self._content.read_on(receipt)
+            found = await self._content.read_on(receipt, within_batches=True)
         except SeqdedupeError as e:
             opening.fail(f"it cannot be found out: {e}")
             return
@@ -367,6 +367,7 @@ class PulsarLog:
         now_seconds = asyncio.get_running_loop().time()
         if not place or now_seconds < self._moves_at:
             return
+        self._moves_at = now_seconds + MOVE_SECONDS
         needed = place_bytes.decode(self.incarnation, place)[-1]
         admin, subscription = self._shared.admin, self._shared.subscription
         if needed.message_id.entry_id >= 0:
@@ -375,7 +376,6 @@ class PulsarLog:
             await admin.keep_from(self._topic, subscription, needed.message_id)
             self._content.needed = needed
         await self._look_at_ledgers()
-        self._moves_at = now_seconds + MOVE_SECONDS
 
     async def _look_at_ledgers(self) -> int:
         self._first_ledger_id = await self._shared.admin.first_ledger(self._topic)

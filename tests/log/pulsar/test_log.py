@@ -104,8 +104,13 @@ async def test_a_ledger_that_rolls_over_splits_the_message_ids_of_a_batch(entry_
     assert len(ledgers) > 3
     told = [one for runs in owner.runs for one in ids_of(runs)]
     assert told == sorted(set(told))
+    # However the owner had to read them: batches are whole for everybody.
+    for index in (2, *range(20)):
+        (record,) = parsed(await log.read(index, index + 1, 1))
+        assert (record.base_index, record.rows) == (index - index % 4, 4)
     assert [(await log.locate(index)).message_id for index in range(20)] == told
     assert any(len(runs) > 1 for runs in owner.runs) or entry_format is EntryFormat.PACKED
+    assert [record.rows for record in await replayed(log) if record.rows] == [4] * 5
     await log.close()
 
 
