@@ -9,10 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
+from seqdedupe import rendezvous
 from seqdedupe.cli.main import cli
-from seqdedupe.client import Client, DataLossError, UnavailableError, blocking
+from seqdedupe.client import Client, DataLossError, NotFoundError, UnavailableError, blocking
 from seqdedupe.command import run_command
 from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from seqdedupe_spark.ranges import Range
@@ -152,6 +154,42 @@ async def test_a_listing_is_of_one_sidecar_and_whole(fakes: list[FakeSidecar]) -
         second.on_unary = refuse(BROKE)
         with pytest.raises(UnavailableError):
             await client.admin.topics()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_topic_that_one_sidecar_does_not_know_may_be_known_to_another(
+    fakes: list[FakeSidecar], is_known: bool
+) -> None:
+    """A producer, one that resumes among them, a reader and a call."""
+    by_address = {fake.address: fake for fake in fakes}
+    first, second = (by_address[address] for address in rendezvous.in_order(topic_name("t"), by_address))
+    unknown = Refused(grpc.StatusCode.NOT_FOUND, "TOPIC_NOT_FOUND")
+
+    def not_found(_: Any) -> Any:
+        raise unknown
+
+    first.on_open = first.on_read = first.on_unary = not_found
+    if not is_known:
+        second.on_open = second.on_read = second.on_unary = not_found
+    breaks = iter([True])
+
+    def on_frame(frame: publish_pb2.Frame) -> list[Any]:
+        if next(breaks, False):
+            raise BROKE
+        return [second.stored(frame)]
+
+    second.on_frame = on_frame
+    async with Client([fake.address for fake in fakes]) as client:
+        if not is_known:
+            for act in (client.admin.topic("t"), client.producer("t", "p").open(), anext(client.reader("t", 0))):
+                with pytest.raises(NotFoundError):
+                    await act
+            return
+        await client.admin.topic("t")
+        async with client.producer("t", "p") as producer:
+            assert (await (await producer.send(b""))).index == 0
+        assert [list(request.epochs) for request in second.opens] == [[], [100]]
+        assert len(first.opens) == 2
 
 
 @pytest.mark.parametrize("terms", [(7, 8), (7, 5), (5, 5)])

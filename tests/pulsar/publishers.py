@@ -58,7 +58,7 @@ class Process:
         self._topic: Topic | None = None
         self._is_closed = False
         self._settings = Settings(entry_format, "SEQUENCE_ID", 0, name)
-        self._shared = Shared(self.client, name, name, lambda: time.time_ns() // 1_000_000, self._claim, cluster.admin)
+        self.shared = Shared(self.client, name, name, lambda: time.time_ns() // 1_000_000, self._claim, cluster.admin)
 
     async def __aenter__(self) -> Self:
         return self
@@ -74,7 +74,7 @@ class Process:
         covered_index, place = (loaded.next_index, loaded.opaque) if loaded is not None else (0, b"")
         async with asyncio.timeout(LIMIT_SECONDS):
             while True:
-                log = PulsarLog(self._shared, topic or self._topic_name, INCARNATION, self._settings, place)
+                log = PulsarLog(self.shared, topic or self._topic_name, INCARNATION, self._settings, place)
                 try:
                     await log.begin(covered_index)
                 except UnavailableError:

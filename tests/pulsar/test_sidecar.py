@@ -380,9 +380,34 @@ def test_a_topic_that_another_sidecar_makes_is_found(made: Start, topic: str) ->
     assert found.incarnation == raw.admin.GetTopic(admin_pb2.GetTopicRequest(topic=topic)).topic.incarnation
     again = refused(lambda: raw_other.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic=topic)))
     assert again.reason == "TOPIC_EXISTS"
+    # What it knows of producers may be old.
+    for name in ("ListProducers", "GetProducer"):
+        request = getattr(admin_pb2, f"{name}Request")(topic=topic)
+        assert refused(lambda: getattr(raw_other.admin, name)(request)).reason == "NOT_OWNER"  # noqa: B023
     assert one.stop() == other.stop() == 0
     raw.close()
     raw_other.close()
+
+
+@pytest.mark.parametrize("ends", [Sidecar.kill, Sidecar.stop])
+def test_a_client_with_both_addresses_goes_where_the_topic_is(
+    made: Start, topic: str, ends: Callable[[Sidecar], object]
+) -> None:
+    """The owner ends with messages under way; the other sidecar is asked, and takes the topic."""
+    one, other = made(), made()
+    one.start()
+    with blocking.Client(one.address) as client, client.producer(topic, "first"):
+        other.start()  # and finds the topic
+    with blocking.Client([other.address, one.address]) as client, client.producer(topic, "p") as producer:
+        receipts = [producer.send(b"%d" % number) for number in range(50)]
+        receipts[0].result(60)
+        ends(one)
+        receipts += [producer.send(b"%d" % number) for number in range(50, 100)]
+        for receipt in receipts:
+            receipt.result(60)
+        assert [message.payload for message in client.reader(topic)] == [b"%d" % number for number in range(100)]
+        assert {producer.name for producer in client.admin.producers(topic)} == {"first", "p"}
+    assert other.stop() == 0
 
 
 @pytest.mark.parametrize(

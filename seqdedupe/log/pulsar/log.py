@@ -33,7 +33,7 @@ SURELY_TAKEN_BYTES = 1024 * 1024
 """A batch of so many has no row that is too large, whatever it consists of."""
 PLAIN_QUEUE_ENTRIES = 500
 PACKED_QUEUE_ENTRIES = 10
-"""Entries that a reader fetches ahead: Pulsar's client bounds them by number only."""
+"""Entries that a reader fetches ahead at most."""
 MOVE_SECONDS = 10.0
 """Between two moves of the subscription: each takes calls of the admin URL."""
 
@@ -113,6 +113,11 @@ class PulsarLog:
     @property
     def place(self) -> str:
         return self._topic
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was found in the topic, of whomever."""
+        return self._end.message_id == NOWHERE and not self._content.counts.earlier
 
     @property
     def entry_format(self) -> str:
@@ -277,7 +282,7 @@ class PulsarLog:
     async def _clear_up(self, opening: Opening, receipt: MessageId) -> None:
         """Reads the topic up to an append whose receipt proves nothing."""
         try:
-            found = await self._content.read_on(receipt)
+            found = await self._content.read_on(receipt, within_batches=True)
         except SeqdedupeError as e:
             opening.fail(f"it cannot be found out: {e}")
             return
@@ -296,10 +301,6 @@ class PulsarLog:
             opening.writer.was_read([one.after.message_id for one in own])
 
     # Reading.
-
-    async def catch_up(self) -> None:
-        """Reads what stands after all that is known. For a log that is not open for writing."""
-        await self._content.read_on(None)
 
     async def begin(self, covered_index: int) -> None:
         """Looks whether the topic goes on from the place, up to this index at least.
@@ -348,6 +349,7 @@ class PulsarLog:
         now_seconds = asyncio.get_running_loop().time()
         if not place or now_seconds < self._moves_at:
             return
+        self._moves_at = now_seconds + MOVE_SECONDS
         needed = place_bytes.decode(self.incarnation, place)[-1]
         admin, subscription = self._shared.admin, self._shared.subscription
         if needed.message_id.entry_id >= 0:
@@ -356,7 +358,6 @@ class PulsarLog:
             await admin.keep_from(self._topic, subscription, needed.message_id)
             self._content.needed = needed
         await self._look_at_ledgers()
-        self._moves_at = now_seconds + MOVE_SECONDS
 
     async def _look_at_ledgers(self) -> int:
         self._first_ledger_id = await self._shared.admin.first_ledger(self._topic)

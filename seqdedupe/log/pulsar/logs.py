@@ -95,6 +95,8 @@ class PulsarLogs:
         log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties), place)
         try:
             await log.begin(covered_index)
+            if log.is_empty and await self._admin.has_had_entries(topic):
+                raise error("NO_STATE", f"{topic} had entries, and none is left")
         except BaseException:
             await log.close()
             raise

@@ -96,8 +96,13 @@ async def test_a_ledger_that_rolls_over_splits_the_message_ids_of_a_batch(entry_
     assert len(ledgers) > 3
     told = [one for runs in owner.runs for one in ids_of(runs)]
     assert told == sorted(set(told))
+    # However the owner had to read them: batches are whole for everybody.
+    for index in (2, *range(20)):
+        (record,) = parsed(await log.read(index, index + 1, 1))
+        assert (record.base_index, record.rows) == (index - index % 4, 4)
     assert [(await log.locate(index)).message_id for index in range(20)] == told
     assert any(len(runs) > 1 for runs in owner.runs) or entry_format is EntryFormat.PACKED
+    assert [record.rows for record in await replayed(log) if record.rows] == [4] * 5
     await log.close()
 
 
@@ -319,7 +324,7 @@ async def test_who_finds_an_owner_is_told_where_it_is(admin_answers: bool) -> No
     log, again, other = harness.log("host:1"), harness.log("host:1"), harness.log("host:2")
     await Owner(log, 1).open()
     for each in (again, other):
-        await each.catch_up()
+        await each.begin(0)
     harness.admin.answers = admin_answers
     with pytest.raises(UnavailableError, match="NOT_OWNER") as caught:
         await Owner(other, 2).open()

@@ -3,24 +3,32 @@
 import asyncio
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.contract import Log, LogName
 from seqdedupe.log.pulsar import log as log_module
 from seqdedupe.log.pulsar.entries import CONTROL, KIND, EntryFormat
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic import renewing
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import end_index, read_page
+from seqdedupe.topic.saved import saved
 from seqdedupe.topic.state import State
 from tests.batches import batch
 from tests.log.conformance import Owner, parsed
-from tests.log.pulsar.test_log import BOTH, StandInHarness
+from tests.log.pulsar.test_log import BOTH, TOPIC, StandInHarness
 from tests.log.pulsar.topics import INCARNATION, marker, stock
 
 LIMIT_SECONDS = 30
@@ -180,3 +188,70 @@ async def test_the_first_owner_states_who_published_before(
     assert (await open_sessions(topic, ["p", "q", "r"], None)).persisted == [10, 5, -1]
     await topic.close("")
     other.close()
+
+
+class StandInLogs:
+    """Satisfies `seqdedupe.log.contract.Logs`: of one topic."""
+
+    def __init__(self, harness: StandInHarness) -> None:
+        self._harness = harness
+
+    async def create(self, *_: object) -> None:
+        """It is there."""
+
+    async def open(self, _: int, covered_index: int, secret: bytes | None = None, place: bytes = b"") -> Log:
+        return await self._harness.open(covered_index, place)
+
+    async def list(self) -> list[LogName]:
+        return [LogName(INCARNATION, TOPIC)]
+
+    async def delete(self, _: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def sidecar(harness: StandInHarness, store: Store) -> Topics[Topic]:
+    """One that knows of the topic, and has begun."""
+    await store.put_topics(TopicRecord(TOPIC, INCARNATION, TopicState.ACTIVE, log=LogKind.PULSAR))
+    topics = Topics(
+        store,
+        lambda told: PublishedTopics(store, StandInLogs(harness), log=LogKind.PULSAR, on_state=told),
+        max_topics=1,
+        allow_auto_topic_creation=False,
+        on_state=lambda name, state: None,
+    )
+    await topics.open_all()
+    await topics.recover_all()
+    return topics
+
+
+async def test_a_sidecar_without_state_takes_nothing_until_a_snapshot_is_imported(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "MOVE_SECONDS", 0)
+    harness = StandInHarness(EntryFormat.PLAIN)
+    one = await sidecar(harness, store)
+    for first in (0, 20, 40):
+        await publish(one.get(TOPIC), *range(first, first + 20), payload=b"x" * 30_000)
+        await one.get(TOPIC).snapshot()
+        harness.topic.roll_over()
+    await until(lambda: harness.topic.kept_from is not None)
+    snapshot = saved(one.get(TOPIC))
+    await one.drain()
+    harness.topic.retain_nothing()
+    there = len(harness.topic.entries)
+    assert there < 60
+
+    with closing(Store.open(tmp_path / "of-another-one")) as other:
+        two = await sidecar(harness, other)
+        await until(lambda: two.look_at(TOPIC).state is State.DAMAGED)
+        with pytest.raises(SeqdedupeError, match="NO_STATE") as caught:
+            two.get(TOPIC)
+        assert "import" in caught.value.hint
+        assert len(harness.topic.entries) == there
+        topic = await renewing.renew(two, TOPIC, INCARNATION, snapshot)
+        assert isinstance(topic, Topic)
+        assert topic.state is State.SERVING
+        assert (await open_sessions(topic, ["p"], None)).persisted == [59]
+        assert end_index(topic) == 60
+        await two.drain()
