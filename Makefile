@@ -4,10 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo pulsar function-wheel test check bench campaign proto lock clean
+.PHONY: demo demo-pulsar pulsar function-wheel test check bench campaign proto lock clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
+
+# The same with a real Pulsar broker as the log, see `pulsar`.
+demo-pulsar: $(READY)
+	$(BIN)/python -m demo --pulsar
 
 # A real Pulsar broker until Ctrl-C: that of PULSAR_HOME, else one that Maven fetches. Needs Java 17.
 pulsar: $(READY)

@@ -31,6 +31,7 @@ FIGURES = (
     "attached",
     "functions",
     "pulsar_publish",
+    "pulsar_recovery",
     "spark_source",
     "spark_postgres",
     "spark_dedupe",

@@ -22,7 +22,7 @@ from seqdedupe.topic import partitioned
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.state import TopicBase
+from seqdedupe.topic.state import State, TopicBase
 from seqdedupe.v1 import admin_pb2
 
 SERVICE = "seqdedupe.v1.AdminService"
@@ -100,15 +100,23 @@ class AdminService:
         topic = self._topics.look_at(name)
         return topic_to_proto(topic, self._topics.partitions_beside(name))
 
+    def _owned(self, name: str) -> Any:
+        """The topic, for what is said of its producers. Raises TOPIC_NOT_FOUND, or NOT_OWNER: what is known of them
+        here may be old."""
+        topic = self._topics.get(name)
+        if topic.state is State.STANDBY:
+            topic.check_may_go_on()
+        return topic
+
     async def _producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
-        topic = self._topics.get(request.topic)
+        topic = self._owned(request.topic)
         page, following = self._listing.page(topic.producers, request.offset, PAGE_ITEMS)
         return admin_pb2.ListProducersResponse(
             producers=[producer_proto(topic, name, number) for number, name in page], next_offset=following
         )
 
     async def _producer(self, request: admin_pb2.GetProducerRequest) -> admin_pb2.GetProducerResponse:
-        topic = self._topics.get(request.topic)
+        topic = self._owned(request.topic)
         name = producer_name(request.producer_name)
         number = topic.producers.number(name)
         if number is None or not topic.producers.is_known(number):

@@ -11,6 +11,7 @@ import pulsar
 import pulsar.asyncio
 
 from broker_sidecar.config import Config
+from broker_sidecar.neighbours import answers
 from broker_sidecar.pulsar_config import PulsarConfig
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin
@@ -35,10 +36,31 @@ class Cluster:
 
     def __init__(self, config: Config, store: Store) -> None:
         asked, instance = config.pulsar, Instance(store)
-        tls, token = _tls(asked), _token(asked)
+        tls, self._token = _tls(asked), _token(asked)
+        self._asked = asked
         # What the client tells below that is of no use to an operator, and much.
         _client_logger.setLevel(logging.ERROR)
-        self._client = pulsar.asyncio.Client(
+        self._client = self._connect()
+        self.shared = Shared(
+            self._client,
+            instance.named(config.instance_name),
+            config.advertised_address or config.listen,
+            lambda: time.time_ns() // 1_000_000,
+            lambda _, known: instance.claim_opening(known),
+            Admin(AdminUrl(asked.admin_url, self._token, tls)),
+            self._connect,
+            answers,
+        )
+        self.logs = PulsarLogs(
+            self.shared,
+            asked.namespace_names,
+            EntryFormat(asked.entry_format),
+            may_change_policies=asked.manage_topic_policies,
+        )
+
+    def _connect(self) -> pulsar.asyncio.Client:
+        asked, token = self._asked, self._token
+        return pulsar.asyncio.Client(
             asked.service_url,
             authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
             operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,
@@ -47,20 +69,6 @@ class Cluster:
             tls_validate_hostname=asked.tls_enable_hostname_verification,
             stats_interval_in_seconds=0,
             logger=_client_logger,
-        )
-        self.shared = Shared(
-            self._client,
-            instance.named(config.instance_name),
-            config.advertised_address or config.listen,
-            lambda: time.time_ns() // 1_000_000,
-            lambda _, known: instance.claim_opening(known),
-            Admin(AdminUrl(asked.admin_url, token, tls)),
-        )
-        self.logs = PulsarLogs(
-            self.shared,
-            asked.namespace_names,
-            EntryFormat(asked.entry_format),
-            may_change_policies=asked.manage_topic_policies,
         )
 
     async def close(self) -> None:

@@ -69,6 +69,9 @@ class Config:
         "", "Whose the producers and subscriptions in Pulsar are: no two sidecars may have one. Left out: a random one."
     )
     advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
+    standby: bool = _key(
+        False, "Read along the topics of a cluster that other sidecars own, and take them over as soon as nobody does."
+    )
     allow_auto_topic_creation: bool = _key(
         True, "Create a topic when somebody opens a producer on it, or a broker attaches it."
     )
@@ -126,6 +129,9 @@ class Config:
             )
         if self.log == "pulsar":
             self.pulsar.check()
+            for name in ("default_retention_size_in_mb", "default_retention_time_in_minutes"):
+                if getattr(self, name) != policy.NO_LIMIT:
+                    raise invalid(name, "has no effect with log = 'pulsar': retention is that of the Pulsar topics")
         return self
 
     def _check_listen(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker_sidecar.config import Config
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Logs
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("seqdedupe.server")
 
+LOOK_SECONDS = 60.0
+"""A topic that another sidecar makes is known after so long, or when somebody opens a producer on it."""
+
 EXIT_FATAL = 70
 """Exit status when the log can no longer be trusted: recovery at the next start decides."""
 
@@ -36,7 +39,8 @@ def _clock_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _fatal(why: str) -> None:
+def fatal(why: str) -> None:
+    """Ends the process."""
     # At once: whatever would still run could acknowledge what is not on the disk.
     logger.critical("the sidecar ends: %s", why)
     logging.shutdown()
@@ -85,11 +89,13 @@ class Data:
             self._cluster = _cluster(config, store)
             kind, logs = LogKind.PULSAR, self._cluster.logs
         else:
-            self._logs = EmbeddedLogs(folder / "logs", clock_ms=_clock_ms, fatal=_fatal)
+            self._logs = EmbeddedLogs(folder / "logs", clock_ms=_clock_ms, fatal=fatal)
             kind, logs = LogKind.EMBEDDED, self._logs
         self.topics = Topics(
             store,
-            lambda told: PublishedTopics(store, logs, log=kind, on_state=told, rebuild_store=rebuild_store),
+            lambda told: PublishedTopics(
+                store, logs, log=kind, on_state=told, rebuild_store=rebuild_store, is_standby=config.standby
+            ),
             on_state=on_state,
             rebuild_store=rebuild_store,
             **limits,
@@ -103,10 +109,12 @@ class Data:
             raise RuntimeError("a data directory has topics of one kind")
         return topics
 
-    def begin_scrub(self) -> None:
-        """Looks for damage in the background from now on, if the configuration says so."""
+    def begin_looking(self) -> None:
+        """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics."""
         if self._logs is not None and self._scrub_bytes_per_second:
             self._logs.scrub(self._scrub_bytes_per_second)
+        if self._cluster is not None:
+            self.all_topics.in_background(_keep_looking(self.all_topics))
 
     def listens(self, address: SidecarAddress) -> None:
         """Where, which is what the sidecar advertises unless it was told something else."""
@@ -120,6 +128,15 @@ class Data:
         if self._cluster is not None:
             await self._cluster.close()
         await asyncio.to_thread(self._store.close)
+
+
+async def _keep_looking(topics: Topics[Any]) -> None:
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        try:
+            await topics.look_again()
+        except SeqdedupeError as e:
+            logger.warning("the cluster was not asked for new topics: %s", e)
 
 
 def _cluster(config: Config, store: Store) -> "Cluster":

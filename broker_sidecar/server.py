@@ -18,10 +18,11 @@ import grpc.aio
 
 from broker_sidecar import admin, dedupe, directory, health, logs, publish, read, reflection
 from broker_sidecar.config import Config
-from broker_sidecar.data import Data
+from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
+from broker_sidecar.watchdog import Watchdog
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.topic.state import State
@@ -74,7 +75,7 @@ class Sidecar:
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
         await self._topics.recover_all()
-        self._data.begin_scrub()
+        self._data.begin_looking()
         self._health.set("", health.SERVING)
 
     async def _listen(self) -> None:
@@ -155,6 +156,8 @@ async def _serve(config: Config, rebuild_store: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     sidecar = Sidecar(config, connections=connections_within(raise_limit()), rebuild_store=rebuild_store)
+    if config.log == "pulsar":
+        Watchdog(fatal)
     await sidecar.listen()
     logger.info("listening", extra={"address": str(sidecar.address)})
     recovery = asyncio.ensure_future(sidecar.recover())

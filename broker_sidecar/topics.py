@@ -49,6 +49,10 @@ _SUMMED = (
     "resumed_after_purge",
     "damaged_places",
     "damaged_messages",
+    "log_void",
+    "log_repeats",
+    "log_foreign",
+    "log_earlier",
 )
 """Fields that a partitioned topic has as sums of those of its partitions."""
 
@@ -85,7 +89,7 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
             state=topic.state.value,  # type: ignore[arg-type]
             why=f"{topic.why} {topic.why.hint}" if topic.state is State.DAMAGED else str(topic.why),
         )
-    counters, damage = topic.counters, topic.damage_found
+    counters, damage, skipped = topic.counters, topic.damage_found, topic.skipped
     return admin_pb2.Topic(
         name=topic.name,
         incarnation=topic.incarnation,
@@ -108,5 +112,9 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         resumed_after_purge=counters.resumed_after_purge,
         damaged_places=damage.places,
         damaged_messages=damage.messages,
+        log_void=skipped.void,
+        log_repeats=skipped.repeats,
+        log_foreign=skipped.foreign,
+        log_earlier=skipped.earlier,
         entry_format=_ENTRY_FORMATS[topic.entry_format],
     )

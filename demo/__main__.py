@@ -9,6 +9,8 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -18,6 +20,8 @@ from demo.flights import ORIGINS, TOTAL
 from demo.job import KILL_AT, ReaderJob, audit
 from demo.producer import TOPIC
 from demo.run import Run
+from pulsar_broker.distribution import Unavailable, get
+from pulsar_broker.standalone import Broker
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe_spark.session import check_java
@@ -27,6 +31,7 @@ READY_TIMEOUT_SECONDS = 30.0
 NEXT = """\
 To try next:
   {bin}/python -m demo --no-deduplication                  the same without deduplication: see the doubles
+  {bin}/python -m demo --pulsar                            the same with a real Pulsar broker as the log
   {bin}/seqdedupe serve --data-directory data              a sidecar of your own; then, in another terminal:
   {bin}/seqdedupe publish FILE --topic t --producer p      any file of lines or CSV; stop it, start it again
   {bin}/seqdedupe job run --job j --topic t --store sqlite:///t.db --table t     and into a table"""
@@ -36,6 +41,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--flights", type=int, default=TOTAL, metavar="N", help="publish only the first N flights")
     parser.add_argument("--no-deduplication", action="store_true", help="switch it off for the topic, to compare")
+    parser.add_argument("--pulsar", action="store_true", help="keep the messages in a real Pulsar broker")
     return parser.parse_args()
 
 
@@ -46,7 +52,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _end)
     check_java()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="seqdedupe-demo-") as folder, Run(Path(folder), flights) as run:
+    with (
+        tempfile.TemporaryDirectory(prefix="seqdedupe-demo-") as folder,
+        _log(arguments.pulsar) as keys,
+        Run(Path(folder), flights, **keys) as run,
+    ):
         print(f"{flights:,} flights, three producers ({', '.join(ORIGINS)}), one topic. Starting the sidecar.")
         run.start_sidecar()
         with Client(run.sidecar.address) as client:
@@ -70,6 +80,22 @@ def main() -> int:
     if status and arguments.no_deduplication:
         print("That is what resends do without deduplication. The reader job has dropped them: --deduplicate.")
     return status
+
+
+@contextmanager
+def _log(is_pulsar: bool) -> Iterator[dict[str, object]]:
+    """The keys of a sidecar whose messages are where they should be: in a broker that is there for the block, say."""
+    if not is_pulsar:
+        yield {}
+        return
+    print("Starting a Pulsar broker, which holds the messages.", flush=True)
+    with Broker(get()) as broker:
+        yield {
+            "log": "pulsar",
+            "pulsar_service_url": broker.service_url,
+            "pulsar_admin_url": broker.admin_url,
+            "pulsar_manage_topic_policies": True,
+        }
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
@@ -127,6 +153,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
         sys.exit(130)
-    except (SeqdedupeError, RuntimeError, OSError) as e:
+    except (SeqdedupeError, Unavailable, RuntimeError, OSError) as e:
         print(f"demo: {e}", file=sys.stderr)
         sys.exit(1)

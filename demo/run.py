@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from demo import producer
 from demo.board import Board
@@ -28,10 +28,10 @@ LINE_SECONDS_TO_FILE = 2.0
 
 
 class Run:
-    """`with Run(folder, flights) as run`: no process of it is left afterwards."""
+    """`with Run(folder, flights) as run`: no process of it is left afterwards. `keys` are the sidecar's."""
 
-    def __init__(self, folder: Path, flights: int) -> None:
-        self.sidecar = Sidecar(folder)
+    def __init__(self, folder: Path, flights: int, **keys: Any) -> None:
+        self.sidecar = Sidecar(folder, **keys)
         self.board = Board()
         self.sidecar_kills = 0
         self.producer_kills = 0

@@ -129,8 +129,8 @@ REASONS: dict[str, Reason] = {
     "TOPIC_IS_PARTITIONED": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Name one of its partitions, `name-partition-0` and on. Producers and readers take the whole topic where the "
-        "client knows partitions.",
+        "Name one of its partitions, `name-partition-0` and on. Python's producers take the name of the whole, and "
+        "`partitioned_reader` reads all of it.",
     ),
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,

@@ -72,6 +72,10 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
         "resumed_after_purge": topic.resumed_after_purge,
         "damaged_places": topic.damaged_places,
         "damaged_messages": topic.damaged_messages,
+        "log_void": topic.log_void,
+        "log_repeats": topic.log_repeats,
+        "log_foreign": topic.log_foreign,
+        "log_earlier": topic.log_earlier,
     }
 
 
@@ -88,6 +92,7 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         ("refused", f"{topic.refused:,} frames since it was opened"),
         *_forgotten(topic),
         *_damage(topic),
+        *_skipped(topic),
     ):
         echo(f"{name:<14}{printable(str(_shown(value)))}")
 
@@ -137,6 +142,21 @@ def _damage(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
         return []
     found = f"{topic.damaged_places:,} places of the log, {topic.damaged_messages:,} messages: see the sidecar's log"
     return [("damaged", f"{found}, and `seqdedupe doctor`")]
+
+
+def _skipped(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
+    """A line for a topic in whose log entries stand that are no part of it."""
+    counts = {
+        "of owners that had lost it": topic.log_void,
+        "twice": topic.log_repeats,
+        "of others": topic.log_foreign,
+        "of others before it had an owner": topic.log_earlier,
+    }
+    if not any(counts.values()):
+        return []
+    return [
+        ("skipped", ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) + " since it was opened")
+    ]
 
 
 def _shown(value: object) -> object:

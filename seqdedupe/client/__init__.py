@@ -1,4 +1,4 @@
-"""The client: producers and readers of one sidecar, on asyncio. `seqdedupe.client.blocking` is for threads."""
+"""The client: producers and readers of one sidecar or several, on asyncio; `seqdedupe.client.blocking`, for threads."""
 
 from seqdedupe.batch import Batch, Binary
 from seqdedupe.client.admin import Admin

@@ -19,7 +19,7 @@ from seqdedupe.client.connection import (
 )
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.errors import UnavailableError
+from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
@@ -107,7 +107,10 @@ class Calls:
         while True:
             try:
                 answer = await act(self.connection(route.address))
-            except UnavailableError as e:
+            except SeqdedupeError as failure:
+                e = route.doubted(failure)
+                if not isinstance(e, UnavailableError):
+                    raise
                 if not (is_look or e.reason in CHANGED_NOTHING or was_never_sent(e)):
                     raise
                 if route.moves_on(e):

@@ -166,8 +166,11 @@ class Reader:
                         return False
                     if not await self._receive():
                         return False
-            except UnavailableError as e:
+            except SeqdedupeError as failure:
                 await self._disconnect()
+                e = self._route.doubted(failure)
+                if not isinstance(e, UnavailableError):
+                    raise
                 moves_on = self._route.moves_on(e)
                 self._waiting.waits(self._route.told())
                 if not moves_on:

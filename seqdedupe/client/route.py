@@ -4,7 +4,7 @@ import logging
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.errors import UnavailableError
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
 logger = logging.getLogger("seqdedupe.client")
 
@@ -36,6 +36,7 @@ class Route:
         self.address = first or self._order[0]
         self._asked: set[SidecarAddress] = set()  # in this round
         self._said: dict[SidecarAddress, UnavailableError] = {}  # last, the latest at the end
+        self._unknown_to: set[SidecarAddress] = set()  # since it last went well
         self._redirects = 0
         self._is_over = False  # the round
         self._ignored = ""
@@ -60,9 +61,18 @@ class Route:
         self.address = following or self._order[0]
         return not self._is_over
 
+    def doubted(self, e: SeqdedupeError) -> SeqdedupeError:
+        """What an error of `address` comes to: one that knows no such topic need not have heard of it yet, so that it
+        counts as NOT_OWNER until all that are in the list have said so."""
+        if e.reason != "TOPIC_NOT_FOUND" or self.is_one:
+            return e
+        self._unknown_to.add(self.address)
+        return e if self._unknown_to.issuperset(self._order) else error("NOT_OWNER", e.message)
+
     def goes_well(self) -> None:
         """It does with `address`; if that changes, all may be asked."""
         self._said.clear()
+        self._unknown_to.clear()
         self._begin_round()
 
     def _begin_round(self) -> None:

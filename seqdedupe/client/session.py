@@ -265,6 +265,8 @@ class Session:
                     numbers = {"producer_name": self._name, "current_epoch": str(refusal.current_epoch)}
                     raise error_of_reason(refusal.reason, refusal.message, NEVER, numbers)
         except InvalidRequestError as e:
+            if (doubted := self._route.doubted(e)) is not e:
+                raise doubted from e
             if self._epochs and e.reason in ("INVALID_EPOCH", "TOPIC_NOT_FOUND"):
                 raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e
             raise

@@ -114,10 +114,11 @@ def _topic(
     if stored.why:
         found.disagreements.append(stored.why)
         found.cures.append(REBUILD)
-    if record is not None and record.log is LogKind.BROKER:
-        found.log = "broker"
+    if record is not None and record.log is not LogKind.EMBEDDED:
+        found.log = record.log.name.lower()
         found.producers = len(loaded.names) if loaded else 0
-        found.notes.append("its log is a broker's own, and was not looked at")
+        whose = "a broker's own" if record.log is LogKind.BROKER else "a Pulsar topic"
+        found.notes.append(f"its log is {whose}, and was not looked at")
         return found
     if record is not None and record.state is not TopicState.ACTIVE:
         found.notes.append(f"{record.state.name}: the next start finishes that")

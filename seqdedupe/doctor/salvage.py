@@ -143,6 +143,13 @@ async def _fill(directory: Path, to: Path) -> Salvage:
     if any(topic.log == "broker" for topic in findings.topics):
         why = "the topics are on a broker's own log: there is nothing to salvage here"
         raise error("INVALID_CONFIGURATION", why, hint="Restore the store, or let the broker replay its log.")
+    if any(topic.log == "pulsar" for topic in findings.topics):
+        why = "the messages are in a Pulsar cluster: there is nothing to salvage here"
+        raise error(
+            "INVALID_CONFIGURATION",
+            why,
+            hint="Restore the store, or start with an empty directory: what the topics hold is read again.",
+        )
     # Last: logs without a store are refused at the start.
     await _make_store(to / "store", topics, findings.namespace_policies)
     made = Salvage(findings, topics)

@@ -22,7 +22,7 @@ form (`format.records`). A log whose files or connection fail for now raises `Un
 (LOG_UNREADABLE), which can be tried again; `DamagedError` says that what stands there is wrong, and always will be.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -148,6 +148,19 @@ class DamageFound(NamedTuple):
     messages: int = 0
 
 
+class Skipped(NamedTuple):
+    """Entries that stand in the log, and are no part of it, as far as they were met since it was opened."""
+
+    void: int = 0
+    """Of an owner that had lost the log."""
+    repeats: int = 0
+    """The same as one before."""
+    foreign: int = 0
+    """Somebody else's, after the log had an owner."""
+    earlier: int = 0
+    """And before."""
+
+
 class Log(Protocol):
     """One topic's log. Its methods raise `DamagedError` for what is damaged where they look."""
 
@@ -185,6 +198,15 @@ class Log(Protocol):
     @property
     def damage_found(self) -> DamageFound:
         """What was found by a scrub in the background. What readers meet is not counted."""
+
+    @property
+    def skipped(self) -> Skipped:
+        """What it has left out."""
+
+    @property
+    def earlier(self) -> Mapping[str, int]:
+        """After a replay from its beginning: the highest sequence ID of each producer that published into it before it
+        had an owner, as far as it shows them."""
 
     def check(self, batch: bytes) -> None:
         """Whether `append` can take a batch, by what its rows are: asked before anything is decided about it.
@@ -225,6 +247,19 @@ class Log(Protocol):
         damage and gaps. For recovery: payloads are not checked. With the index of the next message it yields what
         markers and control records stand after the last one. Raises `PositionError` (POSITION_TRIMMED) if the index
         is no longer there, (POSITION_AFTER_END) if it is above the next one.
+        """
+
+    async def wait_for_more(self) -> None:
+        """For a log that another owner has: returns when something may stand there that no replay has given yet.
+
+        Never, where nobody else can write. Raises `UnavailableError` (LOG_UNREADABLE).
+        """
+
+    async def wait_until_free(self) -> None:
+        """Returns when nobody else seems to own the log, so that it is worth opening it for writing: an alarm, which
+        proves nothing. At once, where nobody else can write.
+
+        It outlasts failures of what it asks. Whoever is cancelled here does not wait any more, for certain.
         """
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:

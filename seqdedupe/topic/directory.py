@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from seqdedupe.errors import DamagedError, SeqdedupeError, error
+from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
@@ -166,6 +166,18 @@ class Topics(Generic[T]):
             self.in_background(self._go_on_opening(record))
         elif topic := self.live.get(record.name):
             self._opened_at_start.append(topic)
+
+    async def look_again(self) -> None:
+        """Opens the topics that others have made in the cluster. Raises what `Logs.list` raises, STORE_UNAVAILABLE."""
+        logs = await self.kind.list()
+        known = {record.incarnation for record in self.store.topics()}
+        for log in logs:
+            if log.incarnation in known or log.topic is None or log.topic in (*self.records, *self.creating):
+                continue
+            await self._orphan(log)
+            [record] = [record for record in self.store.topics() if record.incarnation == log.incarnation]
+            await self._open_at_start(record)
+        await self.recover_all()
 
     async def _go_on_opening(self, record: TopicRecord) -> None:
         await again_until(lambda: self.opened(record))
@@ -333,7 +345,16 @@ class Topics(Generic[T]):
             raise error("TOPIC_EXISTS", f"the topic {full} is there already", topic=full)
         self.partitions.check_is_free(full)
         self.check_room()
-        return await shielded(self.creating, full, self._create(full, policy or Policy(), entry_format))
+        try:
+            return await shielded(self.creating, full, self._create(full, policy or Policy(), entry_format))
+        except InvalidRequestError as e:
+            if e.reason != "TOPIC_EXISTS" or not self.kind.log.is_shared:
+                raise
+            # Another sidecar has made it, perhaps.
+            await self.look_again()
+            if not exists_ok or full not in self.live:
+                raise
+            return self.live[full]
 
     def check_room(self, more: int = 1) -> None:
         """Raises TOO_MANY_TOPICS unless there may be so many more."""

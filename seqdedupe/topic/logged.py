@@ -9,7 +9,7 @@ import numpy as np
 from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import ownership
-from seqdedupe.log.contract import DamageFound, Log, last_of
+from seqdedupe.log.contract import DamageFound, Log, Skipped, last_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -66,6 +66,10 @@ class LoggedTopic(TopicBase):
     @property
     def damage_found(self) -> DamageFound:
         return self.log.damage_found
+
+    @property
+    def skipped(self) -> Skipped:
+        return self.log.skipped
 
     def log_place(self) -> bytes:
         return self.log.place_at(self.confirmed_index)

@@ -25,12 +25,14 @@ class PublishedTopics:
         log: LogKind = LogKind.EMBEDDED,
         on_state: Callable[[Topic], None],
         rebuild_store: bool = False,
+        is_standby: bool = False,
     ) -> None:
         self.log = log
         self._store = store
         self._logs = logs
         self._on_state = on_state
         self._rebuild_store = rebuild_store
+        self._is_standby = is_standby
 
     async def list(self) -> list[LogName]:
         return await self._logs.list()
@@ -72,6 +74,7 @@ class PublishedTopics:
             applied=applied,
             random_bytes=secrets.token_bytes,
             on_state=self._on_state,
+            is_standby=self._is_standby,
         )
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:

@@ -16,7 +16,7 @@ from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Failure, Log, Outcome, last_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic import admission, recovery, trimming
+from seqdedupe.topic import admission, earlier, recovery, trimming
 from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.flight import Admitted, Changing
 from seqdedupe.topic.frame import NumbersCache
@@ -24,6 +24,7 @@ from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.standby import until_free
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -32,7 +33,8 @@ logger = logging.getLogger("seqdedupe.topic")
 class Topic(LoggedTopic):
     """A topic of this process. It takes messages once `recover` has returned.
 
-    `on_state` is told each change of state, with one line why.
+    `on_state` is told each change of state, with one line why. While another sidecar owns the log, the topic is taken
+    when somebody asks for it; with `is_standby` as soon as nobody owns it, and meanwhile it learns all that comes.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class Topic(LoggedTopic):
         applied: Applied,
         random_bytes: Callable[[int], bytes],
         on_state: Callable[[Any], None] = lambda topic: None,
+        is_standby: bool = False,
     ) -> None:
         super().__init__(
             name, log, store, snapshots, loaded, applied=applied, random_bytes=random_bytes, on_state=on_state
         )
         self.next_index = self.confirmed_index
         self.now_seconds = asyncio.get_running_loop().time
+        self._is_standby = is_standby
         self._keeping_away = KeepingAway(lambda: self.now_seconds(), random_bytes)
         self._streams: dict[int, Callable[[SeqdedupeError], None]] = {}
         self._is_recovering = False
@@ -67,8 +71,8 @@ class Topic(LoggedTopic):
         """Takes over the log and reads what the snapshot does not cover; then the topic serves.
 
         If that cannot be now, it is tried again beside this, for as long as it takes, and readers find what is
-        certain meanwhile. Where another sidecar owns the log that is when somebody asks for the topic, and not soon
-        after this one was shut out. Damage is looked at twice, then the topic is DAMAGED for good.
+        certain meanwhile. Where another sidecar owns the log it is not tried soon after this one was shut out. Damage
+        is looked at twice, then the topic is DAMAGED for good.
         """
         if not self._is_recovering and not self.knows_its_end:
             self._is_recovering = True
@@ -85,8 +89,11 @@ class Topic(LoggedTopic):
         if self.state is not State.STANDBY:
             await asyncio.sleep(delay_seconds)
             return
-        await asyncio.sleep(self._keeping_away.left_seconds)
-        await self.asked.wait()
+        if self._is_standby:
+            await until_free(self, self._follow, self._keeping_away)
+        else:
+            await asyncio.sleep(self._keeping_away.left_seconds)
+            await self.asked.wait()
 
     async def _has_recovered(self) -> bool:
         """Tries once. Whether there is nothing left to try."""
@@ -114,6 +121,7 @@ class Topic(LoggedTopic):
         self._is_recovering = False
         self.knows_its_end = True
         self._set_state(State.SERVING, "")
+        earlier.state(self)
         return True
 
     def _not_now(self, e: Exception) -> None:
@@ -131,7 +139,12 @@ class Topic(LoggedTopic):
         self._keeping_away.found_owned()
         self.owner_address = e.numbers.get("owner_address", "")
         self.knows_its_end = False
-        self._fail_in_flight(self.not_owner(": what became of what was in flight is known there"))
+        # A frame may be sent again there. A change may not be made again by whoever takes this for "nothing was done".
+        what = f"somebody else owns topic {self.name}, and knows there whether it is in force"
+        self._fail_in_flight(
+            self.not_owner(": what became of what was in flight is known there"),
+            of_changes=error("OUTCOME_UNKNOWN", what),
+        )
         self._set_state(State.STANDBY, e.message)
         for end in list(self._streams.values()):
             end(self.not_owner(""))
@@ -184,6 +197,12 @@ class Topic(LoggedTopic):
         self.confirmed.tell()
         for item in found:
             self._answer(item)
+
+    def _follow(self, chunk: bytes, table: recovery.Table, count: int, runs_of: recovery.RunsOf) -> None:
+        """Records that the log's owner has appended are merged."""
+        self._merge(chunk, table, count, runs_of)
+        self._known_term = max(self._known_term, int(table[:count, TERM].max()))
+        self.snapshotter.stored(count)
 
     # -- publishing --------------------------------------------------------------------------------------------
 
@@ -270,14 +289,14 @@ class Topic(LoggedTopic):
     def _not_appended(self, reason: str, why: str) -> SeqdedupeError:
         return error(reason, f"topic {self.name} could not write it to its log: {why}")
 
-    def _fail_in_flight(self, e: SeqdedupeError) -> None:
+    def _fail_in_flight(self, e: SeqdedupeError, *, of_changes: SeqdedupeError | None = None) -> None:
         """What is in flight is given up: nothing of it counts as pushed any more."""
         failed = [self.flight.take() for _ in range(len(self.flight))]
         self.producers.fail_in_flight()
         self.next_index = self.confirmed_index
         for item in failed:
             if isinstance(item, Changing):
-                item.settled(e)
+                item.settled(of_changes or e)
                 continue
             self.counters.refused += 1
             item.reply(Refusal(item.receipt.frame, e))

@@ -45,7 +45,7 @@ def damaged(log: Log, why: str, index: int) -> SeqdedupeError:
     return error("LOG_DAMAGED", f"the log {log.place} cannot be replayed at index {index}: {why}", index=index)
 
 
-class _Replay:
+class Replay:
     """Reads a log forward and hands its entries on to be merged."""
 
     def __init__(self, log: Log, next_index: int, merge: Merge, skip_below: int, last_ownership: int) -> None:
@@ -58,7 +58,7 @@ class _Replay:
         self.tokens: dict[bytes, int] = {}
 
     async def run(self) -> None:
-        """Reads up to the end there is."""
+        """Reads up to the end there is; the next time, what has come since."""
         async for entries in self._log.replay(self.next_index):
             self._entries(entries)
 
@@ -88,14 +88,18 @@ class _Replay:
                 raise damaged(self._log, why, last)
 
 
-def _replay(log: Log, confirmed_index: int, merge: Merge, last_ownership: int) -> _Replay:
+def replay_from(log: Log, confirmed_index: int, merge: Merge, last_ownership: int) -> Replay:
+    """A replay of what stands in the log from this index on, and of the message before it, which must be there.
+
+    Raises LOG_DAMAGED if it is gone already.
+    """
     if confirmed_index < log.first_index:
         raise damaged(log, f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
     next_index = max(confirmed_index - 1, log.first_index)
-    return _Replay(log, next_index, merge, skip_below=confirmed_index, last_ownership=last_ownership)
+    return Replay(log, next_index, merge, skip_below=confirmed_index, last_ownership=last_ownership)
 
 
-def _check_end(replay: _Replay, confirmed_index: int, name: str) -> None:
+def _check_end(replay: Replay, confirmed_index: int, name: str) -> None:
     if replay.next_index < confirmed_index:
         raise error(
             "LOG_DAMAGED",
@@ -125,7 +129,7 @@ async def take_over(
     before it must be there: if it is not, the end of the log is gone, which is LOG_DAMAGED; so is a record that was not
     written under `last_ownership` (0: not known). Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
     """
-    replay = _replay(log, confirmed_index, merge, last_ownership)
+    replay = replay_from(log, confirmed_index, merge, last_ownership)
     if log.replays_what_is_certain:
         # However much it is, the marker stands near the end then, and nothing is read twice.
         await replay.run()

@@ -16,7 +16,7 @@ from seqdedupe.core.letting_go import LettingGo
 from seqdedupe.core.producers import Bools, Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
-from seqdedupe.log.contract import DamageFound
+from seqdedupe.log.contract import DamageFound, Skipped
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -155,6 +155,11 @@ class TopicBase(ABC):
     def damage_found(self) -> DamageFound:
         """What a scrub of the log has found."""
         return DamageFound()
+
+    @property
+    def skipped(self) -> Skipped:
+        """What stands in the log and is no part of it."""
+        return Skipped()
 
     @property
     @abstractmethod

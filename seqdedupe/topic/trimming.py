@@ -2,10 +2,12 @@
 
 import logging
 
+from seqdedupe.core.rule import STATED
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic import control
 from seqdedupe.topic.control import Purge, Reset
 from seqdedupe.topic.logged import LoggedTopic
+from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -17,11 +19,24 @@ async def trim(topic: LoggedTopic) -> None:
         await topic.log.snapshot_is_durable(topic.snapshotter.opaque)
         while retention != (retention := topic.applied.retention):
             first = await topic.log.may_trim_to(topic.snapshot_index, retention)
-            if first > topic.log.first_index:
+            if topic.state is State.STANDBY:
+                await topic.log.trim(_stated_from(topic, first))
+            elif first > topic.log.first_index:
                 await state_again(topic, first)
                 await topic.log.trim(first)
     except SeqdedupeError as e:
         logger.warning("topic %s: retention waits for the next snapshot: %s", topic.name, e)
+
+
+def _stated_from(topic: LoggedTopic, first_index: int) -> int:
+    """The highest index up to this one from which on the log says all that is in force: to say more is the owner's."""
+    producers = topic.producers
+    stated = [first_index, topic.policy_stated]
+    if producers.has_forgotten:
+        stated.append(producers.forgotten_stated)
+    if len(below := producers.stated_below(first_index)):
+        stated.append(int(producers.numbers[below, STATED].min()))
+    return max(min(stated), topic.log.first_index)
 
 
 async def state_again(topic: LoggedTopic, first_index: int) -> None:

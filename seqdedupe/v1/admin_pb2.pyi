@@ -297,6 +297,10 @@ class Topic(_message.Message):
     ENTRY_FORMAT_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     PARTITION_OF_FIELD_NUMBER: _builtins.int
+    LOG_VOID_FIELD_NUMBER: _builtins.int
+    LOG_REPEATS_FIELD_NUMBER: _builtins.int
+    LOG_FOREIGN_FIELD_NUMBER: _builtins.int
+    LOG_EARLIER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The full name."""
     incarnation: _builtins.int
@@ -340,11 +344,21 @@ class Topic(_message.Message):
     partitions: _builtins.int
     """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
     stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
-    their numbers of bytes, rows, frames, resets, producers forgotten and damage. Calls that are for one log answer
-    `TOPIC_IS_PARTITIONED` to its name.
+    their numbers of bytes, rows, frames, resets, producers forgotten, damage and entries that do not count. Calls that
+    are for one log answer `TOPIC_IS_PARTITIONED` to its name.
     """
     partition_of: _builtins.str
     """The name of the partitioned topic of which it is a partition; empty if it is none."""
+    log_void: _builtins.int
+    """Entries of a Pulsar topic that are no part of the log, as far as they were met since it was opened: of an owner that
+    had lost the topic.
+    """
+    log_repeats: _builtins.int
+    """The same: stored twice, and skipped once."""
+    log_foreign: _builtins.int
+    """The same: of somebody who is no sidecar, after the topic had an owner. They are not shown to readers."""
+    log_earlier: _builtins.int
+    """The same, before it had one. The highest sequence IDs of their producers count, as far as Pulsar's client shows them."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """What is in force, each value of it."""
@@ -386,10 +400,14 @@ class Topic(_message.Message):
         entry_format: Global___EntryFormat.ValueType = ...,
         partitions: _builtins.int = ...,
         partition_of: _builtins.str = ...,
+        log_void: _builtins.int = ...,
+        log_repeats: _builtins.int = ...,
+        log_foreign: _builtins.int = ...,
+        log_earlier: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "name", b"name", "not_dup", b"not_dup", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "name", b"name", "not_dup", b"not_dup", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from seqdedupe.errors import DamagedError, NotFoundError, PositionError, Seqdedu
 from seqdedupe.message_id import Position
 from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe_spark.cluster import compiled
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.options import NO_LIMITS, End, Limits, Place, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, partition_of
@@ -125,6 +126,7 @@ def open_client(service: Service, selection: Selection) -> Client:
     if isinstance(service, str):
         return blocking.Client(service)
     try:
+        compiled.prepare()
         from seqdedupe_spark.cluster.client import ClusterClient
     except ImportError as e:
         raise error(

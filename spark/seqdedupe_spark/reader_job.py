@@ -40,6 +40,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as 
 
 _SOURCE_OPTIONS = {
     "address": "service.url",
+    "admin_url": "admin.url",
     "topic": "topic",
     "topics": "topics",
     "topics_pattern": "topicsPattern",
@@ -53,13 +54,40 @@ _SOURCE_OPTIONS = {
 }
 """The data source's options that a job takes too."""
 
-_CLOCK_OPTIONS = ("service.url", "topic", "topics", "topicsPattern")
+_CLIENT = "pulsar.client."
+
+_CLOCK_OPTIONS = ("service.url", "admin.url", "topic", "topics", "topicsPattern")
+
+
+def _service_options(command: Command) -> Command:
+    for option in (
+        click.option(
+            "--pulsar-client",
+            "pulsar_client",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="An option pulsar.client.NAME, as authParams=file:///PATH.",
+        ),
+        click.option("--admin-url", metavar="URL", help="With --address pulsar://…: the cluster's admin URL."),
+        address_option,
+    ):
+        command = option(command)
+    return command
+
+
+def _given(source: dict[str, Any]) -> dict[str, str]:
+    """The options of the data source that were said."""
+    given = {name: str(source[key]) for key, name in _SOURCE_OPTIONS.items() if source.get(key) is not None}
+    for one in source["pulsar_client"]:
+        name, _, value = one.partition("=")
+        given[_CLIENT + name] = value
+    return given
 
 
 def _source_options(command: Command) -> Command:
     for option in reversed(
         [
-            address_option,
+            _service_options,
             click.option("--topic", metavar="TOPIC", help="One topic, or all partitions of one."),
             click.option("--topics", metavar="TOPIC,…", help="Several."),
             click.option("--topics-pattern", metavar="REGEX", help="All whose full or short name matches."),
@@ -142,7 +170,7 @@ def run(
     SIGTERM ends it after the round; Ctrl-C or kill -9 at once, without harm. Started again it goes on where the
     database is.
     """
-    given = {name: str(source[key]) for key, name in _SOURCE_OPTIONS.items() if source[key] is not None}
+    given = _given(source)
     config = JobConfig(job, options.parse(given), from_url(store_url), table, deduplicate, transaction)
     function = _imported(transform) if transform else None
     reader = ReaderJob(None, config, function, frame=_text(sql) if sql else None)
@@ -179,7 +207,7 @@ def _stream(
 ) -> None:
     """Runs the job as a streaming query, which is the clock only: whenever it ticks, all there is is read, from the
     stored positions. What its checkpoint takes for read and the database does not have is read before or after it."""
-    clock = {name: value for name, value in given.items() if name in _CLOCK_OPTIONS}
+    clock = {name: value for name, value in given.items() if name in _CLOCK_OPTIONS or name.startswith(_CLIENT)}
     clock |= {"startingOffsets": "earliest", "failOnDataLoss": "false"}
 
     def tick(frame: DataFrame, batch_id: int) -> None:
@@ -258,11 +286,12 @@ def positions(job: str, store_url: str, as_json: bool) -> None:
 @click.option(
     "--to", "place", required=True, metavar="earliest|latest|MESSAGE_ID", help="The last message not to read."
 )
-@address_option
+@_service_options
 @_as_json
-def reset(job: str, store_url: str, topic: str, place: str, address: str, as_json: bool) -> None:
+def reset(job: str, store_url: str, topic: str, place: str, as_json: bool, **source: Any) -> None:
     """Set a topic's position, in a new epoch: runs under way end with POSITION_RESET. Rows stay as they are."""
-    before, after = reset_position(from_url(store_url, create=False), job, topic, place, address)
+    service = options.parse(_given(source) | {"topic": topic}).service
+    before, after = reset_position(from_url(store_url, create=False), job, topic, place, service)
     topic = topic_name(topic)
     was = f"{before.position}, epoch {before.epoch}" if before else "none"
     if as_json:

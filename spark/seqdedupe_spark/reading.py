@@ -10,6 +10,7 @@ from seqdedupe.client import blocking
 from seqdedupe.client.stored import StoredBatch
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe_spark.cluster import compiled
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import SCHEMA, to_arrow
 from seqdedupe_spark.ranges import Range
@@ -32,6 +33,7 @@ def read_stored(service: Service, range: Range, timeout_seconds: float | None = 
         return
     if not isinstance(service, str):
         # The packages for it need not be there.
+        compiled.prepare()
         from seqdedupe_spark.cluster import reading
 
         yield from reading.read_stored(service, range, timeout_seconds)

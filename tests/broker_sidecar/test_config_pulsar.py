@@ -59,6 +59,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "credentials without an issuer": ("pulsar.oauth2_issuer_url", {"pulsar.oauth2_credentials_file": __file__}),
     "a token that is no text": ("pulsar.token", {"pulsar.token": 3}),
+    "a retention of the sidecar's": ("default_retention_size_in_mb", {"default_retention_size_in_mb": 5}),
     "an instance name that is none": ("instance_name", {"instance_name": "a b"}),
     "an address that is none": ("advertised_address", {"advertised_address": "host"}),
     "an address of nobody": ("advertised_address", {"advertised_address": "host:0"}),

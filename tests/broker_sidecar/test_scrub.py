@@ -75,7 +75,7 @@ async def test_it_is_logged_counted_and_shown_and_all_go_on(start_sidecar: Start
 async def test_it_can_be_switched_off(tmp_path: Path, rate: int) -> None:
     data = Data(Config(data_directory=str(tmp_path), scrub_bytes_per_second=rate), lambda name, state: None)
     await data.all_topics.open_all()
-    data.begin_scrub()
+    data.begin_looking()
     tasks = [repr(task) for task in asyncio.all_tasks()]
     assert any("Scrub" in task for task in tasks) == (rate > 0)
     await data.close()

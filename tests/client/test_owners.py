@@ -147,6 +147,43 @@ async def test_a_topic_moves_under_load(three: list[Front], shared_sidecar: Side
         assert all(f"{front.address}: persistent://public/default/{topic} is not" in why.message for front in three)
 
 
+async def test_partitions_have_owners_of_their_own(shared_sidecar: Sidecar, topic: str) -> None:
+    """Each moves to the next sidecar while its producer, one name over all of them, publishes by keys."""
+    count = 4
+    parts = {f"persistent://public/default/{topic}-partition-{k}": k for k in range(count)}
+    async with fronts(shared_sidecar.address) as some, Client(addresses(some)) as client:
+
+        def share_out(turn: int) -> None:
+            for number, front in enumerate(some):
+
+                def owner_of(name: str, number: int = number) -> str | None:
+                    owner = (parts[name] + turn) % len(some) if name in parts else number
+                    return None if owner == number else some[owner].address
+
+                front.disown(owner_of)
+
+        await client.admin.create_topic(topic, partitions=count)
+        share_out(0)
+        sent = 0
+        async with client.producer(topic, "p", FEW) as producer:
+            for turn in range(1, 4):
+                receipts = []
+                for _ in range(100):
+                    receipts.append(await producer.send(b"%d" % sent, key=b"%d" % (sent % 17)))
+                    sent += 1
+                share_out(turn)
+                for receipt in receipts:
+                    await receipt
+        assert all({"Open", "PublishStream"} <= set(front.calls) for front in some)
+        async with client.partitioned_reader(topic) as reader:
+            read = [(message.partition, message.sequence_id, message.payload) async for message in reader]
+    assert sorted((number, payload) for _, number, payload in read) == [(n, b"%d" % n) for n in range(sent)]
+    for k in range(count):
+        of_partition = [number for partition, number, _ in read if partition == k]
+        assert of_partition
+        assert of_partition == sorted(of_partition)
+
+
 async def unanswered_then_moved(three: list[Front], sidecar: Sidecar, topic: str, producer_name: str) -> None:
     """Two messages are stored of which nobody is told; then the topic has another owner."""
     first, second, _ = three

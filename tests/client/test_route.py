@@ -122,6 +122,25 @@ def test_where_a_topic_was_found_comes_first() -> None:
     assert steps(route, why(), why(), why()) == ["a:1", "b:1", "a:1*"]
 
 
+def test_a_topic_is_unknown_when_all_say_so() -> None:
+    """One need not have heard yet of what was made at another."""
+    unknown = error("TOPIC_NOT_FOUND", "there is no topic t")
+    assert Route(Sidecars.parse("a:1")).doubted(unknown) is unknown
+    route = Route(LISTED)
+    for reason in ("UNREACHABLE", "TOPIC_NOT_FOUND"):
+        for _ in range(2):
+            doubted = route.doubted(unknown)
+            assert isinstance(doubted, UnavailableError)
+            assert doubted.reason == "NOT_OWNER"
+            assert route.moves_on(doubted)
+        assert str(route.address) == "c:1"
+        if reason == "UNREACHABLE":
+            assert not route.moves_on(why(reason))
+    assert route.doubted(unknown) is unknown
+    other = error("TOPIC_IS_PARTITIONED", "it has 3")
+    assert route.doubted(other) is other
+
+
 def test_what_is_told_names_all_that_were_asked() -> None:
     route = Route(LISTED)
     first = error("UNREACHABLE", "no connection to the sidecar at a:1: refused")

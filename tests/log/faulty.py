@@ -29,7 +29,18 @@ from seqdedupe.format import headers, records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.tag import key_of
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import DamageFound, Entries, Failure, Location, Outcome, Records, Retention, Run, Runs
+from seqdedupe.log.contract import (
+    DamageFound,
+    Entries,
+    Failure,
+    Location,
+    Outcome,
+    Records,
+    Retention,
+    Run,
+    Runs,
+    Skipped,
+)
 from seqdedupe.message_id import MessageId
 from seqdedupe.topic.broadcast import Broadcast
 
@@ -72,7 +83,7 @@ class Storage:
         self._bases: list[int] = []
         self._ledger, self._entry, self._rows_in_ledger = 1000, 0, 0
         self._ownership = 0
-        self._bytes_ever = 0
+        self.bytes_ever = 0
         self._publish_time_ms = 0
         self._clock_ms = clock_ms or (lambda: self._publish_time_ms + 1)
 
@@ -140,14 +151,14 @@ class Storage:
         self._publish_time_ms = max(self._publish_time_ms, self._clock_ms())
         return {
             "incarnation": self.incarnation,
-            "file_offset": self._bytes_ever,
+            "file_offset": self.bytes_ever,
             "publish_time_ms": self._publish_time_ms,
-            "synced_offset": self._bytes_ever,
+            "synced_offset": self.bytes_ever,
         }
 
     def _add(self, record: bytes) -> None:
         self.records.append(record)
-        self._bytes_ever += len(record)
+        self.bytes_ever += len(record)
         self.news.tell()
 
     def places(self, record: bytes) -> np.ndarray:
@@ -192,6 +203,8 @@ class FaultyLog:
         self.takes_higher_terms_only = takes_higher_terms_only
         self.excludes = excludes
         self.address = address
+        self.hears_of_more = True
+        """Whether `wait_for_more` returns where there is more."""
         self.opened = 0
         """How often it was tried to open it for writing."""
         self.max_batch_bytes = MAX_BATCH_BYTES
@@ -210,6 +223,7 @@ class FaultyLog:
         self._opens_to_refuse = 0
         self._refused_opens_mark = False
         self._dead = False
+        self._replayed_bytes = 0
 
     # What the test commands.
 
@@ -315,7 +329,7 @@ class FaultyLog:
     def _shut_out(self, lands: int | None, report: bool) -> None:
         if self._failure is None:
             self._lands = lands
-        stored = self._unreported
+        stored, self._unreported = self._unreported, []
         self._land()
         self._unreported = stored
         self._fail(Failure.UNKNOWN, "another owner has the topic", report)
@@ -345,6 +359,14 @@ class FaultyLog:
     @property
     def damage_found(self) -> DamageFound:
         return DamageFound()
+
+    @property
+    def skipped(self) -> Skipped:
+        return Skipped()
+
+    @property
+    def earlier(self) -> dict[str, int]:
+        return {}
 
     def check(self, batch: bytes) -> None:
         if len(batch) > self.max_batch_bytes:
@@ -393,6 +415,7 @@ class FaultyLog:
     async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         self._check_is_there(from_index)
         everything = list(self.storage.records)
+        self._replayed_bytes = self.storage.bytes_ever
         start = 0
         if from_index > self.first_index:
             at_end = from_index == self.storage.next_index
@@ -404,6 +427,14 @@ class FaultyLog:
         for at in range(start, len(everything), self.replay_records):
             await asyncio.sleep(0)
             yield self._entries(everything[at : at + self.replay_records])
+
+    async def wait_for_more(self) -> None:
+        while self._replayed_bytes == self.storage.bytes_ever or not self.hears_of_more:
+            await self.storage.news.wait()
+
+    async def wait_until_free(self) -> None:
+        while self.storage.writer not in (None, self):
+            await self.storage.news.wait()
 
     def _entries(self, several: list[bytes]) -> Entries:
         raw, table, result = b"".join(several), records.new_table(len(several)), records.new_result()

@@ -121,17 +121,17 @@ def append_accepted_after_a_refused_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def replay_from_one_too_late(patch: pytest.MonkeyPatch) -> None:
-    original = recovery._Replay.__init__
+    original = recovery.Replay.__init__
 
     def init(self: Any, log: Any, next_index: int, merge: Any, skip_below: int, last_ownership: int) -> None:
         original(self, log, next_index, merge, skip_below + 1, last_ownership=0)
 
-    patch.setattr(recovery._Replay, "__init__", init)
+    patch.setattr(recovery.Replay, "__init__", init)
 
 
 def no_marker_before_reading(patch: pytest.MonkeyPatch) -> None:
     async def take_over(log: Any, *, term: int, confirmed_index: int, merge: Any, **others: Any) -> recovery.Ownership:
-        replay = recovery._Replay(log, max(confirmed_index - 1, 0), merge, confirmed_index, others["last_ownership"])
+        replay = recovery.Replay(log, max(confirmed_index - 1, 0), merge, confirmed_index, others["last_ownership"])
         await replay.run()
         term = max([term, *(earlier + 1 for earlier in replay.tokens.values())])
         token = others["random_bytes"](TOKEN_BYTES)
@@ -198,7 +198,7 @@ def retention_forgets_what_is_in_force(patch: pytest.MonkeyPatch) -> None:
 
 
 def control_records_after_the_last_message_not_replayed(patch: pytest.MonkeyPatch) -> None:
-    original = recovery._Replay._entries
+    original = recovery.Replay._entries
 
     def entries_of(self: Any, entries: Entries) -> None:
         table = entries.table
@@ -209,7 +209,7 @@ def control_records_after_the_last_message_not_replayed(patch: pytest.MonkeyPatc
         if len(entries.table):
             original(self, entries)
 
-    patch.setattr(recovery._Replay, "_entries", entries_of)
+    patch.setattr(recovery.Replay, "_entries", entries_of)
 
 
 def policy_not_replayed(patch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def reset_does_not_outlast_a_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 
 def reset_before_the_last_message_replayed_after_it(patch: pytest.MonkeyPatch) -> None:
-    original = recovery._Replay._entries
+    original = recovery.Replay._entries
 
     def entries_of(self: Any, entries: Entries) -> None:
         table = entries.table
@@ -300,7 +300,7 @@ def reset_before_the_last_message_replayed_after_it(patch: pytest.MonkeyPatch) -
             self._merge(entries.raw, np.ascontiguousarray(table[resets]), int(resets.sum()), lambda k: ())
         original(self, entries)
 
-    patch.setattr(recovery._Replay, "_entries", entries_of)
+    patch.setattr(recovery.Replay, "_entries", entries_of)
 
 
 def reset_replayed_after_the_batches_that_follow_it(patch: pytest.MonkeyPatch) -> None:

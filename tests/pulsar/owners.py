@@ -59,6 +59,15 @@ class Cluster:
         self.admin_url = admin_url
         self.url = AdminUrl(admin_url)
         self.admin = Admin(self.url)
+        self.silent: set[str] = set()
+        """The addresses of sidecars that answer nothing."""
+
+    async def answers(self, address: str) -> bool:
+        """Whether the sidecar there does."""
+        return address not in self.silent
+
+    def connect(self) -> pulsar.asyncio.Client:
+        return pulsar.asyncio.Client(self.service_url, operation_timeout_seconds=10, logger=quiet())
 
     async def create(self, topic: str, *, deduplicates: bool = True) -> None:
         """A topic that keeps everything. A broker that has just started may need a while."""

@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -50,6 +51,8 @@ class Process:
         folder: Path,
         name: str,
         line: Line | None = None,
+        *,
+        is_standby: bool = False,
     ) -> None:
         service_url = cluster.service_url if line is None else line.service_url
         self.client = pulsar.asyncio.Client(service_url, operation_timeout_seconds=10, logger=quiet())
@@ -58,7 +61,17 @@ class Process:
         self._topic: Topic | None = None
         self._is_closed = False
         self._settings = Settings(entry_format, "SEQUENCE_ID", 0, name)
-        self._shared = Shared(self.client, name, name, lambda: time.time_ns() // 1_000_000, self._claim, cluster.admin)
+        self._is_standby = is_standby
+        self.shared = Shared(
+            self.client,
+            name,
+            name,
+            lambda: time.time_ns() // 1_000_000,
+            self._claim,
+            cluster.admin,
+            cluster.connect,
+            cluster.answers,
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -74,7 +87,7 @@ class Process:
         covered_index, place = (loaded.next_index, loaded.opaque) if loaded is not None else (0, b"")
         async with asyncio.timeout(LIMIT_SECONDS):
             while True:
-                log = PulsarLog(self._shared, topic or self._topic_name, INCARNATION, self._settings, place)
+                log = PulsarLog(self.shared, topic or self._topic_name, INCARNATION, self._settings, place)
                 try:
                     await log.begin(covered_index)
                 except UnavailableError:
@@ -96,6 +109,7 @@ class Process:
             loaded,
             applied=Applied(deduplication_snapshot_interval_seconds=0),
             random_bytes=os.urandom,
+            is_standby=self._is_standby,
         )
         await topic.recover()
         return topic
@@ -113,7 +127,9 @@ class Process:
         self._is_closed = True
         if self._topic is not None:
             await self._topic.close("")
-        await self.client.close()
+        # What was cut off or fenced out is closed already.
+        with suppress(pulsar.asyncio.PulsarException):
+            await self.client.close()
         self._store.close()
 
 

@@ -1,6 +1,7 @@
 """The admin calls and the policies of a topic, on a real broker."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pulsar
@@ -134,6 +135,50 @@ async def test_a_new_topic_is_refused_with_all_commands_and_made_safe_if_that_is
     await ensure_safe(admin, topic, may_change=True)
     assert (await admin.stats(topic)).deduplicates
     await ensure_safe(admin, topic, may_change=False)
+
+
+async def test_a_topic_that_is_being_made_is_refused_with_commands_for_its_namespace(
+    broker: Broker, admin: Admin
+) -> None:
+    """It is gone when they are run. Run, they make it safe."""
+    url = AdminUrl(broker.admin_url)
+    namespace = "public/by-hand"
+    await url.call("PUT", f"namespaces/{namespace}", {"subscription_expiration_time_minutes": 0})
+    topic = f"persistent://{namespace}/topic"
+    await admin.create_topic(topic, {})
+    await url.call("POST", f"namespaces/{namespace}/messageTTL", 60)
+
+    async def expires() -> bool:
+        return bool(await admin.policy(topic, "messageTTL") == 60)
+
+    await until(expires)
+    with pytest.raises(SeqdedupeError, match="UNSAFE_TOPIC_POLICY") as e:
+        await ensure_safe(admin, topic, may_change=False, is_new=True)
+    assert re.findall(r"\(pulsar-admin (.*?)\)", e.value.message) == [
+        f"namespaces {command} {namespace}"
+        for command in (
+            "set-deduplication --enable",
+            "set-deduplication-snapshot-interval --interval 0",
+            "set-retention --time -1 --size -1",
+            "set-message-ttl --messageTTL 0",
+        )
+    ]
+    for path, value in (
+        ("deduplication", True),
+        ("deduplicationSnapshotInterval", 0),
+        ("retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}),
+        ("messageTTL", 0),
+    ):
+        await url.call("POST", f"namespaces/{namespace}/{path}", value)
+
+    async def is_safe() -> bool:
+        try:
+            await ensure_safe(admin, topic, may_change=False)
+        except SeqdedupeError:
+            return False
+        return True
+
+    await until(is_safe)
 
 
 @pytest.mark.parametrize(("path", "value", "command"), UNSAFE)

@@ -32,7 +32,16 @@ def shared(client: pulsar.asyncio.Client, cluster: Cluster) -> Shared:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
-    return Shared(client, "one", "host:6680", lambda: time.time_ns() // 1_000_000, claim, cluster.admin)
+    return Shared(
+        client,
+        "one",
+        "host:6680",
+        lambda: time.time_ns() // 1_000_000,
+        claim,
+        cluster.admin,
+        cluster.connect,
+        cluster.answers,
+    )
 
 
 @pytest.fixture

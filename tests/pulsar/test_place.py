@@ -36,8 +36,9 @@ async def shared(cluster: Cluster) -> AsyncIterator[Shared]:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
+    clock, connect, answers = lambda: time.time_ns() // 1_000_000, cluster.connect, cluster.answers
     client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
-    yield Shared(client, "one", "host:6680", lambda: time.time_ns() // 1_000_000, claim, cluster.admin)
+    yield Shared(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers)
     await client.close()
 
 

@@ -11,7 +11,7 @@ import pulsar.asyncio
 import pytest
 
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
-from seqdedupe.log.pulsar import writer
+from seqdedupe.log.pulsar import log, writer
 from seqdedupe.log.pulsar.entries import EntryFormat
 from tests.pulsar.faults import SEND_TIMEOUT_SECONDS, Faults, Load, check_all
 from tests.pulsar.line import Line
@@ -84,9 +84,19 @@ async def test_a_broker_is_killed_and_started_again(
 
 @pytest.mark.parametrize("deduplicates", [True, False])
 async def test_without_pulsars_deduplication_its_consumers_see_doubles(
-    broker: Broker, cluster: Cluster, topic: str, tmp_path: Path, deduplicates: bool
+    broker: Broker,
+    cluster: Cluster,
+    topic: str,
+    tmp_path: Path,
+    deduplicates: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever applies the documented rules sees none in either case: a repeat counts for nobody."""
+
+    async def unchecked(*_: object) -> None:
+        """A topic is not opened without it."""
+
+    monkeypatch.setattr(log, "check_deduplicates", unchecked)
     await cluster.create(topic, deduplicates=deduplicates)
     async with (
         Line(broker) as line,

@@ -61,7 +61,8 @@ def log_of(cluster: Cluster, client: pulsar.asyncio.Client, topic: str, entry_fo
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
-    shared = Shared(client, "one", "host:6680", lambda: time.time_ns() // 1_000_000, claim, cluster.admin)
+    clock, connect, answers = lambda: time.time_ns() // 1_000_000, cluster.connect, cluster.answers
+    shared = Shared(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers)
     return PulsarLog(shared, topic, OF_LOG, Settings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
 
 

@@ -4,6 +4,7 @@ Each control arm leaves out one of the things that this rests on, and shows what
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import terms
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.log import PulsarLog
+from seqdedupe.log.pulsar.logs import PulsarLogs
+from seqdedupe.names import namespace_of
 from seqdedupe.topic.state import State
 from tests.log.conformance import Owner as OwnerOfLog
 from tests.log.conformance import replayed
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, until
-from tests.pulsar.publishers import Process, Publisher, check, found_by_a_stock_client, lost
+from tests.pulsar.publishers import INCARNATION, Process, Publisher, check, found_by_a_stock_client, lost
 from tests.pulsar.split import split
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
@@ -208,3 +211,34 @@ async def test_without_the_subscription_messages_are_lost_and_that_is_said(
     await log.close()
     with pytest.raises(SeqdedupeError, match="NO_STATE"):
         await one.log(not_kept)
+
+
+async def test_a_topic_of_which_nothing_is_left_is_not_an_empty_one(
+    cluster: Cluster, topic: str, process: MakeProcess
+) -> None:
+    """It would count from 0 again, and take all that it had for new."""
+    one = process(EntryFormat.PLAIN, "one")
+    logs = PulsarLogs(one.shared, [namespace_of(topic)], EntryFormat.PLAIN, may_change_policies=True)
+    incarnation = INCARNATION + os.getpid()
+    await logs.create(incarnation, topic, b"")
+    log = await logs.open(incarnation, 0)
+    owner = await OwnerOfLog(log, 1).open()
+    owner.append(0, 10)
+    await owner.until_stored(1)
+    await log.close()
+    # An operator removes what keeps it. Somebody else has read it all.
+    path = topic.replace("://", "/")
+    await cluster.url.call("PUT", f"{path}/subscription/somebody", {"ledgerId": 2**63 - 1, "entryId": 2**63 - 1})
+    await cluster.url.call("DELETE", f"{path}/subscription/seqdedupe-one")
+    await cluster.admin.set_policy(topic, "deduplicationEnabled", False)
+    await cluster.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0})
+
+    async def is_empty() -> bool:
+        await cluster.admin.unload(topic)
+        await cluster.admin.stats(topic)
+        await cluster.url.call("POST", f"{path}/trim")
+        return int((await cluster.url.get(f"{path}/internalStats"))["totalSize"]) == 0
+
+    await until(is_empty)
+    with pytest.raises(SeqdedupeError, match="NO_STATE"):
+        await logs.open(incarnation, 0)

@@ -149,6 +149,20 @@ class TestBatch:
         assert len(partitions) >= 4
         assert read(reader, partitions) == numbers(0, 12)
 
+    def test_a_partitioned_topic_is_read_by_its_name(self, client: blocking.Client, source: Source, topic: str) -> None:
+        """Once, each partition with a range of its own; also as it grows."""
+        client.admin.create_topic(topic, partitions=3)
+        stream = source.stream(topic=topic, startingOffsets="earliest")
+        assert stream.trigger() is None
+        with client.producer(topic, "p") as producer:
+            for number in numbers(0, 40):
+                producer.send(number, key=number)
+        reader = source.batch(topic=topic, minPartitions=3)
+        ranges = [one for partition in reader.partitions() for one in partition.value]
+        assert sorted({one.partition for one in ranges}) == [0, 1, 2]
+        assert sorted(source.rows(topic=topic)) == sorted(numbers(0, 40))
+        assert sorted(value for found in stream.rest() for value in found) == sorted(numbers(0, 40))
+
     def test_what_is_not_there(self, client: blocking.Client, source: Source, topic: str) -> None:
         with pytest.raises(NotFoundError, match=f"no topic .*{topic}"):
             source.rows(topics=topic)

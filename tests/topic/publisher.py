@@ -25,20 +25,33 @@ class Publisher:
         self.name = name
         self.acknowledged = -1
         self.heard: list[SeqdedupeError] = []
+        self.receipts = 0
         self.longest_gap_seconds = 0.0
         """Between two receipts."""
         self._topics = topics
+        self._session_at: tuple[Topic, asyncio.Task[None]] | None = None
         self._last_receipt: float | None = None
 
     async def publish(self, up_to: int) -> None:
         """Returns when all below this ID are acknowledged."""
         while self.acknowledged < up_to - 1:
             for topic in self._topics():
+                session = asyncio.ensure_future(self._session(topic, up_to))
+                self._session_at = topic, session
                 try:
-                    await self._session(topic, up_to)
-                except SeqdedupeError as e:
+                    await asyncio.wait([session])
+                finally:
+                    session.cancel()
+                if not session.cancelled() and (e := session.exception()) is not None:
+                    if not isinstance(e, SeqdedupeError):
+                        raise e
                     self.heard.append(e)
             await asyncio.sleep(0.005)
+
+    def leave(self, topic: Topic) -> None:
+        """Nothing more is heard of this topic."""
+        if self._session_at is not None and self._session_at[0] is topic:
+            self._session_at[1].cancel()
 
     async def _session(self, topic: Topic, up_to: int) -> None:
         opened = await open_sessions(topic, [self.name], None)
@@ -63,6 +76,7 @@ class Publisher:
 
     def _receipt(self, last_id: int) -> None:
         self.acknowledged = last_id
+        self.receipts += 1
         now = time.monotonic()
         if self._last_receipt is not None:
             self.longest_gap_seconds = max(self.longest_gap_seconds, now - self._last_receipt)

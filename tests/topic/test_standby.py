@@ -5,29 +5,36 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.core.rule import PERSISTED
+from seqdedupe.errors import OutcomeUnknownError, SeqdedupeError, UnavailableError
+from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic import recovery
 from seqdedupe.topic.keeping_away import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
-from seqdedupe.topic.operating import message_state
+from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.operating import message_state, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import check_index, end_index, read_on
+from seqdedupe.topic.recovery import Ownership
 from seqdedupe.topic.state import State
 from tests.log.faulty import FaultyLog, Storage
-from tests.topic.publisher import Publisher, stored
+from tests.topic.publisher import FRAME_ROWS, Publisher, stored
 
 INCARNATION = 5
 LIMIT_SECONDS = 30
+ENTRIES_INTERVAL = 5
 
 
 class Sidecar:
     """One that has the topic, or would like to."""
 
-    def __init__(self, storage: Storage, folder: Path, address: str) -> None:
+    def __init__(self, storage: Storage, folder: Path, address: str, *, is_standby: bool) -> None:
         self._store = Store.open(folder)
         self.log = FaultyLog(storage, automatic=True, takes_higher_terms_only=True, excludes=True, address=address)
         snapshots = Snapshots(self._store, INCARNATION)
@@ -38,42 +45,80 @@ class Sidecar:
             self._store,
             snapshots,
             snapshots.load(),
-            applied=Applied(deduplication_snapshot_interval_seconds=0),
+            applied=Applied(deduplication_snapshot_interval_seconds=0, deduplication_entries_interval=ENTRIES_INTERVAL),
             random_bytes=os.urandom,
+            is_standby=is_standby,
         )
         self.topic.connect(self.ended.append)
 
     async def until(self, state: State) -> None:
+        await until(lambda: self.topic.state is state)
+
+    async def until_serving(self) -> None:
         """Meanwhile somebody wants the topic."""
         async with asyncio.timeout(LIMIT_SECONDS):
-            while self.topic.state is not state:
+            while self.topic.state is not State.SERVING:
                 with suppress(UnavailableError):
                     self.topic.check_serving()
                 await asyncio.sleep(0.001)
 
     async def close(self) -> None:
-        await self.topic.close("")
-        self._store.close()
+        if self.topic.state is not State.DRAINING:
+            await self.topic.close("")
+            self._store.close()
 
 
 class Two:
     """Two sidecars: `one` owns the topic at first."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, are_standbys: bool = False) -> None:
         self.storage = Storage(INCARNATION)
-        self.one = Sidecar(self.storage, folder / "one", "one:6680")
-        self.other = Sidecar(self.storage, folder / "other", "other:6680")
+        self.one = Sidecar(self.storage, folder / "one", "one:6680", is_standby=are_standbys)
+        self.other = Sidecar(self.storage, folder / "other", "other:6680", is_standby=are_standbys)
         self.publisher = Publisher("p", lambda: (self.one.topic, self.other.topic))
+
+    async def start(self) -> None:
+        await self.one.topic.recover()
+        await self.other.topic.recover()
+
+    async def with_frames_in_flight(self) -> "asyncio.Task[None]":
+        """The owner has at least ten frames in flight, of which nothing comes by itself; their publisher goes on."""
+        publishing = asyncio.ensure_future(self.publisher.publish(1000))
+        await until(lambda: self.publisher.acknowledged > 20)
+        self.one.log.automatic = False
+        await asyncio.sleep(0)
+        await until(lambda: self.one.log.in_flight >= 10)
+        return publishing
+
+    async def hand_over(self, lands: int | None) -> None:
+        """The owner loses its place, and hears of it only when the other one has it, who does not know what lands."""
+        await until(lambda: self.other.topic.confirmed_index == self.one.topic.confirmed_index)
+        self.other.log.hears_of_more = False
+        self.one.log.lose_place(lands, report=False)
+        await self.other.until(State.SERVING)
+        self.one.log.automatic = True
+        self.one.log.report()
+        self.other.log.hears_of_more = True
+
+    async def close(self) -> None:
+        await self.one.close()
+        await self.other.close()
 
 
 @pytest.fixture
 async def two(tmp_path: Path) -> AsyncIterator[Two]:
     two = Two(tmp_path)
-    await two.one.topic.recover()
-    await two.other.topic.recover()
+    await two.start()
     yield two
-    await two.one.close()
-    await two.other.close()
+    await two.close()
+
+
+@pytest.fixture
+async def standbys(tmp_path: Path) -> AsyncIterator[Two]:
+    two = Two(tmp_path, are_standbys=True)
+    await two.start()
+    yield two
+    await two.close()
 
 
 def not_owner(call: Callable[[], object], address: str) -> None:
@@ -115,15 +160,11 @@ async def test_who_does_not_own_a_topic_says_who_does_and_serves_what_is_certain
 
 async def test_who_is_shut_out_ends_what_is_under_way_and_the_other_one_goes_on(two: Two) -> None:
     await two.publisher.publish(10)
-    publishing = asyncio.ensure_future(two.publisher.publish(1000))
-    await until(lambda: two.publisher.acknowledged > 20)
-    two.one.log.automatic = False
-    await asyncio.sleep(0)
-    await until(lambda: two.one.log.in_flight >= 10)
+    publishing = await two.with_frames_in_flight()
     following = asyncio.ensure_future(follow(two.one.topic))
     # Of the frames four are stored, of which nobody is told.
     two.one.log.lose_place(lands=4, report=False)
-    await two.other.until(State.SERVING)
+    await two.other.until_serving()
     two.one.log.automatic = True
     two.one.log.report()
     with pytest.raises(UnavailableError, match="NOT_OWNER"):
@@ -137,13 +178,35 @@ async def test_who_is_shut_out_ends_what_is_under_way_and_the_other_one_goes_on(
     assert two.other.topic.term > two.one.topic.term
 
 
+@pytest.mark.parametrize("lands", [0, 1])
+async def test_of_a_change_that_is_under_way_nobody_is_told_that_nothing_was_done(two: Two, lands: int) -> None:
+    """Or a client would make it again at the new owner, and reset a producer that was opened since once more."""
+    await two.publisher.publish(10)
+    two.one.log.automatic = False
+    await asyncio.sleep(0)
+    resetting = asyncio.ensure_future(reset_producer(two.one.topic, "p", 4))
+    await until(lambda: two.one.log.in_flight == 1)
+    two.one.log.lose_place(lands=lands, report=False)
+    await two.other.until_serving()
+    two.one.log.automatic = True
+    two.one.log.report()
+    with pytest.raises(OutcomeUnknownError):
+        await resetting
+    await two.one.until(State.STANDBY)
+    number = two.other.topic.producers.number(b"p")
+    assert number is not None
+    assert two.other.topic.producers.numbers[number, PERSISTED] == (4 if lands else 9)
+    with pytest.raises(UnavailableError, match="NOT_OWNER"):
+        await reset_producer(two.one.topic, "p", 4)
+
+
 async def test_a_topic_without_an_owner_is_taken_by_who_is_asked_and_by_nobody_else(two: Two) -> None:
     tried = two.other.log.opened
     await two.one.close()
     for _ in range(1000):
         await asyncio.sleep(0)
     assert two.other.log.opened == tried
-    await two.other.until(State.SERVING)
+    await two.other.until_serving()
     await two.publisher.publish(5)
 
 
@@ -160,6 +223,85 @@ async def test_asking_does_not_make_it_try_all_the_time(two: Two) -> None:
     assert asked > 100
     assert two.other.log.opened - tried <= 2 * FIRST_SECONDS / (FIRST_SECONDS / 2)
     assert two.one.topic.state is State.SERVING
+
+
+async def test_a_standby_knows_all_that_the_owner_has_and_keeps_it(standbys: Two) -> None:
+    topic = standbys.other.topic
+    await standbys.publisher.publish(60)
+    await open_sessions(standbys.one.topic, ["q"], None)
+    await until(lambda: topic.confirmed_index == 60 and topic.producers.number(b"q") is not None)
+    number = topic.producers.number(b"p")
+    assert number is not None
+    assert topic.producers.numbers[number, PERSISTED] == 59
+    assert topic.state is State.STANDBY
+    assert topic.readable_index == 60
+    not_owner(lambda: end_index(topic), "one:6680")
+    await until(lambda: topic.snapshot_index >= 60 - 3 * ENTRIES_INTERVAL)
+
+
+@pytest.mark.parametrize("lands", [0, 4, None])
+async def test_a_standby_takes_over_by_itself_and_nothing_is_lost_or_doubled(standbys: Two, lands: int | None) -> None:
+    publishing = await standbys.with_frames_in_flight()
+    await standbys.hand_over(lands)
+    await publishing
+    assert standbys.one.topic.state is State.STANDBY
+    # And back: the old one has learned all that came meanwhile.
+    await until(lambda: standbys.one.topic.confirmed_index == 1000)
+    await standbys.other.close()
+    await standbys.one.until(State.SERVING)
+    await standbys.publisher.publish(1010)
+    assert await stored(standbys.one.topic) == {"p": list(range(1010))}
+
+
+async def test_a_hand_over_that_does_not_read_up_to_its_own_marker_doubles(
+    standbys: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def trusting(log: FaultyLog, *, term: int, settle: Any, **_: Any) -> Ownership:
+        while standing := await log.open_for_writing(term, os.urandom(TOKEN_BYTES), settle):
+            term = standing + 1
+        return Ownership(term, log.certain_index, 0)
+
+    publishing = await standbys.with_frames_in_flight()
+    monkeypatch.setattr(recovery, "take_over", trusting)
+    await standbys.hand_over(lands=4)
+    monkeypatch.undo()
+    await publishing
+    ids = (await stored(standbys.other.topic))["p"]
+    assert sorted(set(ids)) == list(range(1000))
+    assert len(ids) == 1000 + 4 * FRAME_ROWS
+
+
+async def test_a_topic_that_is_closed_does_not_wait_any_more(standbys: Two) -> None:
+    await standbys.other.close()
+    tried = standbys.other.log.opened
+    await standbys.one.close()
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert standbys.other.log.opened == tried
+
+
+async def times_served(two: Two, until_seconds: float, most: int) -> int:
+    """How often a topic was taken that everybody loses as soon as he has it."""
+    loop = asyncio.get_running_loop()
+    limit, times = loop.time() + until_seconds, 0
+    while loop.time() < limit and times < most:
+        for each in (two.one, two.other):
+            if each.topic.state is State.SERVING:
+                times += 1
+                each.log.lose_place(report=False)
+                other = two.other if each is two.one else two.one
+                await until(lambda other=other: other.topic.state is State.SERVING or loop.time() >= limit)  # type: ignore[misc]
+                each.log.report()
+        await asyncio.sleep(0.001)
+    return times
+
+
+async def test_two_that_lose_a_topic_again_and_again_do_not_take_it_in_turns(
+    standbys: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await times_served(standbys, 3.0, 1000) <= 12
+    monkeypatch.setattr(KeepingAway, "left_seconds", 0)
+    assert await times_served(standbys, LIMIT_SECONDS, 40) == 40
 
 
 def test_the_delay_grows_with_each_shut_out_and_has_a_jitter() -> None:

@@ -17,7 +17,7 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
+from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention, Skipped
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import Reader
@@ -123,6 +123,14 @@ class EmbeddedLog:
         there = self._damage.values()
         return DamageFound(len(there), sum((damage.next_index or 0) - damage.first_index for damage in there))
 
+    @property
+    def skipped(self) -> Skipped:
+        return Skipped()
+
+    @property
+    def earlier(self) -> dict[str, int]:
+        return {}
+
     # Writing.
 
     def check(self, batch: bytes) -> None:
@@ -175,6 +183,13 @@ class EmbeddedLog:
 
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         return self._reader.replay(from_index)
+
+    async def wait_for_more(self) -> None:
+        # The folder is this process's alone.
+        await asyncio.get_running_loop().create_future()
+
+    async def wait_until_free(self) -> None:
+        """At once: the folder is this process's alone."""
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
         return Records(await self._reader.read(from_index, stop_index, max_bytes))

@@ -122,6 +122,16 @@ class Admin:
             ]
         )
 
+    async def has_had_entries(self, topic: str) -> bool:
+        """Whether something was stored in a topic and is trimmed, as far as its cursors remember."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        try:
+            cursors = [cursor["markDeletePosition"] for cursor in answer["cursors"].values()]
+            return any(int(place.partition(":")[2]) >= 0 for place in [answer["lastConfirmedEntry"], *cursors])
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise _not_pulsar(path) from e
+
     async def unload(self, topic: str) -> None:
         """Lets a broker take the topic anew: all producers and readers have to connect again, frozen ones are out."""
         await self._url.call("PUT", f"{_path(topic)}/unload")

@@ -19,6 +19,10 @@ from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
 from seqdedupe.log.pulsar.terms import Counts, Verdict
 from seqdedupe.message_id import MessageId
 
+QUEUE_BYTES = 4 * 1024 * 1024
+"""A reader fetches about so many ahead at most."""
+LEAST_QUEUED = 4
+
 
 class Found(NamedTuple):
     """A valid entry that was read."""
@@ -62,7 +66,8 @@ class Content:
         self._first_ledger = first_ledger
         self.needed = points[-1]
         """What stands before this point is nothing but old messages."""
-        self._kept = Kept(client, topic, queue_entries)
+        self._most_queued = queue_entries
+        self._kept = Kept(client, topic, self._queue_entries)
         self._reading_on = asyncio.Lock()
         self._covered_index = points[-1].next_index
 
@@ -84,19 +89,19 @@ class Content:
                 index=self.places.end.next_index,
             )
 
-    async def read_on(self, up_to: MessageId | None) -> list[Found]:
-        """Judges what stands after the known end, up to this entry; to the topic's end where that is none, or no place.
+    async def read_on(self, up_to: MessageId, *, within_batches: bool = False) -> list[Found]:
+        """Judges what stands after the known end, up to this entry; to the topic's end where that is no place.
 
         Answers the valid entries. The known end is after them then, whatever is raised.
         """
         found: list[Found] = []
-        if up_to is not None and up_to.ledger_id < 0:
-            up_to = None
-        while (await self._read_on(up_to, found)).is_full:
+        end = up_to if up_to.ledger_id >= 0 else None
+        # What begins or ends within a batch would not be read as others read it.
+        while (await self._read_on(end, found, keeps=not within_batches)).is_full:
             pass
         return found
 
-    async def _read_on(self, up_to: MessageId | None, found: list[Found]) -> Step:
+    async def _read_on(self, up_to: MessageId | None, found: list[Found], *, keeps: bool = True) -> Step:
         """A step from the known end on."""
 
         def hear(entry: Entry, verdict: Verdict, after: Point) -> None:
@@ -109,7 +114,7 @@ class Content:
         async with self._reading_on:
             start = self.places.end
             try:
-                async with self._kept.cursor(start) as cursor:
+                async with self._kept.cursor(start, keeps=keeps) as cursor:
                     step = await cursor.step_on(up_to, hear)
                     if (marker := cursor.collector.terms.marker) is not None:
                         self.marked_address = marker.settings.address
@@ -120,9 +125,20 @@ class Content:
                     raise
                 why = f"{self._topic} does not go on from index {self._covered_index}, up to which there is a snapshot"
                 raise error("NO_STATE", f"{why}: {e.message}", index=self._covered_index) from e
-            return self._kept.keep(step)
+            return self._kept.keep(step) if keeps else step
+
+    async def wait_for_more(self) -> None:
+        """Returns when something stands after the known end."""
+        await self._kept.wait_for_more(self.places.end)
 
     # Anywhere.
+
+    def _queue_entries(self) -> int:
+        """How many entries a reader fetches ahead: Pulsar's client bounds them by number only, here it is also by what
+        a message of this topic takes."""
+        first, end = self.places.first, self.places.end
+        message_bytes = (end.size_bytes - first.size_bytes) // max(1, end.next_index - first.next_index)
+        return min(self._most_queued, max(LEAST_QUEUED, QUEUE_BYTES // max(1, message_bytes)))
 
     def check_is_there(self, index: int, *, at_end: bool) -> None:
         """Raises POSITION_TRIMMED, POSITION_AFTER_END."""

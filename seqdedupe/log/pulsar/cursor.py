@@ -89,6 +89,11 @@ class Cursor:
                 hear(entry, verdict, self.here)
         return Step(start, self.here, self.collector.take())
 
+    async def wait_for_more(self) -> None:
+        """Returns when there is an entry that was not judged. Nothing is lost if this is cancelled."""
+        while all(entry.message_id <= self._last or entry.message_id == self._due for entry in self._left):
+            self._left.extend(await self._reader.read())
+
     def _is_full(self, start: Point, entry: Entry) -> bool:
         return self.here.size_bytes - start.size_bytes >= STEP_BYTES and begins_record(entry.message)
 

@@ -24,7 +24,7 @@ STEP_ENTRIES = 64
 """So many entries are rather read one after the other than looked for."""
 
 Read = Callable[[MessageId, MessageId], Awaitable[list[Entry]]]
-"""The entries that are there from the first of these places to the last."""
+"""The entries that are there from the first of these places to the last. Nobody needs their payloads."""
 
 
 class Known(NamedTuple):
@@ -68,8 +68,9 @@ class Finder:
     async def _first_standing(self) -> Standing:
         nothing = Standing.start(self.incarnation)
         marker: Place | None = None
-        for first in range(0, len(self.ledgers), STEP_ENTRIES):
-            for entry in await self._entries(first, first + STEP_ENTRIES - 1):
+        first, count = 0, 1
+        while first < len(self.ledgers):
+            for entry in await self._entries(first, first + count - 1):
                 place = _place(entry)
                 if place is None or (marker and place.owner.term < marker.owner.term):
                     continue
@@ -77,17 +78,18 @@ class Finder:
                     # Which index is the next a marker says only as far as its writer knew: what follows it knows.
                     return nothing._replace(next_index=place.index) if marker else Standing(*place)
                 marker = place
+            first, count = first + count, min(2 * count, STEP_ENTRIES)
         return nothing._replace(next_index=max(marker.index, 0)) if marker else nothing
 
     async def known_at(self, at: int) -> Known:
         """After this entry."""
-        back = 0
+        beginning, back = await self.beginning(), 0
         while at - back > 0:
-            known = await self._by_its_marker(at - back)
+            known = await self._by_its_marker(at - back) or await self._directly(beginning, at - back)
             if known is not None:
                 return await self._after(known, at)
             back = 2 * back or STEP_ENTRIES
-        return await self._after(await self.beginning(), at)
+        return await self._after(beginning, at)
 
     async def around(self, index: int) -> tuple[Known, Known]:
         """Before and after the entry that holds this message. Raises POSITION_TRIMMED, POSITION_AFTER_END."""
@@ -161,21 +163,30 @@ class Finder:
     async def _after(self, known: Known, at: int) -> Known:
         """After this entry, from how it stands before."""
         while known.at < at:
+            found = await self._directly(known, at)
+            if found is not None:
+                return found
             entry, count = await self._entry(at), at - known.at
-            place = entry and _place(entry)
-            owner, number, index = known.standing
-            if entry and place and place.owner == owner and place.number - number + 1 == count:
-                found = _after_valid(entry, place, at)
-                is_last = found.last is None and found.standing.next_index == index
-                return found._replace(last=known.last) if is_last else found
             if count <= STEP_ENTRIES:
                 return (await self._judged(known, at))[-1]
+            place = entry and _place(entry)
             between = known.at + count // 2
-            if place and place.owner.term > owner.term and place.number < count - 1:
+            if place and place.owner.term > known.standing.owner.term and place.number < count - 1:
                 # Its marker, and what stands before.
                 between = max(at - place.number - 1, known.at + 1)
             known = await self._after(known, between)
         return known
+
+    async def _directly(self, known: Known, at: int) -> Known | None:
+        """After this entry, if it and its owner's entries fill all that stands between."""
+        entry = await self._entry(at)
+        place = entry and _place(entry)
+        owner, number, index = known.standing
+        if entry is None or place is None or place.owner != owner or place.number - number + 1 != at - known.at:
+            return None
+        found = _after_valid(entry, place, at)
+        is_last = found.last is None and found.standing.next_index == index
+        return found._replace(last=known.last) if is_last else found
 
     async def _judged(self, known: Known, last: int) -> list[Known]:
         """After each of the entries up to this one that is valid, and after the last of all."""
@@ -196,8 +207,7 @@ class Finder:
         """One entry; None where Pulsar gives none, because it is not for readers."""
         if at not in self._looked_at:
             found = await self._entries(at, at)
-            # Its payload may be large, and says nothing of its place.
-            self._looked_at[at] = found[0]._replace(message=found[0].message._replace(payload=b"")) if found else None
+            self._looked_at[at] = found[0] if found else None
         return self._looked_at[at]
 
     async def _entries(self, first: int, last: int) -> list[Entry]:

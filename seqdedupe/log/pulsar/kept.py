@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pulsar.asyncio
@@ -26,7 +26,7 @@ KEPT_BYTES = 4 * 1024 * 1024
 class Kept:
     """The readers of one topic. So many entries are fetched ahead by each."""
 
-    def __init__(self, client: pulsar.asyncio.Client, topic: str, queue_entries: int) -> None:
+    def __init__(self, client: pulsar.asyncio.Client, topic: str, queue_entries: Callable[[], int]) -> None:
         self._client = client
         self._topic = topic
         self._queue_entries = queue_entries
@@ -74,22 +74,44 @@ class Kept:
         return step
 
     @asynccontextmanager
-    async def cursor(self, here: Point) -> AsyncIterator[Cursor]:
-        """A cursor that stands here: one that was kept, else a new one. It is kept if nothing is raised."""
+    async def cursor(self, here: Point, *, keeps: bool = True) -> AsyncIterator[Cursor]:
+        """A cursor that stands here: one that was kept, else a new one. With `keeps` it is kept, unless this raises."""
         async with self._reading:
-            cursor = next((each for each in self._idle if each.here.size_bytes == here.size_bytes), None)
-            if cursor is not None:
-                self._idle.remove(cursor)
-            else:
-                start = here.message_id if here.message_id.entry_id >= 0 else None
-                reader = await open_reader(self._client, self._topic, start, self._queue_entries)
-                cursor = Cursor(reader, self._topic, here)
+            cursor = await self._taken(here)
             try:
                 yield cursor
             except BaseException:
                 self._close(cursor)
                 raise
+            if keeps:
+                self._put_back(cursor)
+            else:
+                self._close(cursor)
+
+    async def _taken(self, here: Point) -> Cursor:
+        cursor = next((each for each in self._idle if each.here.size_bytes == here.size_bytes), None)
+        if cursor is not None:
+            self._idle.remove(cursor)
+            return cursor
+        start = here.message_id if here.message_id.entry_id >= 0 else None
+        reader = await open_reader(self._client, self._topic, start, self._queue_entries())
+        return Cursor(reader, self._topic, here)
+
+    async def wait_for_more(self, here: Point) -> None:
+        """Returns when an entry stands after this place. Whoever is cancelled leaves the reader to the next one.
+
+        Raises LOG_UNREADABLE.
+        """
+        cursor = await self._taken(here)
+        try:
+            await cursor.wait_for_more()
+        except UnavailableError:
+            self._close(cursor)
+            raise
+        except BaseException:
             self._put_back(cursor)
+            raise
+        self._put_back(cursor)
 
     def _put_back(self, cursor: Cursor) -> None:
         now = asyncio.get_running_loop().time()

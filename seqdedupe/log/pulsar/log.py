@@ -18,14 +18,17 @@ from seqdedupe import batch as batches
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
-from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention
+from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention, Skipped
 from seqdedupe.log.pulsar import entries, place_bytes, plain
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Message, Owner, Part, Settings
+from seqdedupe.log.pulsar.evicting import Answers, evicting
+from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, guard
 from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
+from seqdedupe.log.pulsar.waiting import Connect, wait_until_free
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
 
@@ -33,7 +36,7 @@ SURELY_TAKEN_BYTES = 1024 * 1024
 """A batch of so many has no row that is too large, whatever it consists of."""
 PLAIN_QUEUE_ENTRIES = 500
 PACKED_QUEUE_ENTRIES = 10
-"""Entries that a reader fetches ahead: Pulsar's client bounds them by number only."""
+"""Entries that a reader fetches ahead at most."""
 MOVE_SECONDS = 10.0
 """Between two moves of the subscription: each takes calls of the admin URL."""
 
@@ -56,6 +59,8 @@ class Shared:
     """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever
     answered for the topic, durable."""
     admin: Admin
+    connect: Connect
+    answers: Answers
 
     @property
     def subscription(self) -> str:
@@ -100,6 +105,7 @@ class PulsarLog:
         self._writer: Writer | None = None
         self._opening: Opening | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._guarding: asyncio.Task[None] | None = None
 
     @property
     def _end(self) -> Point:
@@ -113,6 +119,11 @@ class PulsarLog:
     @property
     def place(self) -> str:
         return self._topic
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was found in the topic, of whomever."""
+        return self._end.message_id == NOWHERE and not self._content.counts.earlier
 
     @property
     def entry_format(self) -> str:
@@ -133,6 +144,11 @@ class PulsarLog:
     @property
     def damage_found(self) -> DamageFound:
         return DamageFound()
+
+    @property
+    def skipped(self) -> Skipped:
+        counts = self._content.counts
+        return Skipped(counts.void, counts.repeats, counts.foreign, counts.earlier)
 
     # Writing.
 
@@ -201,6 +217,7 @@ class PulsarLog:
                 marked.set_result(settled.doubtful or NOWHERE)
 
         try:
+            await check_deduplicates(self._topic, self._shared.admin)
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
             marker = entries.marker(self.incarnation, term, token, self._settings, self._end.next_index)
@@ -208,6 +225,7 @@ class PulsarLog:
             receipt = await marked
             if not failed:
                 await self._content.read_on(receipt)
+                await check_alone(self._topic, self._shared.admin, writer.producer_name)
             if failed:
                 raise error("LOG_REFUSED", f"{self._topic} cannot be written: {failed}")
             if self._end.standing.owner != owner:
@@ -220,6 +238,7 @@ class PulsarLog:
             raise
         self._opening = opening = Opening(owner, writer, self._content.places, settle)
         writer.was_read([self._end.message_id])
+        self._guarding = asyncio.get_running_loop().create_task(guard(self._topic, self._shared.admin, opening))
         return 0
 
     async def _open_writer(self, hear: Callable[[Settled], None]) -> Writer:
@@ -238,12 +257,13 @@ class PulsarLog:
             if e.reason != "NOT_OWNER":
                 raise
             marked = self._content.marked_address
-            raise await not_owner(
-                e, shared.admin, self._topic, own_address=shared.address, marked_address=marked
-            ) from e
+            raise await not_owner(e, shared.admin, self._topic, shared.address, marked) from e
 
     async def _let_go(self) -> None:
         """Of the topic, whoever takes it then. What is in flight may be stored or not, and nobody is told."""
+        if self._guarding is not None:
+            self._guarding.cancel()
+            self._guarding = None
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.cancel()
@@ -272,7 +292,7 @@ class PulsarLog:
     async def _clear_up(self, opening: Opening, receipt: MessageId) -> None:
         """Reads the topic up to an append whose receipt proves nothing."""
         try:
-            found = await self._content.read_on(receipt)
+            found = await self._content.read_on(receipt, within_batches=True)
         except SeqdedupeError as e:
             opening.fail(f"it cannot be found out: {e}")
             return
@@ -290,11 +310,12 @@ class PulsarLog:
         elif not opening.failed:
             opening.writer.was_read([one.after.message_id for one in own])
 
-    # Reading.
+    async def wait_until_free(self) -> None:
+        shared = self._shared
+        async with evicting(self._topic, shared.admin, shared.answers):
+            await wait_until_free(self._topic, shared.admin, shared.connect)
 
-    async def catch_up(self) -> None:
-        """Reads what stands after all that is known. For a log that is not open for writing."""
-        await self._content.read_on(None)
+    # Reading.
 
     async def begin(self, covered_index: int) -> None:
         """Looks whether the topic goes on from the place, up to this index at least.
@@ -313,6 +334,9 @@ class PulsarLog:
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         # Nobody may read on for an owner: he reads on himself, and settles by it.
         return self._content.replay(from_index, reads_on=self._opening is None)
+
+    async def wait_for_more(self) -> None:
+        await self._content.wait_for_more()
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
         return await self._content.read(from_index, stop_index, max_bytes)
@@ -343,6 +367,7 @@ class PulsarLog:
         now_seconds = asyncio.get_running_loop().time()
         if not place or now_seconds < self._moves_at:
             return
+        self._moves_at = now_seconds + MOVE_SECONDS
         needed = place_bytes.decode(self.incarnation, place)[-1]
         admin, subscription = self._shared.admin, self._shared.subscription
         if needed.message_id.entry_id >= 0:
@@ -351,7 +376,6 @@ class PulsarLog:
             await admin.keep_from(self._topic, subscription, needed.message_id)
             self._content.needed = needed
         await self._look_at_ledgers()
-        self._moves_at = now_seconds + MOVE_SECONDS
 
     async def _look_at_ledgers(self) -> int:
         self._first_ledger_id = await self._shared.admin.first_ledger(self._topic)

@@ -64,8 +64,12 @@ class PulsarLogs:
         try:
             await self._admin.create_topic(topic, properties)
         except SeqdedupeError as e:
-            if e.reason != "TOPIC_EXISTS" or (await self._admin.properties(topic)).get(INCARNATION) != str(incarnation):
+            if e.reason != "TOPIC_EXISTS":
                 raise
+            if (await self._admin.properties(topic)).get(INCARNATION) != str(incarnation):
+                raise error(
+                    "TOPIC_EXISTS", f"Pulsar has a topic {topic} already, which this sidecar did not make"
+                ) from e
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
         await self._admin.create_subscription(topic, self._shared.subscription)
         self._topics[incarnation] = topic
@@ -91,6 +95,8 @@ class PulsarLogs:
         log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties), place)
         try:
             await log.begin(covered_index)
+            if log.is_empty and await self._admin.has_had_entries(topic):
+                raise error("NO_STATE", f"{topic} had entries, and none is left")
         except BaseException:
             await log.close()
             raise

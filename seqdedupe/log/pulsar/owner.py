@@ -8,7 +8,7 @@ ADDRESS = "address"
 
 
 async def not_owner(
-    e: SeqdedupeError, admin: Admin, topic: str, *, own_address: str, marked_address: str
+    e: SeqdedupeError, admin: Admin, topic: str, own_address: str, marked_address: str
 ) -> SeqdedupeError:
     """A NOT_OWNER with `owner_address` where that is known, and is not this sidecar's own: a producer of its own that
     it has lost may still be listed."""

@@ -24,7 +24,8 @@ class _Policy(NamedTuple):
     """What is set, and to which path."""
     danger: str
     command: str
-    """Of `pulsar-admin topicPolicies`, and of `pulsar-admin namespaces`."""
+    """Of `pulsar-admin topicPolicies`, and of `pulsar-admin namespaces` unless that has another one."""
+    namespace_command: str = ""
 
 
 def _keeps(retention: Any) -> bool:
@@ -81,6 +82,7 @@ _POLICIES = (
         ("messageTTL?messageTTL=0", None),
         "messages expire, also for the sidecar's own subscription",
         "set-message-ttl --ttl 0",
+        "set-message-ttl --messageTTL 0",
     ),
     _quota("destination_storage", "--limit -1"),
     _quota("message_age", "--limitTime -1"),
@@ -115,12 +117,17 @@ async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: boo
             path, value = policy.safe
             await admin.set_policy(topic, path, value)
         unsafe = await _still_unsafe(admin, topic, unsafe)
-    whose = f"namespaces {{}} {namespace_of(topic)}" if is_new else f"topicPolicies {{}} {topic}"
-    dangers += [f"{policy.danger} (pulsar-admin {whose.format(policy.command)})" for policy in unsafe]
+    dangers += [f"{policy.danger} (pulsar-admin {_command(policy, topic, is_new)})" for policy in unsafe]
     if dangers:
         raise error("UNSAFE_TOPIC_POLICY", f"{topic} cannot be a log: {'; '.join(dangers)}")
     if not (await admin.stats(topic)).deduplicates:
         raise _not_in_force(topic)
+
+
+def _command(policy: _Policy, topic: str, of_namespace: bool) -> str:
+    if of_namespace:
+        return f"namespaces {policy.namespace_command or policy.command} {namespace_of(topic)}"
+    return f"topicPolicies {policy.command} {topic}"
 
 
 async def _is_safe(admin: Admin, topic: str, policy: _Policy) -> bool:

@@ -61,9 +61,11 @@ class Reader:
     async def is_at_end(self) -> bool:
         """Whether nothing more is there now. Not while somebody waits in `read`. Raises LOG_UNREADABLE."""
         try:
-            return not await self._reader.has_message_available()
+            has_more = await self._reader.has_message_available()
         except pulsar.asyncio.PulsarException as e:
             raise _unreadable(self._reader.topic(), e) from e
+        # What somebody waited for, who was cancelled, may have come.
+        return not (has_more or (self._next is not None and self._next.done()))
 
     async def close(self) -> None:
         """Who waits in `read` gets LOG_UNREADABLE."""

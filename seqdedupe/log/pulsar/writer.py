@@ -55,8 +55,11 @@ class Writer:
     writers may have done: a receipt that follows the last confirmed one proves that they did nothing between.
     """
 
-    def __init__(self, producer: Any, name_number: int, opening: int, settle: Callable[[Settled], None]) -> None:
+    def __init__(
+        self, producer: Any, producer_name: str, name_number: int, opening: int, settle: Callable[[Settled], None]
+    ) -> None:
         """For `open_writer`."""
+        self.producer_name = producer_name
         self.name_number = name_number
         self.opening = opening
         self._producer = producer
@@ -223,8 +226,9 @@ async def open_writer(
     busy: SeqdedupeError | None = None
     for step in range(PRODUCER_NAMES):
         name_number = (first_name_number + step) % PRODUCER_NAMES
+        name = f"seqdedupe-{instance_name}-{name_number}"
         try:
-            producer = await _opened(client, topic, f"seqdedupe-{instance_name}-{name_number}", properties)
+            producer = await _opened(client, topic, name, properties)
         except pulsar.asyncio.PulsarException as e:
             if e.error() != pulsar.Result.ProducerBusy:
                 raise _refused(topic, e) from e
@@ -235,7 +239,7 @@ async def open_writer(
         except BaseException:
             await producer.close()
             raise
-        return Writer(producer, name_number, opening, settle)
+        return Writer(producer, name, name_number, opening, settle)
     raise busy or error("INTERNAL", "an instance has no producer names")
 
 

@@ -50,8 +50,10 @@ def _wrong(should_be: str) -> SeqdedupeError:
     return error("INVALID_OPTION", f"{_PARAMS}: it should be {should_be}")
 
 
-def tls_of(cluster: Cluster) -> ssl.SSLContext:
+def tls_of(cluster: Cluster) -> ssl.SSLContext | None:
     """For the admin calls, as strict as the client for messages is told to be. Raises INVALID_OPTION."""
+    if not cluster.admin_url.startswith("https:"):
+        return None
     try:
         context = ssl.create_default_context(cafile=cluster.trust_certs_path or None)
     except (OSError, ssl.SSLError) as e:

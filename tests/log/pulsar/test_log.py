@@ -36,12 +36,20 @@ class StandInHarness(LogHarness):
         self._openings = itertools.count(1)
         self._format = entry_format
 
+    def connect(self) -> Any:
+        """A client that waits."""
+        return StandInClient(self.topic)
+
+    async def answers(self, address: str) -> bool:
+        """Whether a sidecar does."""
+        return True
+
     def log(self, address: str = "host:6680", place: bytes = b"") -> PulsarLog:
         async def claim(_: str, known: int) -> int:
             return next(number for number in self._openings if number > known)
 
         client: Any = self.client
-        shared = Shared(client, "one", address, lambda: self.now_ms, claim, self.admin)
+        shared = Shared(client, "one", address, lambda: self.now_ms, claim, self.admin, self.connect, self.answers)
         settings = Settings(self._format, "SEQUENCE_ID", 0, address)
         return PulsarLog(shared, TOPIC, INCARNATION, settings, place)
 
@@ -96,8 +104,13 @@ async def test_a_ledger_that_rolls_over_splits_the_message_ids_of_a_batch(entry_
     assert len(ledgers) > 3
     told = [one for runs in owner.runs for one in ids_of(runs)]
     assert told == sorted(set(told))
+    # However the owner had to read them: batches are whole for everybody.
+    for index in (2, *range(20)):
+        (record,) = parsed(await log.read(index, index + 1, 1))
+        assert (record.base_index, record.rows) == (index - index % 4, 4)
     assert [(await log.locate(index)).message_id for index in range(20)] == told
     assert any(len(runs) > 1 for runs in owner.runs) or entry_format is EntryFormat.PACKED
+    assert [record.rows for record in await replayed(log) if record.rows] == [4] * 5
     await log.close()
 
 
@@ -313,18 +326,20 @@ async def test_a_marker_that_is_not_taken_lets_go_of_the_topic() -> None:
         await each.close()
 
 
-@pytest.mark.parametrize("admin_answers", [True, False])
-async def test_who_finds_an_owner_is_told_where_it_is(admin_answers: bool) -> None:
+@pytest.mark.parametrize("admin_answers", [10, 1])
+async def test_who_finds_an_owner_is_told_where_it_is(admin_answers: int) -> None:
     harness = StandInHarness(EntryFormat.PLAIN)
     log, again, other = harness.log("host:1"), harness.log("host:1"), harness.log("host:2")
     await Owner(log, 1).open()
     for each in (again, other):
-        await each.catch_up()
-    harness.admin.answers = admin_answers
+        await each.begin(0)
+    harness.admin.answers_left = admin_answers
+    # The first time it is asked whether Pulsar's deduplication is on.
     with pytest.raises(UnavailableError, match="NOT_OWNER") as caught:
         await Owner(other, 2).open()
     assert caught.value.numbers == {"owner_address": "host:1"}
     # A producer that it lost itself is no other sidecar.
+    harness.admin.answers_left = admin_answers
     with pytest.raises(UnavailableError, match="NOT_OWNER") as caught:
         await Owner(again, 2).open()
     assert caught.value.numbers == {}

@@ -3,24 +3,33 @@
 import asyncio
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.log.pulsar.log import PulsarLog
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.contract import Log, LogName
+from seqdedupe.log.pulsar import log as log_module
+from seqdedupe.log.pulsar.entries import CONTROL, KIND, EntryFormat
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic import renewing
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.reading import end_index
+from seqdedupe.topic.reading import end_index, read_page
+from seqdedupe.topic.saved import saved
 from seqdedupe.topic.state import State
 from tests.batches import batch
-from tests.log.pulsar.test_log import BOTH, StandInHarness
-from tests.log.pulsar.topics import INCARNATION, marker
+from tests.log.conformance import Owner, parsed
+from tests.log.pulsar.test_log import BOTH, TOPIC, StandInHarness
+from tests.log.pulsar.topics import INCARNATION, marker, stock
 
 LIMIT_SECONDS = 30
 
@@ -32,10 +41,11 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-async def recovered(log: PulsarLog, store: Store) -> Topic:
+async def recovered(harness: StandInHarness, store: Store) -> Topic:
     snapshots = Snapshots(store, INCARNATION)
     applied = Applied(deduplication_snapshot_interval_seconds=0)
     loaded = snapshots.load()
+    log = await harness.open(loaded.next_index, loaded.opaque) if loaded else await harness.open()
     topic = Topic(log.place, log, store, snapshots, loaded, applied=applied, random_bytes=os.urandom)
     await topic.recover()
     assert topic.state is State.SERVING
@@ -48,13 +58,14 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def publish(topic: Topic, *ids: int) -> list[Receipt | Refusal]:
+async def publish(topic: Topic, *ids: int, payload: bytes = b"") -> list[Receipt | Refusal]:
     """One frame each; their answers, as they come."""
     opened = await open_sessions(topic, ["p"], None)
     answers: list[Receipt | Refusal] = []
     link = opened.persisted[0]
     for sequence_id in ids:
-        encoded = batch([("p", sequence_id)], epochs={"p": opened.epochs[0]}, links={"p": link}).encode()
+        made = batch([("p", sequence_id)], epochs={"p": opened.epochs[0]}, links={"p": link}, payloads=[payload])
+        encoded = made.encode()
         link = sequence_id
         topic.admit(encoded, sequence_id, answers.append, NumbersCache())
     return answers
@@ -63,7 +74,7 @@ async def publish(topic: Topic, *ids: int) -> list[Receipt | Refusal]:
 @BOTH
 async def test_a_topic_goes_on_from_its_snapshot_in_a_higher_term(entry_format: EntryFormat, store: Store) -> None:
     harness = StandInHarness(entry_format)
-    topic = await recovered(await harness.open(), store)
+    topic = await recovered(harness, store)
     answers = await publish(topic, 1, 2, 3)
     await topic.flight.all_of_now()
     await topic.snapshot()
@@ -73,7 +84,7 @@ async def test_a_topic_goes_on_from_its_snapshot_in_a_higher_term(entry_format: 
     await topic.close("")
     # Another one had it meanwhile, of whom nobody here knows.
     harness.topic.add(marker(7, "other"))
-    topic = await recovered(await harness.open(), store)
+    topic = await recovered(harness, store)
     assert (topic.term, end_index(topic)) == (8, 5)
     assert (await open_sessions(topic, ["p"], None)).persisted == [5]
     await topic.close("")
@@ -82,7 +93,7 @@ async def test_a_topic_goes_on_from_its_snapshot_in_a_higher_term(entry_format: 
 @BOTH
 async def test_what_is_unknown_settles(entry_format: EntryFormat, store: Store) -> None:
     harness = StandInHarness(entry_format)
-    topic = await recovered(await harness.open(), store)
+    topic = await recovered(harness, store)
     left = 4
     lost = asyncio.Event()
 
@@ -105,3 +116,142 @@ async def test_what_is_unknown_settles(entry_format: EntryFormat, store: Store) 
     persisted = (await open_sessions(topic, ["p"], None)).persisted
     assert persisted == [len(stored)]
     await topic.close("")
+
+
+async def test_a_crash_around_a_snapshot_and_the_move_of_the_subscription_loses_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two of its steps, with a broker that keeps nothing else."""
+    monkeypatch.setattr(log_module, "MOVE_SECONDS", 0)
+    harness = StandInHarness(EntryFormat.PLAIN)
+    end = 0
+    for turns in range(40):
+        topic = await recovered(harness, store)
+        assert end_index(topic) == end
+        await publish(topic, *range(end, end + 12), payload=b"x" * 30_000)
+        end += 12
+        await topic.flight.all_of_now()
+        snapshot = asyncio.ensure_future(topic.snapshot_in_background())
+        if turns % 5 == 4:
+            harness.admin.answers = False
+        if turns % 4:
+            await snapshot
+        for _ in range(turns // 2):
+            await asyncio.sleep(0)
+        await topic.close("")
+        await snapshot
+        harness.admin.answers = True
+        harness.topic.roll_over()
+        harness.topic.retain_nothing()
+    topic = await recovered(harness, store)
+    assert (await open_sessions(topic, ["p"], None)).persisted == [end - 1]
+    first = topic.first_index
+    assert end - 200 < first < end, "nothing was trimmed, or too much"
+    at, ids = first, []
+    while at < end:
+        page = await read_page(topic, at, end, 100_000)
+        ids += [i for record in parsed(page.records) for i in record.batch.sequence_ids]
+        at = page.next_index
+    assert ids == list(range(first, end))
+    await topic.close("")
+
+
+def controls(harness: StandInHarness) -> int:
+    """How many control records stand in the topic."""
+    return sum(entry.message.properties.get(KIND) == CONTROL for entry in harness.topic.entries)
+
+
+@BOTH
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_the_first_owner_states_who_published_before(
+    entry_format: EntryFormat, crashes: bool, tmp_path: Path, store: Store
+) -> None:
+    harness = StandInHarness(entry_format)
+    for name, sequence_id in (("p", 3), ("p", 8), ("q", 5), ("\x01", 1)):
+        harness.topic.add(stock(), name, sequence_id)
+    if crashes:
+        # The owner is gone before it could say anything but that it is one.
+        log = await harness.open()
+        await Owner(log, 1).open()
+        await log.close()
+    topic = await recovered(harness, store)
+    assert topic.skipped.earlier == 4
+    answers = await publish(topic, 9, 10)
+    await topic.flight.all_of_now()
+    assert [type(answer) for answer in answers] == [Receipt] * 2
+    await topic.close("")
+    other = Store.open(tmp_path / "of-another-one")
+    stated = controls(harness)
+    topic = await recovered(harness, other)
+    await topic.flight.all_of_now()
+    assert controls(harness) == stated
+    assert (await open_sessions(topic, ["p", "q", "r"], None)).persisted == [10, 5, -1]
+    await topic.close("")
+    other.close()
+
+
+class StandInLogs:
+    """Satisfies `seqdedupe.log.contract.Logs`: of one topic."""
+
+    def __init__(self, harness: StandInHarness) -> None:
+        self._harness = harness
+
+    async def create(self, *_: object) -> None:
+        """It is there."""
+
+    async def open(self, _: int, covered_index: int, secret: bytes | None = None, place: bytes = b"") -> Log:
+        return await self._harness.open(covered_index, place)
+
+    async def list(self) -> list[LogName]:
+        return [LogName(INCARNATION, TOPIC)]
+
+    async def delete(self, _: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def sidecar(harness: StandInHarness, store: Store) -> Topics[Topic]:
+    """One that knows of the topic, and has begun."""
+    await store.put_topics(TopicRecord(TOPIC, INCARNATION, TopicState.ACTIVE, log=LogKind.PULSAR))
+    topics = Topics(
+        store,
+        lambda told: PublishedTopics(store, StandInLogs(harness), log=LogKind.PULSAR, on_state=told),
+        max_topics=1,
+        allow_auto_topic_creation=False,
+        on_state=lambda name, state: None,
+    )
+    await topics.open_all()
+    await topics.recover_all()
+    return topics
+
+
+async def test_a_sidecar_without_state_takes_nothing_until_a_snapshot_is_imported(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "MOVE_SECONDS", 0)
+    harness = StandInHarness(EntryFormat.PLAIN)
+    one = await sidecar(harness, store)
+    for first in (0, 20, 40):
+        await publish(one.get(TOPIC), *range(first, first + 20), payload=b"x" * 30_000)
+        await one.get(TOPIC).snapshot()
+        harness.topic.roll_over()
+    await until(lambda: harness.topic.kept_from is not None)
+    snapshot = saved(one.get(TOPIC))
+    await one.drain()
+    harness.topic.retain_nothing()
+    there = len(harness.topic.entries)
+    assert there < 60
+
+    with closing(Store.open(tmp_path / "of-another-one")) as other:
+        two = await sidecar(harness, other)
+        await until(lambda: two.look_at(TOPIC).state is State.DAMAGED)
+        with pytest.raises(SeqdedupeError, match="NO_STATE") as caught:
+            two.get(TOPIC)
+        assert "import" in caught.value.hint
+        assert len(harness.topic.entries) == there
+        topic = await renewing.renew(two, TOPIC, INCARNATION, snapshot)
+        assert isinstance(topic, Topic)
+        assert topic.state is State.SERVING
+        assert (await open_sessions(topic, ["p"], None)).persisted == [59]
+        assert end_index(topic) == 60
+        await two.drain()

@@ -1,0 +1,149 @@
+"""Recovery of a topic of 200,000 messages after an unload: `packed` behind a sidecar, and Pulsar's own deduplication.
+
+Both have all messages after their last snapshot: the sidecar reads 200 entries of 1,000 rows, a broker replays 200,000
+entries before it lets a producer in. The sidecar's time is that of opening the topic, its policies looked at, up to
+SERVING; the broker that it reads from is on the same machine.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pulsar
+
+from bench import setup
+from bench.figure import Figure, Ratio, over
+from broker_sidecar.config import Config
+from broker_sidecar.data import Data
+from broker_sidecar.pulsar_config import PulsarConfig
+from pulsar_broker.distribution import get
+from pulsar_broker.standalone import Broker
+from seqdedupe.batch import Binary, single_producer
+from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.opening import open_sessions
+from seqdedupe.topic.state import State
+
+TAIL = 200_000
+ROWS = 1_000
+IN_FLIGHT = 5_000
+STOCK_TOPIC = "persistent://public/default/stock"
+KEYS: dict[str, Any] = {
+    "brokerDeduplicationEnabled": "true",
+    # It takes no snapshot by itself.
+    "brokerDeduplicationEntriesInterval": 1_000_000_000,
+    "brokerDeduplicationSnapshotIntervalSeconds": 0,
+    "defaultRetentionTimeInMinutes": -1,
+    "defaultRetentionSizeInMB": -1,
+}
+
+
+def _config(broker: Broker, folder: Path) -> Config:
+    asked = PulsarConfig(
+        service_url=broker.service_url,
+        admin_url=broker.admin_url,
+        entry_format="packed",
+        manage_topic_policies=True,
+    )
+    return Config(
+        data_directory=str(folder),
+        log="pulsar",
+        pulsar=asked,
+        deduplication_entries_interval=2**62,
+        deduplication_snapshot_interval_seconds=0,
+    )
+
+
+async def _fill(config: Config) -> None:
+    """A topic with so many messages after its snapshot."""
+    data = Data(config, lambda name, state: None)
+    topic = await data.all_topics.create(setup.TOPIC)
+    opened = await open_sessions(topic, ["p"], None)
+    await topic.snapshot()
+    payloads, base = Binary.of_all([b"x" * 100] * ROWS), np.arange(ROWS, dtype=np.int64)
+
+    def reply(answer: Receipt | Refusal) -> None:
+        if isinstance(answer, Refusal):
+            raise answer.error
+
+    for first in range(0, TAIL, ROWS):
+        batch = single_producer(b"p", opened.epochs[0], first - 1, base + first, payloads)
+        topic.admit(batch.encode(), first, reply, NumbersCache())
+    await topic.flight.all_of_now()
+    await topic.close("done")
+    await data.close()
+
+
+async def _recovered(config: Config, admin: Admin) -> float:
+    """The seconds that it takes to open the topic."""
+    data = Data(config, lambda name, state: None)
+    topics = data.all_topics
+    (record,) = data.all_topics.store.topics()
+    await admin.unload(record.name)
+    began = time.perf_counter()
+    topic = await topics.kind.open(record, topics.namespaces.applied("public/default"))
+    await topic.recover()
+    seconds = time.perf_counter() - began
+    if topic.state is not State.SERVING or topic.confirmed_index != TAIL:
+        raise RuntimeError(f"{topic.state.name}, {topic.confirmed_index} messages: {topic.why}")
+    await topic.close("done")
+    await data.close()
+    return seconds
+
+
+def _client(broker: Broker) -> pulsar.Client:
+    return pulsar.Client(
+        broker.service_url, operation_timeout_seconds=300, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    )
+
+
+def _publish(broker: Broker) -> None:
+    client = _client(broker)
+    producer = client.create_producer(
+        STOCK_TOPIC,
+        producer_name="p",
+        batching_enabled=False,
+        max_pending_messages=IN_FLIGHT,
+        block_if_queue_full=True,
+        send_timeout_millis=0,
+    )
+    for sequence_id in range(TAIL):
+        producer.send_async(b"x" * 100, lambda *_: None, sequence_id=sequence_id)
+    producer.flush()
+    client.close()
+
+
+def _opened(broker: Broker, admin: Admin) -> float:
+    """The seconds that it takes to open a producer, which is when the broker has replayed the topic."""
+    client = _client(broker)
+    asyncio.run(admin.unload(STOCK_TOPIC))
+    began = time.perf_counter()
+    producer = client.create_producer(STOCK_TOPIC, producer_name="p", batching_enabled=False)
+    seconds = time.perf_counter() - began
+    if producer.last_sequence_id() != TAIL - 1:
+        raise RuntimeError(f"Pulsar knows of {producer.last_sequence_id()}")
+    client.close()
+    return seconds
+
+
+@contextmanager
+def figure(folder: Path) -> Iterator[Figure]:
+    with Broker(get(), **KEYS) as broker:
+        config, admin = _config(broker, folder / "data"), Admin(AdminUrl(broker.admin_url))
+        asyncio.run(_fill(config))
+        _publish(broker)
+        yield Figure(
+            arms={
+                "sidecar, packed": lambda: asyncio.run(_recovered(config, admin)),
+                "Pulsar": lambda: _opened(broker, admin),
+            },
+            ratios=[Ratio("Pulsar ÷ sidecar", over("Pulsar", "sidecar, packed"), at_least=5)],
+            rounds=3,
+            notes=["arms in seconds"],
+        )

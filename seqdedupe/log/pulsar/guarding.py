@@ -1,0 +1,72 @@
+"""What is looked at while a topic is owned: that nobody else writes to it, and that Pulsar's deduplication is on."""
+
+import asyncio
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.opening import Opening
+from seqdedupe.log.pulsar.writer import Writer
+
+ALONE_SECONDS = 5.0
+"""Statistics follow a hand-over within a tenth of a second, unless the broker is in trouble."""
+LOOK_SECONDS = 60.0
+"""Between two looks at Pulsar's deduplication."""
+CONNECTED_POLL_SECONDS = 0.25
+DISCONNECTED_SECONDS = 2.0
+"""After an unload the client connects again in a tenth of that; else it may wait for half a minute, and a new producer
+does not."""
+
+_POLL_SECONDS = 0.05
+
+
+async def check_alone(topic: str, admin: Admin, producer_name: str) -> None:
+    """Raises NOT_OWNER if the topic's statistics do not show this producer, alone. That they do is no proof."""
+    until = asyncio.get_running_loop().time() + ALONE_SECONDS
+    while (names := {each.name for each in (await admin.stats(topic)).publishers}) != {producer_name}:
+        if asyncio.get_running_loop().time() >= until:
+            others = ", ".join(sorted(names - {producer_name})) or "nobody"
+            raise error("NOT_OWNER", f"{topic} was opened by {producer_name}, but its statistics show {others} there")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def check_deduplicates(topic: str, admin: Admin) -> None:
+    """Raises LOG_REFUSED if Pulsar's deduplication is not in force."""
+    if not (await admin.stats(topic)).deduplicates:
+        raise error("LOG_REFUSED", _not_deduplicated(topic))
+
+
+async def guard(topic: str, admin: Admin, opening: Opening) -> None:
+    """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
+    that sends nothing would not notice; or when Pulsar's deduplication is off.
+    """
+    opening.fail(await _why_lost(topic, admin, opening.writer))
+
+
+async def _why_lost(topic: str, admin: Admin, writer: Writer) -> str:
+    now = asyncio.get_running_loop().time
+    connected_at, looked_at = now(), now()
+    while True:
+        await asyncio.sleep(CONNECTED_POLL_SECONDS)
+        if writer.is_connected:
+            connected_at = now()
+        elif now() - connected_at >= DISCONNECTED_SECONDS:
+            return f"the producer of {topic} has lost its connection"
+        if now() - looked_at >= LOOK_SECONDS:
+            looked_at = now()
+            if await _is_not_deduplicated(topic, admin):
+                return _not_deduplicated(topic)
+
+
+async def _is_not_deduplicated(topic: str, admin: Admin) -> bool:
+    try:
+        return not (await admin.stats(topic)).deduplicates
+    except SeqdedupeError:
+        # An admin URL that does not answer ends no owner.
+        return False
+
+
+def _not_deduplicated(topic: str) -> str:
+    return (
+        f"Pulsar's deduplication of {topic} is off, so that what its client sends again would be stored twice; switch "
+        f"it on: pulsar-admin topicPolicies set-deduplication --enable {topic}"
+    )

@@ -1,0 +1,47 @@
+"""What a standby does while another sidecar owns a topic: it reads what that one appends, to know all of it when the
+log is free."""
+
+import asyncio
+import logging
+
+from seqdedupe.errors import DamagedError, UnavailableError
+from seqdedupe.topic.keeping_away import KeepingAway
+from seqdedupe.topic.logged import LoggedTopic
+from seqdedupe.topic.recovery import Merge, replay_from
+
+logger = logging.getLogger("seqdedupe.topic")
+
+TRY_AGAIN_SECONDS = 1.0
+
+
+async def until_free(topic: LoggedTopic, merge: Merge, keeping_away: KeepingAway) -> None:
+    """Returns when it need not be kept away any more from a log that nobody seems to own.
+
+    What is in the log by then is merged, but for what came just now.
+    """
+    tailing = asyncio.ensure_future(_tail(topic, merge))
+    try:
+        await asyncio.sleep(keeping_away.left_seconds)
+        await topic.log.wait_until_free()
+    finally:
+        tailing.cancel()
+        await asyncio.wait([tailing])
+        if not tailing.cancelled() and (e := tailing.exception()) is not None:
+            logger.error("the log of topic %s was not read on", topic.name, exc_info=e)
+
+
+async def _tail(topic: LoggedTopic, merge: Merge) -> None:
+    """Reads and merges what the owner appends, for ever. What cannot be read now is tried again."""
+    replay = None
+    while True:
+        try:
+            replay = replay or replay_from(topic.log, topic.confirmed_index, merge, topic.last_ownership)
+            await replay.run()
+            await topic.log.wait_for_more()
+        except DamagedError as e:
+            # Whoever takes the log over looks at it again, and says so for good.
+            logger.error("topic %s is read no further by this standby: %s", topic.name, e)
+            return
+        except (UnavailableError, OSError) as e:
+            logger.warning("the log of topic %s cannot be read on now: %s", topic.name, e)
+            await asyncio.sleep(TRY_AGAIN_SECONDS)

@@ -1,0 +1,201 @@
+"""Reader jobs straight from a broker that is reached by TLS and with a token: killed, moved, and unloaded beneath."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from pyspark.sql import SparkSession
+
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from seqdedupe.client import blocking
+from seqdedupe.errors import ConfigurationError
+from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.http import AdminUrl
+from seqdedupe.names import topic_name
+from seqdedupe.testing import Sidecar
+from seqdedupe_spark import reader_job
+from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
+from seqdedupe_spark.options import Options, parse
+from seqdedupe_spark.planning import Listing, open_client
+from tests.pulsar import secured
+from tests.pulsar.test_sidecar import broker as broker
+from tests.pulsar.test_sidecar import folder as folder
+from tests.pulsar.test_sidecar import ports as ports
+from tests.spark.conftest import spark as spark
+from tests.spark.jobs import (
+    JOB,
+    TABLE,
+    CarelessSqliteStore,
+    Database,
+    Gate,
+    GatedStore,
+    each_once,
+    publish,
+    select,
+    source,
+    sqlite_database,
+)
+
+pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
+
+
+@pytest.fixture(scope="module")
+def sidecar(
+    tmp_path_factory: pytest.TempPathFactory, folder: Path, ports: tuple[int, int], broker: Broker
+) -> Iterator[Sidecar]:
+    keys: dict[str, Any] = {
+        "pulsar_service_url": f"pulsar+ssl://127.0.0.1:{ports[0]}",
+        "pulsar_admin_url": f"https://127.0.0.1:{ports[1]}",
+        "pulsar_tls_trust_certs_file_path": folder / "ca.pem",
+        "pulsar_token_file": folder / "token",
+        "pulsar_manage_topic_policies": True,
+    }
+    with Sidecar(tmp_path_factory.mktemp("sidecar"), log="pulsar", **keys) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    return sqlite_database(tmp_path / "out.db")
+
+
+class Direct:
+    """The source options for reading a topic from the broker."""
+
+    def __init__(self, folder: Path, ports: tuple[int, int]) -> None:
+        self.given = {
+            "service.url": f"pulsar+ssl://127.0.0.1:{ports[0]}",
+            "admin.url": f"https://127.0.0.1:{ports[1]}",
+            "pulsar.client.tlsTrustCertsFilePath": str(folder / "ca.pem"),
+            "pulsar.client.authPluginClassName": "org.apache.pulsar.client.impl.auth.AuthenticationToken",
+            "pulsar.client.authParams": (folder / "token").as_uri(),
+        }
+
+    def arguments(self) -> list[str]:
+        """The same for a command."""
+        of_client = [("--pulsar-client", f"{n.rpartition('.')[2]}={v}") for n, v in self.given.items() if "client" in n]
+        urls = ["--address", self.given["service.url"], "--admin-url", self.given["admin.url"]]
+        return [*urls, *(part for pair in of_client for part in pair)]
+
+    def options(self, topic: str, **more: object) -> Options:
+        return parse(self.given | {"topic": topic} | {name: str(value) for name, value in more.items()})
+
+
+@pytest.fixture
+def direct(folder: Path, ports: tuple[int, int]) -> Direct:
+    return Direct(folder, ports)
+
+
+@pytest.fixture
+def unload(broker: Broker) -> Callable[[str], None]:
+    admin = Admin(AdminUrl(broker.admin_url, secured.token))
+    return lambda topic: asyncio.run(admin.unload(topic))
+
+
+def test_a_job_moves_to_the_brokers_and_back(
+    spark: SparkSession,
+    sidecar: Sidecar,
+    direct: Direct,
+    database: Database,
+    unload: Callable[[str], None],
+    topic: str,
+) -> None:
+    with blocking.Client(sidecar.address) as client:
+        client.admin.create_topic(topic, entry_format="packed")
+
+    def read(options: Options) -> int:
+        return ReaderJob(spark, JobConfig(JOB, options, database.store, TABLE), select).run().read
+
+    publish(sidecar.address, topic, 400)
+    assert read(source(sidecar.address, topic=topic)) == 400
+    publish(sidecar.address, topic, 300, first=400)
+    unload(topic)
+    publish(sidecar.address, topic, 100, first=700)
+    assert read(direct.options(topic, maxOffsetsPerTrigger=170)) == 400
+    each_once(database.indexes(topic), 800)
+    with blocking.Client(sidecar.address) as client:
+        assert database.position(topic) == client.ends(topic).last
+    publish(sidecar.address, topic, 50, first=800)
+    assert read(source(sidecar.address, topic=topic)) == 50
+    each_once(database.indexes(topic), 850)
+    arguments = ["--job", JOB, "--store", database.url, "--topic", topic, "--to", "latest", *direct.arguments()]
+    assert CliRunner().invoke(reader_job.cli, ["reset", *arguments]).exit_code == 0
+    with blocking.Client(sidecar.address) as client:
+        assert database.position(topic) == client.ends(topic).last
+
+
+def kill_who_comes(gate: Gate, first: Callable[[], None]) -> threading.Thread:
+    def kill() -> None:
+        pid = gate.wait()
+        first()
+        os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("where", ["in", "after"])
+def test_a_worker_is_killed_and_the_topic_unloaded(
+    spark: SparkSession,
+    sidecar: Sidecar,
+    direct: Direct,
+    database: Database,
+    unload: Callable[[str], None],
+    topic: str,
+    tmp_path: Path,
+    where: str,
+) -> None:
+    for first in range(0, 600, 200):
+        publish(sidecar.address, topic, 200, first=first)
+        unload(topic)
+    gate = Gate(tmp_path / "gate")
+    killer = kill_who_comes(gate, lambda: unload(topic))
+    config = JobConfig(JOB, direct.options(topic, maxOffsetsPerTrigger=250), database.store, TABLE)
+    ReaderJob(spark, replace(config, store=partial(GatedStore, database.store, gate, where)), select).run()
+    killer.join()
+    each_once(database.indexes(topic), 600)
+
+
+def test_without_the_compare_the_task_tried_again_doubles_its_rows(
+    spark: SparkSession, sidecar: Sidecar, direct: Direct, database: Database, topic: str, tmp_path: Path
+) -> None:
+    publish(sidecar.address, topic, 200)
+    options = direct.options(topic)
+    listing = Listing(open_client(options.service, options.selection))
+    believed = listing.resolve([topic], "earliest", "")[topic]
+    gate = Gate(tmp_path / "gate")
+    killer = kill_who_comes(gate, lambda: None)
+    careless = partial(CarelessSqliteStore, str(tmp_path / "out.db"), believed)
+    config = JobConfig(JOB, options, partial(GatedStore, careless, gate, "after"), TABLE)
+    ReaderJob(spark, config, select).run()
+    killer.join()
+    assert len(database.indexes(topic)) == 400
+
+
+def test_a_token_is_in_no_plan_and_no_error(
+    spark: SparkSession, sidecar: Sidecar, direct: Direct, topic: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    publish(sidecar.address, topic, 20)
+    token = secured.token()
+    given = direct.given | {"pulsar.client.authParams": f"token:{token}", "topic": topic}
+    frame = spark.read.format("seqdedupe").options(**given).load()
+    assert frame.count() == 20
+    frame.explain(mode="extended")
+    wrong = spark.read.format("seqdedupe").options(**(given | {"pulsar.client.authParams": f"token:no{token}"}))
+    with pytest.raises(Exception, match="PULSAR_FORBIDS") as failure:
+        wrong.load().count()
+    shown = "".join(capfd.readouterr()) + str(failure.value)
+    assert "PythonScan" in shown or "BatchScan" in shown
+    assert token not in shown
+    options = parse({name: value for name, value in given.items() if "auth" not in name})
+    with pytest.raises(ConfigurationError, match="PULSAR_FORBIDS"):
+        open_client(options.service, options.selection).ends(topic_name(topic))

@@ -1,0 +1,245 @@
+"""Two sidecars and a topic on a real broker: it changes hands whatever ends its owner; nothing is lost or doubled."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pulsar
+import pytest
+
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from seqdedupe.log.pulsar import evicting, guarding, waiting
+from seqdedupe.log.pulsar.admin import Admin, TopicStats
+from seqdedupe.log.pulsar.entries import EntryFormat
+from seqdedupe.topic.state import State
+from tests.pulsar.line import Line
+from tests.pulsar.owners import Cluster, until
+from tests.pulsar.publishers import Process
+from tests.topic.publisher import Publisher, stored
+
+pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
+
+BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
+
+KEEP_ALIVE_SECONDS = 5
+"""The broker's own: one that answers nothing is out after twice as long."""
+MANY = 1_000_000
+SLOW_MACHINE = 4
+
+
+@pytest.fixture(scope="module")
+def broker(pulsar_home: Path) -> Iterator[Broker]:
+    with Broker(pulsar_home, keepAliveIntervalSeconds=KEEP_ALIVE_SECONDS) as broker:
+        yield broker
+
+
+@pytest.fixture
+def cluster(broker: Broker) -> Cluster:
+    return Cluster(broker.service_url, broker.admin_url)
+
+
+class Two:
+    """`one` owns the topic, over a line; `other` is its standby. Their publisher goes to whoever is left."""
+
+    def __init__(self, one: Process, other: Process, line: Line) -> None:
+        self.one, self.other, self.line = one, other, line
+        self.left = [one, other]
+        self.publisher = Publisher("p", lambda: [each.topic for each in self.left])
+        self.publishing: asyncio.Task[None] | None = None
+
+    async def load(self) -> None:
+        """The publisher has begun, and does not end by itself."""
+        self.publishing = asyncio.ensure_future(self.publisher.publish(MANY))
+        await until(lambda: self.publisher.acknowledged > 500)
+
+    def leave(self, gone: Process) -> None:
+        """As a client does that hears nothing any more, or whose connection has ended."""
+        self.left.remove(gone)
+        self.publisher.leave(gone.topic)
+
+    async def finish(self) -> dict[str, list[int]]:
+        """A hundred more; then what stands in the topic, by the sequence IDs that were acknowledged."""
+        await until(lambda: self.other.topic.state is State.SERVING or self.one.topic.state is State.SERVING)
+        count = self.publisher.acknowledged + 100
+        await until(lambda: self.publisher.acknowledged >= count)
+        assert self.publishing
+        self.publishing.cancel()
+        await asyncio.wait([self.publishing])
+        owner = next(each.topic for each in (self.other, self.one) if each.topic.state is State.SERVING)
+        await owner.flight.all_of_now()
+        found = (await stored(owner))["p"]
+        assert found == list(range(len(found)))
+        assert len(found) > self.publisher.acknowledged
+        return {"p": found}
+
+
+@pytest.fixture
+async def two(
+    request: pytest.FixtureRequest, broker: Broker, cluster: Cluster, topic: str, tmp_path: Path
+) -> AsyncIterator[Two]:
+    entry_format = getattr(request, "param", EntryFormat.PLAIN)
+    await cluster.create(topic)
+    async with (
+        Line(broker) as line,
+        Process(cluster, topic, entry_format, tmp_path, "one", line, is_standby=True) as one,
+        Process(cluster, topic, entry_format, tmp_path, "other", is_standby=True) as other,
+    ):
+        await one.start()
+        await other.start()
+        assert (one.topic.state, other.topic.state) == (State.SERVING, State.STANDBY)
+        assert other.topic.owner_address == "one"
+        two = Two(one, other, line)
+        yield two
+        line.mend()
+        line.let_answers_through()
+        if two.publishing is not None:
+            two.publishing.cancel()
+            await asyncio.wait([two.publishing])
+
+
+def told(what: str, seconds: float, goal_seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\nwithout service after {what}: {seconds:.2f} s (goal: {goal_seconds} s)")
+    assert seconds < SLOW_MACHINE * goal_seconds
+
+
+@pytest.mark.parametrize("two", EntryFormat, indirect=True, ids=lambda entry_format: entry_format.value)
+async def test_after_its_owner_was_killed_a_standby_has_the_topic_and_the_old_one_is_a_standby(
+    two: Two, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await two.load()
+    two.line.cut(and_stay_down=True)
+    two.leave(two.one)
+    await until(lambda: two.other.topic.state is State.SERVING)
+    receipts = two.publisher.receipts
+    await until(lambda: two.publisher.receipts > receipts)
+    told("kill -9", two.publisher.longest_gap_seconds, 2.0, capsys)
+    await two.finish()
+    two.line.mend()
+    await until(lambda: two.one.topic.state is State.STANDBY)
+    assert two.one.topic.owner_address == "other"
+    await until(lambda: two.one.topic.confirmed_index == two.other.topic.confirmed_index)
+    # And back.
+    await two.other.topic.close("")
+    await until(lambda: two.one.topic.state is State.SERVING)
+    assert two.one.topic.term > two.other.topic.term
+
+
+async def test_an_owner_that_is_frozen_is_let_go_of_by_the_broker(
+    two: Two, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    await two.load()
+    two.line.hold_answers()
+    two.leave(two.one)
+    await until(lambda: two.other.topic.state is State.SERVING)
+    receipts = two.publisher.receipts
+    await until(lambda: two.publisher.receipts > receipts)
+    told(f"a freeze, keep-alive {KEEP_ALIVE_SECONDS} s", two.publisher.longest_gap_seconds, 12.0, capsys)
+    assert "has been silent" not in caplog.text
+    two.line.let_answers_through()
+    await until(lambda: two.one.topic.state is State.STANDBY)
+    assert not len(two.one.topic.flight)
+    await two.finish()
+
+
+async def test_an_owner_that_is_frozen_and_that_the_broker_keeps_is_evicted(
+    two: Two,
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, seconds in (("ASK_SECONDS", 0.1), ("FROZEN_SECONDS", 0.5)):
+        monkeypatch.setattr(evicting, name, seconds)
+    # Its waiting began with the constants as they are.
+    await two.other.topic.close("")
+    await two.other.start()
+    await two.load()
+    began = time.monotonic()
+    two.line.hold_answers()
+    two.leave(two.one)
+    cluster.silent.add("one")
+    await until(lambda: two.other.topic.state is State.SERVING)
+    told("an eviction", time.monotonic() - began, 2.0, capsys)
+    assert "has been silent" in caplog.text
+    two.line.let_answers_through()
+    await until(lambda: two.one.topic.state is State.STANDBY)
+    await two.finish()
+
+
+async def test_an_owner_that_is_well_keeps_a_topic_that_is_unloaded(two: Two, cluster: Cluster, topic: str) -> None:
+    await two.load()
+    for _ in range(3):
+        acknowledged = two.publisher.acknowledged
+        await cluster.admin.unload(topic)
+        await until(lambda acknowledged=acknowledged: two.publisher.acknowledged > acknowledged + 500)
+    await two.finish()
+
+
+async def test_without_pulsars_deduplication_a_topic_takes_nothing_until_it_is_on_again(
+    cluster: Cluster, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0.1)
+    await cluster.create(topic)
+    async with Process(cluster, topic, EntryFormat.PLAIN, tmp_path, "one") as one:
+        publisher = Publisher("p", lambda: [one.topic])
+        await one.start()
+        publishing = asyncio.ensure_future(publisher.publish(MANY))
+        await until(lambda: publisher.acknowledged > 100)
+        await cluster.admin.set_policy(topic, "deduplicationEnabled", False)
+        await until(lambda: one.topic.state is not State.SERVING and "set-deduplication --enable" in one.topic.why)
+        acknowledged = publisher.acknowledged
+        await cluster.admin.set_policy(topic, "deduplicationEnabled", True)
+        await until(lambda: publisher.acknowledged > acknowledged + 100)
+        publishing.cancel()
+        await asyncio.wait([publishing])
+        await one.topic.flight.all_of_now()
+        found = (await stored(one.topic))["p"]
+        assert found == list(range(len(found)))
+
+
+class Blind(Admin):
+    """Sees nobody."""
+
+    async def stats(self, topic: str) -> TopicStats:
+        return TopicStats((), 0, True)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_a_wait_that_is_cancelled_never_gets_the_topic(
+    cluster: Cluster, topic: str, monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
+    """One whose client is not closed does, and keeps it from all others."""
+    await cluster.create(topic)
+    clients = [cluster.connect() for _ in range(2)]
+    holder = await clients[0].create_producer(topic, access_mode=pulsar.ProducerAccessMode.Exclusive)
+    if not is_closed:
+        monkeypatch.setattr(waiting, "_closed", _left)
+    waits = asyncio.ensure_future(waiting.wait_until_free(topic, Blind(cluster.url), lambda: clients[1]))
+
+    async def is_waited_for() -> bool:
+        return (await cluster.admin.stats(topic)).waiting_publishers == 1
+
+    await until(is_waited_for)
+    waits.cancel()
+    await asyncio.wait([waits])
+    await holder.close()
+    if is_closed:
+        again = await clients[0].create_producer(topic, access_mode=pulsar.ProducerAccessMode.Exclusive)
+        await again.close()
+        await cluster.until_nobody_writes(topic)
+    else:
+
+        async def is_held() -> bool:
+            return bool((await cluster.admin.stats(topic)).publishers)
+
+        await until(is_held)
+    await clients[0].close()
+    if not is_closed:
+        await clients[1].close()
+
+
+async def _left(_: Any) -> None:
+    pass
