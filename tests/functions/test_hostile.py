@@ -1,23 +1,25 @@
 """Functions and inputs that would keep an instance from going on, or from ending."""
 
+import logging
 import os
 import subprocess
 import sys
 
 import pytest
 
-from seqdedupe.functions import publisher
 from seqdedupe.testing import Sidecar
 from tests.functions.runtime import Id, Message, details, inputs
-from tests.functions.test_instance import Start, overlap, payloads, start
+from tests.functions.test_instance import Start, payloads, start
 
 __all__ = ["start"]
 
 
 @pytest.mark.parametrize("wrapped", ["Exits", "Surrogates", "LateForever", "SurrogateProperty", "SurrogateKey"])
 def test_whatever_a_function_gives_or_raises_is_a_dead_letter(
-    start: Start, shared_sidecar: Sidecar, topic: str, wrapped: str
+    start: Start, shared_sidecar: Sidecar, topic: str, wrapped: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # A log with half a character in it is more than what runs tests in parallel can pass on.
+    caplog.set_level(logging.CRITICAL, "seqdedupe.functions")
     runtime = start(wrapped, dead_letter_topic=f"dead-{topic}", max_message_retries=0.0)
     runtime.give(inputs(3))
     runtime.until_acknowledged(3)
@@ -39,15 +41,6 @@ def test_many_outputs_of_one_input(start: Start, shared_sidecar: Sidecar, topic:
     assert len(payloads(shared_sidecar, topic)) == 22_001
 
 
-def test_order_holds_from_one_ledger_to_the_next_while_instances_overlap(
-    start: Start, shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publisher, "LONGEST_TRUCE_SECONDS", 0.15)
-    first, second = start(max_in_flight_messages=20.0), start(max_in_flight_messages=20.0)
-    overlap(first, second, [Message(b"%d" % i, Id(i % 5, ledger_id=i // 5)) for i in range(300)])
-    assert payloads(shared_sidecar, topic) == [b"%d" % i for i in range(300)]
-
-
 def test_a_process_ends_though_nobody_reads_its_output() -> None:
     """As where the worker has died: an exception out of `end` would be one out of `process`."""
     script = (
@@ -57,5 +50,11 @@ def test_a_process_ends_though_nobody_reads_its_output() -> None:
     unread, output = os.pipe()
     os.close(unread)
     with os.fdopen(output, "wb") as nobody:
-        done = subprocess.run([sys.executable, "-c", script], stdout=nobody, stderr=subprocess.PIPE, timeout=110)
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+            timeout=110,
+        )
     assert done.returncode == 1, done.stderr
