@@ -24,7 +24,7 @@ function-wheel: $(READY)
 # Without Pulsar its tests are skipped; TEST_PULSAR=required makes that a failure.
 test: $(READY)
 	@$(BIN)/python -m pulsar_broker get || true
-	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Everything that is not a test: style, types, who imports whom, the contract, generated code.
 check: $(READY)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from broker_sidecar import kernels
 from seqdedupe.testing import Sidecar
@@ -37,12 +38,19 @@ DEAR = ("tests/spark/", "tests/pulsar/")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says what one worker runs: a file, or a folder of those. What is random about the order stays so."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        group = next((folder for folder in DEAR if file.startswith(folder)), file)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Begins with those folders; what is random about the order stays so."""
     items.sort(key=lambda item: not item.nodeid.startswith(DEAR))
+
+
+class _ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """What one worker runs: a file, or a folder of those."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((folder for folder in DEAR if nodeid.startswith(folder)), str(super()._split_scope(nodeid)))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
+    return _ByFile(config, log)
 
 
 def pytest_xdist_auto_num_workers() -> int:
