@@ -125,6 +125,11 @@ class Backlog:
             self._unsent.extendleft(reversed(frame.groups))
         self._frames.clear()
         self._answered.clear()
+        # Of a name that is let go of nothing is left to be sent: a session may have told that it is settled.
+        unsettled = (
+            [row for row in group if row.sequence_id > self._names[row.name].settled] for group in self._unsent
+        )
+        self._unsent = deque(group for group in unsettled if group)
         # They are opened anew when they are used again, which tells what was settled.
         self._names = {name: state for name, state in self._names.items() if not state.is_idle}
 

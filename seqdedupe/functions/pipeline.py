@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-from seqdedupe.address import SidecarAddress
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.functions.backlog import Row
 from seqdedupe.functions.identity import Identity
@@ -56,7 +56,7 @@ class Pipeline:
     def __init__(self, settings: Settings, process: Process) -> None:
         self._settings = settings
         self._process = process
-        self._address = SidecarAddress.parse(settings.sidecar_address)
+        self._sidecars = Sidecars.parse(settings.sidecar_address)
         self._loop = asyncio.new_event_loop()
         self._publishers: dict[str, Publisher] = {}
         self._lanes: dict[str, deque[Input]] = {}
@@ -175,7 +175,7 @@ class Pipeline:
     def _publisher(self, topic: str) -> Publisher:
         found = self._publishers.get(topic)
         if found is None:
-            found = self._publishers[topic] = Publisher(self._address, topic)
+            found = self._publishers[topic] = Publisher(self._sidecars, topic)
             self._start(found.run())
         return found
 

@@ -12,10 +12,11 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_reason, new_channel, typed_errors
 from seqdedupe.client.frames import decode_answer, encode_frames, refusal_error
 from seqdedupe.client.outbox import Frame
+from seqdedupe.client.route import Route
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.functions.backlog import Backlog, Row
 from seqdedupe.v1 import publish_pb2
@@ -43,12 +44,12 @@ _TRIED_AGAIN = frozenset({"FENCED", "INVALID_EPOCH", "PREDECESSOR_MISSING", "OUT
 class Publisher:
     """One topic's outputs. All of it runs on one event loop."""
 
-    def __init__(self, address: SidecarAddress, topic: str) -> None:
+    def __init__(self, sidecars: Sidecars, topic: str) -> None:
         self.backlog = Backlog()
         self.unknown = self.resumes = 0
         self.trouble: SeqdedupeError | None = None
         """Why nothing can be published now; None while that is not known."""
-        self._address = address
+        self._route = Route(sidecars, topic)
         self._topic = topic
         self._incarnation = 0
         self._work = asyncio.Event()
@@ -77,9 +78,12 @@ class Publisher:
             except SeqdedupeError as e:
                 if not (isinstance(e, UnavailableError) or e.retry_delay_ms >= 0 or e.reason in _TRIED_AGAIN):
                     raise
+                if e.reason == "STREAM_IDLE" and not self.backlog.has_work:
+                    continue
                 self.resumes += 1
-                self._say(e)
-                if not isinstance(e, FencedError):
+                moves_on = isinstance(e, UnavailableError) and self._route.moves_on(e)
+                self._say(self._route.told() if isinstance(e, UnavailableError) else e)
+                if not moves_on and not isinstance(e, FencedError):
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
 
     def _say(self, e: SeqdedupeError) -> None:
@@ -95,7 +99,7 @@ class Publisher:
 
     async def _connect(self) -> None:
         self.backlog.rewind()
-        async with new_channel(self._address) as channel:
+        async with new_channel(self._route.address, is_one=self._route.is_one) as channel:
             stub = PublishServiceStub(channel)
             await self._resume(stub)
             await self._open(stub)
@@ -155,15 +159,20 @@ class Publisher:
     ) -> publish_pb2.OpenResponse:
         request = publish_pb2.OpenRequest(topic=self._topic, producer_names=names, epochs=epochs)
         open_sessions: Any = stub.Open
-        with typed_errors(self._address):
-            answer: publish_pb2.OpenResponse = await open_sessions(request, timeout=CALL_TIMEOUT_SECONDS)
+        try:
+            with typed_errors(self._route.address):
+                answer: publish_pb2.OpenResponse = await open_sessions(request, timeout=CALL_TIMEOUT_SECONDS)
+        except SeqdedupeError as e:
+            if (doubted := self._route.doubted(e)) is not e:
+                raise doubted from e
+            raise
         self._answered_at = time.monotonic()
         return answer
 
     # -- the stream --------------------------------------------------------------------------------------------
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]", stub: PublishServiceStub) -> None:
-        with typed_errors(self._address):
+        with typed_errors(self._route.address):
             try:
                 await call.write(publish_pb2.PublishStreamRequest(topic=self._topic).SerializeToString())
                 while True:
@@ -179,11 +188,11 @@ class Publisher:
                 await asyncio.Event().wait()
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
-        with typed_errors(self._address):
+        with typed_errors(self._route.address):
             while True:
                 raw = await call.read()
                 if not isinstance(raw, bytes):  # grpc.aio.EOF
-                    raise error("UNREACHABLE", f"the sidecar at {self._address} ended the stream")
+                    raise error("UNREACHABLE", f"the sidecar at {self._route.address} ended the stream")
                 self._answered_at = time.monotonic()
                 self._take(raw)
 
@@ -192,8 +201,9 @@ class Publisher:
         for receipt in answer.receipts:
             if not self.backlog.receipt(receipt.frame, np.frombuffer(receipt.verdicts, np.uint8)):
                 self.unknown += 1
-                raise error("OUTCOME_UNKNOWN", "a copy of an output is under way, and its outcome not known yet")
+                raise error("RECOVERING", "a copy of an output is under way, and its outcome not known yet")
             self._backoff.reset()
+            self._route.goes_well()
             self.trouble = None
         if not self.backlog.waits_for_answers:
             self._work.set()  # what begins under a new name has waited for this
@@ -208,4 +218,4 @@ class Publisher:
             if not self.backlog.waits_for_answers:
                 self._answered_at = time.monotonic()
             elif time.monotonic() - self._answered_at > ANSWER_TIMEOUT_SECONDS:
-                raise error("UNREACHABLE", f"the sidecar at {self._address} has not answered for a long time")
+                raise error("UNREACHABLE", f"the sidecar at {self._route.address} has not answered for a long time")

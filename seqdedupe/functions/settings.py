@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
 
@@ -27,6 +27,7 @@ class Settings:
     wrapped: str
     """The function: `module.Class`, or `module` with a `process(input)`."""
     sidecar_address: str = DEFAULT_ADDRESS
+    """One, or several with commas between, as a client takes them."""
     output_topic: str = ""
     """For what the function returns; left out: the one that it was deployed with."""
     dead_letter_topic: str = ""
@@ -72,7 +73,7 @@ def settings_of(user_config: Mapping[str, Any]) -> Settings:
     settings = Settings(**values)
     if settings.identity not in IDENTITIES:
         raise _invalid(f"identity is {settings.identity!r}: it should be {' or '.join(IDENTITIES)}")
-    SidecarAddress.parse(settings.sidecar_address)
+    Sidecars.parse(settings.sidecar_address)
     for topic in (settings.output_topic, settings.dead_letter_topic):
         if topic:
             topic_name(topic)

@@ -26,8 +26,9 @@ def find(name: str) -> Any:
     try:
         try:
             return importlib.import_module(name)
-        except ModuleNotFoundError:
-            if not module:
+        except ModuleNotFoundError as e:
+            # Something else that is missing is missing within it.
+            if not module or e.name != name:
                 raise
             return getattr(importlib.import_module(module), attribute)
     except Exception as e:

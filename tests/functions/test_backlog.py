@@ -160,6 +160,18 @@ def test_names_with_nothing_under_way_are_let_go_of_with_the_stream() -> None:
     assert backlog.unopened() == ["new"]
 
 
+def test_what_a_session_has_settled_is_not_looked_for_once_its_name_is_let_go_of() -> None:
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(1, told, "a")])
+    backlog.add([row(2, told, "b")])
+    backlog.opened("a", next(_epochs), 1)
+    assert told == [1]
+    backlog.rewind()
+    assert backlog.unopened() == ["b"]
+    open_all(backlog)
+    assert sent(backlog).batch.sequence_ids.tolist() == [2]
+
+
 def test_a_question_is_answered_once_its_name_is_opened() -> None:
     backlog, answers = Backlog(), list[int]()
     backlog.ask("p", answers.append)

@@ -12,6 +12,7 @@ from seqdedupe.client.blocking import Message as Stored
 from seqdedupe.functions import identity, publisher
 from seqdedupe.functions.identity import Identity
 from seqdedupe.testing import Sidecar
+from tests.client.fronts import addresses, fronts, move
 from tests.client.proxy import Proxy
 from tests.conftest import StartSidecar
 from tests.functions import examples
@@ -156,6 +157,7 @@ def test_a_serde_is_applied_within(start: Start, shared_sidecar: Sidecar, topic:
     ("wrapped", "said"),
     [
         ("no.such.Module", "cannot be imported"),
+        ("tests.functions.lacking.Copy", "No module named 'no_such_package'"),
         (f"{OF_ME}.Nothing", "cannot be imported"),
         (f"{OF_ME}.Broken", r"Broken\(\) has failed"),
         (f"{OF_ME}.threading", "no process"),
@@ -274,6 +276,15 @@ def test_two_instances_that_overlap_lose_and_double_nothing(
     assert first.instance.counts["resumes"] > 0, "nobody was fenced"
 
 
+def test_two_instances_that_overlap_while_ledgers_come_and_go(
+    start: Start, shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "LONGEST_TRUCE_SECONDS", 0.15)
+    first, second = start(max_in_flight_messages=20.0), start(max_in_flight_messages=20.0)
+    overlap(first, second, [Message(b"%d" % i, Id(0, ledger_id=i)) for i in range(200)])
+    assert payloads(shared_sidecar, topic) == [b"%d" % i for i in range(200)]
+
+
 def test_instances_that_publish_under_names_of_their_own_double(
     start: Start, shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +320,21 @@ def test_a_sidecar_that_is_killed_and_comes_back(start: Start, start_sidecar: St
     giving.join()
     runtime.until_acknowledged(1200)
     assert payloads(sidecar, topic) == [b"%d" % i for i in range(1200)]
+
+
+async def test_it_follows_its_topic_from_sidecar_to_sidecar(start: Start, shared_sidecar: Sidecar, topic: str) -> None:
+    async with fronts(shared_sidecar.address) as some:
+        move(some, some[0])
+        runtime = start(address=addresses(some), max_in_flight_messages=50.0)
+        giving = asyncio.get_running_loop().run_in_executor(None, runtime.give, inputs(1500))
+        for k, owner in enumerate((some[1], some[2], some[0])):
+            await asyncio.to_thread(runtime.until_acknowledged, 300 * (k + 1))
+            move(some, owner, knows=k != 1)
+        await giving
+        await asyncio.to_thread(runtime.until_acknowledged, 1500)
+        assert all(front.calls for front in some)
+    assert runtime.entries == list(range(1500))
+    assert await asyncio.to_thread(payloads, shared_sidecar, topic) == [b"%d" % i for i in range(1500)]
 
 
 def test_data_loss_ends_the_process(start: Start, start_sidecar: StartSidecar, topic: str) -> None:
