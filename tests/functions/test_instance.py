@@ -10,7 +10,6 @@ import pytest
 from seqdedupe.client import blocking
 from seqdedupe.client.blocking import Message as Stored
 from seqdedupe.functions import identity, publisher
-from seqdedupe.functions.identity import Identity
 from seqdedupe.testing import Sidecar
 from tests.client.fronts import addresses, fronts, move
 from tests.client.proxy import Proxy
@@ -286,10 +285,10 @@ def test_two_instances_that_overlap_while_ledgers_come_and_go(
 
 
 def test_instances_that_publish_under_names_of_their_own_double(
-    start: Start, shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, shared_sidecar: Sidecar, topic: str
 ) -> None:
-    monkeypatch.setattr(Identity, "producer_name", lambda one, k: f"{one.source}/{k}/{threading.get_ident()}")
-    overlap(start(), start(), inputs(50))
+    first, second = (start(deployed=details(name=f"{topic}-{k}")) for k in range(2))
+    overlap(first, second, inputs(50))
     assert len(payloads(shared_sidecar, topic)) == 100
 
 
