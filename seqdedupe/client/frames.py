@@ -1,6 +1,6 @@
 """The messages of a publish stream: frames out, answers in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from seqdedupe.v1 import publish_pb2
 _NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
 
-def encode_frames(frames: list[Frame]) -> bytes:
+def encode_frames(frames: Sequence[Frame]) -> bytes:
     """A PublishStreamRequest with these frames."""
     message: list[bytes | memoryview] = []
     for frame in frames:

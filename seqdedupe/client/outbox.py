@@ -17,8 +17,8 @@ from seqdedupe.client.receipts import PendingBatch, ReceiptColumns, Verdict
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 
-_FRAMES = itertools.count(1)
-"""Frame numbers, unique in the process."""
+FRAME_NUMBERS = itertools.count(1)
+"""Unique in the process, as the contract wants them: whoever sends frames takes the next one."""
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ class Outbox:
                 continue
             batch.epochs = self._epochs
             batch.previous_sequence_ids = np.array([pending.previous_sequence_id], np.int64)
-            number = next(_FRAMES)
+            number = next(FRAME_NUMBERS)
             self._unanswered[number] = pending
             self._highest_sent = max(self._highest_sent, pending.last_sequence_id)
             self.counters.rows_sent += len(pending.sequence_ids)

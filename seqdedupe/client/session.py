@@ -10,7 +10,8 @@ import grpc.aio
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_reason, new_channel, typed_errors
-from seqdedupe.client.frames import decode_answer, encode_frames, receipt_columns, refusal_error
+from seqdedupe.client.exchange import exchange
+from seqdedupe.client.frames import decode_answer, receipt_columns, refusal_error
 from seqdedupe.client.outbox import Frame, Outbox
 from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.client.route import Route
@@ -36,7 +37,6 @@ FULL_MESSAGE_BYTES = 160 * 1024
 """Frames that are ready together go out in one message until it is as large as this. More gains nothing, and keeps
 the sidecar waiting. With the largest batch after it, it stays well below what the sidecar takes."""
 
-_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
 _SHORTEST_WAIT_SECONDS = 0.01
@@ -244,17 +244,14 @@ class Session:
             if not len(self.outbox):
                 # There will be no receipt that says so.
                 self._waiting.goes_on()
-            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_PUBLISH_STREAM)()
-            tasks = [asyncio.create_task(work) for work in (self._write(call), self._read(call), self._watch())]
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                call.cancel()
+            await exchange(
+                channel,
+                self._route.address,
+                self._topic,
+                frames=self._frames_to_send,
+                take=self._take,
+                watch=self._watch,
+            )
 
     async def _open(self, channel: grpc.aio.Channel) -> None:
         request = publish_pb2.OpenRequest(topic=self._topic, producer_names=[self._name], epochs=self._epochs)
@@ -301,34 +298,17 @@ class Session:
             )
             raise error("NOT_OWNER", what)
 
-    async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
-        with typed_errors(self._route.address):
-            try:
-                await call.write(publish_pb2.PublishStreamRequest(topic=self._topic).SerializeToString())
-                while True:
-                    if self.outbox.must_rewind and not self.outbox.unanswered:
-                        delay_seconds = self.outbox.retry_delay_ms / 1000
-                        await asyncio.sleep(max(self._backoff.next_seconds(), delay_seconds))
-                        self.outbox.rewind()
-                    frames = self._next_frames()
-                    if frames:
-                        await call.write(encode_frames(frames))
-                    else:
-                        self._work.clear()
-                        await self._work.wait()
-            except asyncio.InvalidStateError:
-                # The call has ended: the reader learns why.
-                await asyncio.Event().wait()
-
-    async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
-        with typed_errors(self._route.address):
-            while True:
-                raw = await call.read()
-                if not isinstance(raw, bytes):  # grpc.aio.EOF
-                    raise error("UNREACHABLE", f"the sidecar at {self._route.address} ended the stream")
-                self._take_answer(raw)
-                if self.failure is not None and self.is_idle:
-                    return
+    async def _frames_to_send(self) -> list[Frame]:
+        """The next ones for a message; waits until there are any."""
+        while True:
+            if self.outbox.must_rewind and not self.outbox.unanswered:
+                delay_seconds = self.outbox.retry_delay_ms / 1000
+                await asyncio.sleep(max(self._backoff.next_seconds(), delay_seconds))
+                self.outbox.rewind()
+            if frames := self._next_frames():
+                return frames
+            self._work.clear()
+            await self._work.wait()
 
     async def _watch(self) -> None:
         while True:
@@ -347,6 +327,11 @@ class Session:
             frames.append(frame)
             size_bytes += frame.size_bytes
         return frames
+
+    def _take(self, raw: bytes) -> bool:
+        """Whether it was the last answer that matters."""
+        self._take_answer(raw)
+        return self.failure is not None and self.is_idle
 
     def _take_answer(self, raw: bytes) -> None:
         self._answered_at = asyncio.get_running_loop().time()

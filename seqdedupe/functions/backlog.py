@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary
+from seqdedupe.client.outbox import FRAME_NUMBERS
+from seqdedupe.client.receipts import Verdict
 from seqdedupe.errors import error
 from seqdedupe.functions.outputs import Output
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
@@ -18,12 +20,6 @@ from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 FULL_FRAME_BYTES = 128 * 1024
 """Inputs that are ready together go in one frame until it is as large as this."""
 MAX_FRAME_ROWS = 4096
-
-NOT_DUP, DUP = 1, 2
-"""The verdicts that settle a row (`Verdict` in publish.proto)."""
-
-_frame_numbers = itertools.count(1)
-"""Unique in the process, as the contract wants it."""
 
 
 class Row(NamedTuple):
@@ -193,7 +189,7 @@ class Backlog:
                 rows += len(group)
         if not groups:
             return None
-        frame = Frame(next(_frame_numbers), self._batch([row for group in groups for row in group]), groups)
+        frame = Frame(next(FRAME_NUMBERS), self._batch([row for group in groups for row in group]), groups)
         self._frames.append(frame)
         return frame
 
@@ -237,8 +233,8 @@ class Backlog:
         rows = self.rows_of(number)
         if rows is None:
             return True
-        dup = int((verdicts == DUP).sum())
-        not_dup = int((verdicts == NOT_DUP).sum()) if len(verdicts) else rows
+        dup = int((verdicts == Verdict.DUP).sum())
+        not_dup = int((verdicts == Verdict.NOT_DUP).sum()) if len(verdicts) else rows
         if dup + not_dup < rows:
             return False
         self.dup += dup

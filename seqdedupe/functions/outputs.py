@@ -1,7 +1,7 @@
 """What the wrapped function gives: outputs, as they are published through the sidecar."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from seqdedupe.errors import error
@@ -25,13 +25,15 @@ class Output:
     properties: Mapping[str, str]
     callback: Callback | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        """What it takes in a batch, at most."""
+    size_bytes: int = field(init=False)
+    """What it takes in a batch, at most."""
+
+    def __post_init__(self) -> None:
+        # Once: it is asked for whenever a frame is made.
         size = OVERHEAD_BYTES + len(self.payload) + len(self.key) * 4
         for name, value in self.properties.items():
             size += (len(name) + len(value)) * 4 + PROPERTY_OVERHEAD_BYTES
-        return size
+        object.__setattr__(self, "size_bytes", size)
 
 
 def check_fits(outputs: list[Output]) -> None:

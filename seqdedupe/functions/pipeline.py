@@ -12,7 +12,7 @@ from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.functions.backlog import Row
 from seqdedupe.functions.identity import Identity
-from seqdedupe.functions.outputs import Output
+from seqdedupe.functions.outputs import Callback, Output
 from seqdedupe.functions.publisher import Publisher
 from seqdedupe.functions.settings import Settings
 
@@ -198,20 +198,10 @@ class Pipeline:
         def settled() -> None:
             one.left -= 1
             if output.callback is not None:
-                self._call_back(output)
-            if not one.left:
-                self._acknowledge_soon(one)
+                _call_back(output.callback, output.topic)
+            self._acknowledge_soon(one)
 
         return settled
-
-    def _call_back(self, output: Output) -> None:
-        import pulsar
-
-        try:
-            if output.callback is not None:
-                output.callback(pulsar.Result.Ok, None)
-        except BaseException:  # `sys.exit` too: it would end this thread
-            logger.exception("the callback of an output for %s has failed", output.topic)
 
     def _acknowledge_soon(self, one: Input) -> None:
         """An input may have settled. All that settle at the same time are acknowledged together."""
@@ -255,3 +245,12 @@ class Pipeline:
         self._process.end(
             f"an input has waited for {self._settings.give_up_after_seconds} seconds: {why} {why.hint}", failed=True
         )
+
+
+def _call_back(callback: Callback, topic: str) -> None:
+    import pulsar
+
+    try:
+        callback(pulsar.Result.Ok, None)
+    except BaseException:  # `sys.exit` too: it would end this thread
+        logger.exception("the callback of an output for %s has failed", topic)

@@ -9,11 +9,11 @@ import random
 import time
 from typing import Any
 
-import grpc.aio
 import numpy as np
 
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_reason, new_channel, typed_errors
-from seqdedupe.client.frames import decode_answer, encode_frames, refusal_error
+from seqdedupe.client.exchange import exchange
+from seqdedupe.client.frames import decode_answer, refusal_error
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
@@ -34,7 +34,6 @@ LONGEST_TRUCE_SECONDS = 1.0
 NAMES_PER_OPEN = 3000
 """Of the longest names, and their epochs: a call takes 1 MiB."""
 
-_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 _FIRST_DELAY_SECONDS = 0.05
 _LONGEST_DELAY_SECONDS = 2.0
 _TRIED_AGAIN = frozenset({"FENCED", "INVALID_EPOCH", "PREDECESSOR_MISSING", "OUTCOME_UNKNOWN"})
@@ -103,18 +102,15 @@ class Publisher:
             stub = PublishServiceStub(channel)
             await self._resume(stub)
             await self._open(stub)
-            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_PUBLISH_STREAM)()
             self._answered_at = time.monotonic()
-            tasks = [asyncio.create_task(work) for work in (self._write(call, stub), self._read(call), self._watch())]
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                call.cancel()
+            await exchange(
+                channel,
+                self._route.address,
+                self._topic,
+                frames=lambda: self._frames_to_send(stub),
+                take=self._take,
+                watch=self._watch,
+            )
 
     # -- sessions ----------------------------------------------------------------------------------------------
 
@@ -171,32 +167,20 @@ class Publisher:
 
     # -- the stream --------------------------------------------------------------------------------------------
 
-    async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]", stub: PublishServiceStub) -> None:
-        with typed_errors(self._route.address):
-            try:
-                await call.write(publish_pb2.PublishStreamRequest(topic=self._topic).SerializeToString())
-                while True:
-                    if (frame := self.backlog.next_frame()) is not None:
-                        await call.write(encode_frames([Frame(frame.number, frame.batch, 0)]))
-                    elif self.backlog.unopened():
-                        await self._open(stub)
-                    else:
-                        self._work.clear()
-                        await self._work.wait()
-            except asyncio.InvalidStateError:
-                # The call has ended: the reader learns why.
-                await asyncio.Event().wait()
+    async def _frames_to_send(self, stub: PublishServiceStub) -> list[Frame]:
+        """The next one; waits until there is one."""
+        while True:
+            if (frame := self.backlog.next_frame()) is not None:
+                return [Frame(frame.number, frame.batch, 0)]
+            if self.backlog.unopened():
+                await self._open(stub)
+            else:
+                self._work.clear()
+                await self._work.wait()
 
-    async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
-        with typed_errors(self._route.address):
-            while True:
-                raw = await call.read()
-                if not isinstance(raw, bytes):  # grpc.aio.EOF
-                    raise error("UNREACHABLE", f"the sidecar at {self._route.address} ended the stream")
-                self._answered_at = time.monotonic()
-                self._take(raw)
-
-    def _take(self, raw: bytes) -> None:
+    def _take(self, raw: bytes) -> bool:
+        """Never the last answer."""
+        self._answered_at = time.monotonic()
         answer = decode_answer(raw, self.backlog.rows_of)
         for receipt in answer.receipts:
             if not self.backlog.receipt(receipt.frame, np.frombuffer(receipt.verdicts, np.uint8)):
@@ -210,6 +194,7 @@ class Publisher:
         for refusal in answer.refusals:
             if self.backlog.rows_of(refusal.frame) is not None:
                 raise refusal_error(refusal)
+        return False
 
     async def _watch(self) -> None:
         """Ends a stream on which frames wait for an answer for too long."""

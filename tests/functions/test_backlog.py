@@ -7,11 +7,11 @@ from itertools import count
 import numpy as np
 import pytest
 
+from seqdedupe.client.receipts import Verdict
 from seqdedupe.errors import DataLossError
-from seqdedupe.functions.backlog import DUP, FULL_FRAME_BYTES, NOT_DUP, Backlog, Frame, Row
+from seqdedupe.functions.backlog import FULL_FRAME_BYTES, Backlog, Frame, Row
 from seqdedupe.functions.outputs import Output
 
-UNKNOWN = 3
 ALL_NEW = np.zeros(0, np.uint8)
 
 _epochs = count(1)
@@ -89,7 +89,7 @@ def test_an_unknown_row_settles_nothing_of_its_frame_nor_after_it() -> None:
     backlog.add([row(2, told)])
     open_all(backlog)
     frame = sent(backlog)
-    assert not backlog.receipt(frame.number, np.array([DUP, UNKNOWN], np.uint8))
+    assert not backlog.receipt(frame.number, np.array([Verdict.DUP, Verdict.UNKNOWN], np.uint8))
     assert told == []
     backlog.rewind()
     backlog.opened("p", next(_epochs), 1)
@@ -215,9 +215,11 @@ def test_whatever_happens_on_the_way_each_output_is_stored_once_and_settled_when
         links = dict(zip(frame.batch.names(), frame.batch.previous_sequence_ids.tolist(), strict=True))
         assert all(highest(name) >= link for name, link in links.items())
         rows = [one for group in frame.groups for one in group]
-        verdicts = [DUP if one.sequence_id <= highest(one.name) else NOT_DUP for one in rows]
+        verdicts: list[int] = [Verdict.DUP if one.sequence_id <= highest(one.name) else Verdict.NOT_DUP for one in rows]
         log.extend(
-            (one.name, one.sequence_id) for one, verdict in zip(rows, verdicts, strict=True) if verdict == NOT_DUP
+            (one.name, one.sequence_id)
+            for one, verdict in zip(rows, verdicts, strict=True)
+            if verdict == Verdict.NOT_DUP
         )
         return verdicts
 

@@ -1,0 +1,63 @@
+"""A publish stream at work: frames out and answers in, until one side has ended."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import grpc.aio
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import typed_errors
+from seqdedupe.client.frames import encode_frames
+from seqdedupe.client.outbox import Frame
+from seqdedupe.errors import error
+from seqdedupe.v1 import publish_pb2
+
+_PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
+
+
+async def exchange(
+    channel: grpc.aio.Channel,
+    address: SidecarAddress,
+    topic: str,
+    *,
+    frames: Callable[[], Awaitable[Sequence[Frame]]],
+    take: Callable[[bytes], bool],
+    watch: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    """Sends what `frames` waits for, and gives each answer to `take`, until that says that it was the last one, or one
+    of the three raises. `watch` goes on beside them.
+
+    Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
+    """
+    call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_PUBLISH_STREAM)()
+
+    async def write() -> None:
+        with typed_errors(address):
+            try:
+                await call.write(publish_pb2.PublishStreamRequest(topic=topic).SerializeToString())
+                while True:
+                    await call.write(encode_frames(await frames()))
+            except asyncio.InvalidStateError:
+                # The call has ended: the reader learns why.
+                await asyncio.Event().wait()
+
+    async def read() -> None:
+        with typed_errors(address):
+            is_over = False
+            while not is_over:
+                raw = await call.read()
+                if not isinstance(raw, bytes):  # grpc.aio.EOF
+                    raise error("UNREACHABLE", f"the sidecar at {address} ended the stream")
+                is_over = take(raw)
+
+    tasks = [asyncio.create_task(work) for work in (write(), read(), watch())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        call.cancel()
