@@ -93,6 +93,7 @@ class Front:
         """One call, of any kind: to gRPC a unary call is a stream of one message."""
         name = method.rpartition("/")[2]
         self.calls.append(name)
+        await context.send_initial_metadata(())  # a cancelled write may have sent them, and they would go out twice
         first = await anext(requests)
         topic = getattr(_REQUESTS[name].FromString(first), "topic", "") if name in _REQUESTS else ""
         topic = topic_name(topic) if topic and not is_namespace(topic) else ""
