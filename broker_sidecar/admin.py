@@ -96,7 +96,8 @@ class AdminService:
     def _topic(self, name: str) -> admin_pb2.Topic:
         """A topic by its full name, as it is now. Raises TOPIC_NOT_FOUND."""
         if name in self._topics.partitions:
-            return partitioned_to_proto(name, partitioned.partitions_of(self._topics, name))
+            partitions = partitioned.partitions_of(self._topics, name)
+            return partitioned_to_proto(name, partitions, self._topics.partitions.unused.get(name, 0))
         topic = self._topics.look_at(name)
         return topic_to_proto(topic, self._topics.partitions_beside(name))
 

@@ -57,12 +57,18 @@ _SUMMED = (
 """Fields that a partitioned topic has as sums of those of its partitions."""
 
 
-def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | None]) -> admin_pb2.Topic:
+def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | None], unused: int) -> admin_pb2.Topic:
     """A partitioned topic as it is now; None is a partition that is not there."""
-    message = admin_pb2.Topic(name=whole, partitions=len(partitions), state=State.SERVING.value)  # type: ignore[arg-type]
+    message = admin_pb2.Topic(
+        name=whole,
+        partitions=len(partitions),
+        unused_partitions=unused,
+        state=State.SERVING.value,  # type: ignore[arg-type]
+    )
     parts = [topic_to_proto(topic) for topic in partitions if topic is not None]
     for name in _SUMMED:
         setattr(message, name, sum(getattr(part, name) for part in parts))
+    message.entry_format = max((part.entry_format for part in parts), default=0)  # type: ignore[assignment]
     for state in _WORST_FIRST:
         if one := next((part for part in parts if part.state == state.value), None):
             message.state, message.why = one.state, f"{one.name}: {one.why}"

@@ -39,6 +39,11 @@ def whole_of(topic: str) -> str | None:
     return found[1] if found else None
 
 
+def number_of(partition: str) -> int:
+    """The number in the name of a partition. Raises ValueError for the name of none."""
+    return int(partition.rpartition("-")[2])
+
+
 def namespace_name(name: str) -> str:
     """A namespace's name, `tenant/namespace`, if it is one. Raises INVALID_NAMESPACE."""
     if not _NAMESPACE.fullmatch(name) or len(name) > MAX_NAME_BYTES:

@@ -54,6 +54,7 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
         "state": state_name(topic),
         "why": topic.why or None,
         "partitions": topic.partitions,
+        "unused_partitions": topic.unused_partitions,
         "partition_of": topic.partition_of or None,
         "entry_format": _entry_format(topic) or None,
         "deduplication_enabled": topic.policy.deduplication_enabled if topic.HasField("policy") else None,
@@ -99,7 +100,12 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
 
 def _of_whole(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
     """Lines for a partitioned topic."""
-    return [("partitions", f"{topic.partitions}, {topic.name}-partition-0 and on: each can be shown by its name")]
+    unused = f"{topic.unused_partitions} that Pulsar has added: the topic was made with {topic.partitions}, for good"
+    return [
+        ("partitions", f"{topic.partitions}, {topic.name}-partition-0 and on: each can be shown by its name"),
+        *([("not used", unused)] if topic.unused_partitions else []),
+        *([("entries", _entry_format(topic))] if topic.entry_format else []),
+    ]
 
 
 def _of_one(topic: admin_pb2.Topic) -> list[tuple[str, object]]:

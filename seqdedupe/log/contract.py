@@ -339,6 +339,12 @@ class LogName(NamedTuple):
     partitions: int = 0
     """How many the partitioned topic has of which it is one; 0 if it is none."""
 
+    is_going: bool = False
+    """Of a partition: the topic is being deleted, by whomever, and whoever has it open has to let go of it."""
+
+    unused_partitions: int = 0
+    """Of a partition: so many the cluster has added to the topic, which nobody uses."""
+
 
 class Logs(Protocol):
     """All topics' logs of one kind."""
@@ -355,6 +361,12 @@ class Logs(Protocol):
         Raises `UnavailableError` (LOG_REFUSED).
         """
 
+    async def announce(self, whole: str) -> None:
+        """All partitions of a new partitioned topic are made, and whoever shares the logs may use them from now on.
+
+        Raises `UnavailableError` (LOG_REFUSED): then they are to be deleted, and others let go of them.
+        """
+
     async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b"") -> Log:
         """Opens a log that is there, for reading. Everything below `covered_index` is known to have been stored.
 
@@ -366,12 +378,16 @@ class Logs(Protocol):
 
     async def list(self) -> list[LogName]:
         """The logs that are there, whole or not, by incarnation: creating or deleting one may have been interrupted.
+        Where others share them, no partition of a topic that is not announced.
 
         Complete or an error: LOG_UNREADABLE, LOG_DAMAGED if a log says a name that is none.
         """
 
-    async def delete(self, incarnation: int) -> None:
-        """Removes a log that is not open, if it is there, durably. Raises `UnavailableError` (LOG_REFUSED)."""
+    async def delete(self, *incarnations: int) -> None:
+        """Removes logs that are not open, those that are there, durably. All partitions of a topic are given at once.
+
+        Raises `UnavailableError` (LOG_REFUSED).
+        """
 
     async def close(self) -> None:
         """Lets go of threads and connections. The logs must have been closed."""

@@ -8,13 +8,14 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, error
-from seqdedupe.log.contract import LogName
 from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic import finding
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.lives import Lives
@@ -56,11 +57,13 @@ class Topics(Generic[T]):
         self._max_topics = max_topics
         self._allow_auto_topic_creation = allow_auto_topic_creation
         self.on_state = on_state
-        self._rebuild_store = rebuild_store
+        self.rebuild_store = rebuild_store
         self.live: dict[str, T] = {}
         self.closed: dict[str, Closed] = {}
         self.records: dict[str, TopicRecord] = {}
-        self.lives = Lives(store, self.kind, self.stored, self.live, self.records, self._inherited, on_state)
+        self.lives = Lives(
+            store, self.kind, self.stored, self.live, self.closed, self.records, self._inherited, on_state
+        )
         self.creating: dict[str, asyncio.Task[T]] = {}
         self.deleting: dict[str, asyncio.Task[None]] = {}
         self.partitions = Partitions()
@@ -72,7 +75,8 @@ class Topics(Generic[T]):
         self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By name: nobody opens a topic that another one opens."""
         self._opened_at_start: list[T] = []
-        self._unlisted: SeqdedupeError | None = None
+        self._looking = asyncio.Lock()
+        self.unlisted: SeqdedupeError | None = None
         """Why it is not known which topics there are."""
         self._background: set[asyncio.Task[None]] = set()
         self.is_draining = False
@@ -97,25 +101,12 @@ class Topics(Generic[T]):
         if self.kind.log.is_shared:
             self._cannot_list(records, error("RECOVERING", "the cluster was not asked yet"))
         else:
-            await self._open_logs()
-
-    async def _open_logs(self) -> None:
-        records = self.store.topics()
-        known, names = {r.incarnation for r in records}, {r.name: r for r in records}
-        for log in await self.kind.list():
-            if log.incarnation in known:
-                continue
-            if self.kind.log.is_shared and (before := names.get(log.topic or "")):
-                logger.warning("topic %s was deleted and made anew", before.name)
-                await self.store.remove_topic(before.incarnation)
-            await self._orphan(log)
-        self._unlisted = None
-        await asyncio.gather(*(self._open_at_start(record) for record in self.store.topics()))
+            await finding.open_all(self)
 
     async def _have_opened(self) -> bool:
         """Tries to open the logs of a cluster. Whether there is nothing left to try."""
         try:
-            await self._open_logs()
+            await finding.open_all(self)
         except SeqdedupeError as e:
             self._cannot_list(self.store.topics(), e)
             return False
@@ -124,37 +115,16 @@ class Topics(Generic[T]):
     def _cannot_list(self, records: list[TopicRecord], why: SeqdedupeError) -> None:
         """It is not known which topics there are; those of which there are records cannot be used, and say why."""
         unlisted = error("RECOVERING", f"which topics there are is not known yet: {why}", hint=why.hint)
-        if self._unlisted is not None and str(unlisted) != str(self._unlisted):
+        if self.unlisted is not None and str(unlisted) != str(self.unlisted):
             logger.warning("%s", unlisted)
-        self._unlisted = unlisted
+        self.unlisted = unlisted
         for record in records:
             if record.state is TopicState.ACTIVE:
                 self.closed[record.name] = Closed(record, why)
                 self.on_state(record.name, State.RECOVERING)
 
-    async def _orphan(self, log: LogName) -> None:
-        name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
-        # In a cluster others make logs too.
-        if not (self._rebuild_store or self.kind.log.is_shared):
-            raise error(
-                "STORE_MISSING",
-                f"there is a log of the topic {name}, of which the store knows nothing",
-                topic=name,
-                incarnation=log.incarnation,
-            )
-        logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
-        record = TopicRecord(name, log.incarnation, TopicState.ACTIVE, log=self.kind.log, partitions=log.partitions)
-        await self.store.put_topics(record)
-
-    async def _open_at_start(self, record: TopicRecord) -> None:
-        """Finishes what was begun with a topic, or opens it."""
-        if record.state is TopicState.DELETING:
-            await self.stored.clean_up(record)
-            return
-        if record.state is TopicState.CREATING:
-            # Nobody was told that it is there.
-            await self.stored.undo(record)
-            return
+    async def open_at_start(self, record: TopicRecord) -> None:
+        """Opens a topic of which there is a record. What cannot be now is tried again."""
         why = self.partitions.learn(record) if record.partitions else None
         if record.name in self.records:
             why = error("STORE_DAMAGED", f"the store has two records of the topic {record.name}")
@@ -168,16 +138,22 @@ class Topics(Generic[T]):
             self._opened_at_start.append(topic)
 
     async def look_again(self) -> None:
-        """Opens the topics that others have made in the cluster. Raises what `Logs.list` raises, STORE_UNAVAILABLE."""
-        logs = await self.kind.list()
-        known = {record.incarnation for record in self.store.topics()}
-        for log in logs:
-            if log.incarnation in known or log.topic is None or log.topic in (*self.records, *self.creating):
-                continue
-            await self._orphan(log)
-            [record] = [record for record in self.store.topics() if record.incarnation == log.incarnation]
-            await self._open_at_start(record)
+        """Opens the topics that others have made in the cluster, lets go of what they delete.
+
+        Raises what `Logs.list` raises, STORE_UNAVAILABLE.
+        """
+        async with self._looking:
+            await finding.look_again(self)
         await self.recover_all()
+
+    async def remove_partitions(self, whole: str) -> None:
+        """Deletes all partitions of a topic that are there, as `Lives.remove`."""
+        names = [name for name in self.partitions.names(whole) if name in self.records]
+        async with AsyncExitStack() as stack:
+            for name in names:
+                await stack.enter_async_context(self.opening[name])
+            await self.lives.remove(names, whole)
+        self.partitions.release(whole)
 
     async def _go_on_opening(self, record: TopicRecord) -> None:
         await again_until(lambda: self.opened(record))
@@ -187,7 +163,8 @@ class Topics(Generic[T]):
     async def opened(self, record: TopicRecord) -> bool:
         """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
         async with self.opening[record.name]:
-            return record.name in self.live or await self.open(record)
+            is_gone = self.records.get(record.name) is not record
+            return is_gone or record.name in self.live or await self.open(record)
 
     async def open(self, record: TopicRecord) -> bool:
         """As `opened`, for whoever holds the lock of the name and knows that the topic is not live."""
@@ -228,11 +205,11 @@ class Topics(Generic[T]):
 
     async def recover_all(self) -> None:
         """Recovers every topic; one that cannot be recovered now goes on trying by itself, beside this."""
-        if self._unlisted is not None and not await self._have_opened():
+        if self.unlisted is not None and not await self._have_opened():
             await again_until(self._have_opened)
         opened, self._opened_at_start = self._opened_at_start, []
         await asyncio.gather(*(topic.recover() for topic in opened))
-        if self._rebuild_store:
+        if self.rebuild_store:
             # So that the next start needs no rebuilding.
             await asyncio.gather(*(topic.snapshot_in_background() for topic in opened))
 
@@ -278,8 +255,8 @@ class Topics(Generic[T]):
 
     def check_listed(self) -> None:
         """Raises RECOVERING while it is not known which topics there are."""
-        if self._unlisted is not None:
-            raise self._unlisted
+        if self.unlisted is not None:
+            raise self.unlisted
 
     # -- topics ------------------------------------------------------------------------------------------------
 
@@ -352,7 +329,10 @@ class Topics(Generic[T]):
                 raise
             # Another sidecar has made it, perhaps.
             await self.look_again()
-            if not exists_ok or full not in self.live:
+            if not exists_ok:
+                raise
+            self.partitions.check_is_none(full)
+            if full not in self.live:
                 raise
             return self.live[full]
 
@@ -389,4 +369,4 @@ class Topics(Generic[T]):
             whole = whole_of(full)
             raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")
         topic.check_not_damaged()
-        await shielded(self.deleting, full, self.lives.remove([topic], full))
+        await shielded(self.deleting, full, self.lives.remove([full], full))

@@ -41,5 +41,8 @@ class TopicKind(Protocol[T_co]):
         cannot be looked at.
         """
 
-    async def delete(self, incarnation: int) -> None:
-        """Removes a log that is not open, if it is there. See `Logs.delete`."""
+    async def announce(self, whole: str) -> None:
+        """All partitions of a new partitioned topic are ready. See `Logs.announce`."""
+
+    async def delete(self, *incarnations: int) -> None:
+        """Removes logs that are not open, those that are there. See `Logs.delete`."""

@@ -9,8 +9,10 @@ from typing import Generic, TypeVar
 
 from seqdedupe.errors import error
 from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.names import whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
+from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
@@ -20,7 +22,8 @@ T = TypeVar("T", bound=TopicBase)
 
 
 class Lives(Generic[T]):
-    """Puts what it has made into `live` and `records`, and takes it out. `inherited` is the policy of a name."""
+    """Puts what it has made into `live` and `records`, and takes it out, also of `closed`. `inherited` is the policy of
+    a name."""
 
     def __init__(
         self,
@@ -28,6 +31,7 @@ class Lives(Generic[T]):
         kind: TopicKind[T],
         stored: Records,
         live: dict[str, T],
+        closed: dict[str, Closed],
         records: dict[str, TopicRecord],
         inherited: Callable[[str], Applied],
         on_state: Callable[[str, State | None], None],
@@ -36,6 +40,7 @@ class Lives(Generic[T]):
         self._kind = kind
         self._stored = stored
         self._live = live
+        self._closed = closed
         self._records = records
         self._inherited = inherited
         self._on_state = on_state
@@ -63,6 +68,8 @@ class Lives(Generic[T]):
                 made.append(await self._kind.make(record, self._inherited(record.name), entry_format))
                 if policy != Policy():
                     await made[-1].set_policy(policy)
+            if partitions:
+                await self._kind.announce(whole_of(names[0]) or "")
             records = [replace(record, state=TopicState.ACTIVE) for record in records]
             await self._store.put_topics(*records)
         except Exception:
@@ -77,18 +84,20 @@ class Lives(Generic[T]):
             self._on_state(topic.name, topic.state)
         return made
 
-    async def remove(self, topics: list[T], name: str) -> None:
-        """Deletes live topics, all of them or none. `name` is what they are to whoever asks."""
+    async def remove(self, names: list[str], asked: str) -> None:
+        """Deletes topics, live or closed, all of them or none. `asked` is what they are to whoever asks."""
+        topics = [self._live[name] for name in names if name in self._live]
         for topic in topics:
-            topic.hold(error("DRAINING", f"topic {name} is being deleted"))
-        records = [self._records[topic.name] for topic in topics]
+            topic.hold(error("DRAINING", f"topic {asked} is being deleted"))
+        records = [self._records[name] for name in names]
         deleting = [replace(record, state=TopicState.DELETING) for record in records]
         await self._stored.write(topics, deleting, records)
         try:
             await asyncio.gather(*(topic.delete() for topic in topics))
         finally:
-            for topic in topics:
-                del self._live[topic.name], self._records[topic.name]
-                self._on_state(topic.name, None)
-        for record in deleting:
-            await self._stored.clean_up(record)
+            for name in names:
+                self._live.pop(name, None)
+                self._closed.pop(name, None)
+                del self._records[name]
+                self._on_state(name, None)
+        await self._stored.clean_up(*deleting)

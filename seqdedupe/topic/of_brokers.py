@@ -61,5 +61,8 @@ class BrokersTopics:
             why = f"the snapshot covers {loaded.next_index} entries, the one in the store {live.snapshot_index}"
             raise error("POSITION_TRIMMED", why, hint="Import a newer snapshot.")
 
-    async def delete(self, incarnation: int) -> None:
+    async def announce(self, whole: str) -> None:
+        """There are no partitions."""
+
+    async def delete(self, *incarnations: int) -> None:
         """Its log is none of ours."""

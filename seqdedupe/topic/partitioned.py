@@ -101,9 +101,4 @@ async def delete(topics: Topics[T], whole: str) -> None:
     for topic in parts:
         topics.check_takes_changes(topic.name)
         topic.check_not_damaged()
-    await shielded(topics.changing, whole, _delete(topics, whole, parts))
-
-
-async def _delete(topics: Topics[T], whole: str, parts: list[T]) -> None:
-    await topics.lives.remove(parts, whole)
-    topics.partitions.release(whole)
+    await shielded(topics.changing, whole, topics.remove_partitions(whole))

@@ -12,6 +12,8 @@ class Partitions:
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
+        self.unused: dict[str, int] = {}
+        """How many a cluster has added later, where it has: nobody uses them."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._counts

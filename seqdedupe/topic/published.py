@@ -89,8 +89,11 @@ class PublishedTopics:
         finally:
             await log.close()
 
-    async def delete(self, incarnation: int) -> None:
-        await self._logs.delete(incarnation)
+    async def announce(self, whole: str) -> None:
+        await self._logs.announce(whole)
+
+    async def delete(self, *incarnations: int) -> None:
+        await self._logs.delete(*incarnations)
 
 
 async def _check(log: Log, live: Topic | None, loaded: Loaded | None) -> None:

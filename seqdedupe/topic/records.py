@@ -18,16 +18,16 @@ logger = logging.getLogger("seqdedupe.topics")
 
 
 class Records:
-    """`delete_log` removes the log of an incarnation; `in_background` runs what goes on beside the caller."""
+    """`delete_logs` removes the logs of incarnations; `in_background` runs what goes on beside the caller."""
 
     def __init__(
         self,
         store: Store,
-        delete_log: Callable[[int], Awaitable[None]],
+        delete_logs: Callable[..., Awaitable[None]],
         in_background: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
     ) -> None:
         self._store = store
-        self._delete_log = delete_log
+        self._delete_logs = delete_logs
         self._in_background = in_background
         self._unwritten: dict[str, SeqdedupeError] = {}
         """Names whose record could not be written: the store may have it all the same, and it is being put right."""
@@ -88,28 +88,28 @@ class Records:
         """
         deleting = [replace(record, state=TopicState.DELETING) for record in records]
         if await self._are_durable(deleting):
-            await self._clean_up_all(deleting)
+            await self.clean_up(*deleting)
         else:
             self._in_background(self._undo_later(deleting))
 
     async def _undo_later(self, deleting: Sequence[TopicRecord]) -> None:
         await again_until(lambda: self._are_durable(deleting))
-        await self._clean_up_all(deleting)
+        await self.clean_up(*deleting)
 
-    async def _clean_up_all(self, deleting: Sequence[TopicRecord]) -> None:
-        for record in deleting:
-            await self.clean_up(record)
+    async def clean_up(self, *records: TopicRecord) -> None:
+        """Removes what is left of a topic, or of all partitions of one, whose records say DELETING.
 
-    async def clean_up(self, record: TopicRecord) -> None:
-        """Removes what is left of a topic whose record says DELETING; what cannot be removed now is tried again."""
-        if not await self._cleaned_up(record):
-            self._in_background(again_until(lambda: self._cleaned_up(record)))
+        What cannot be removed now is tried again.
+        """
+        if not await self._cleaned_up(records):
+            self._in_background(again_until(lambda: self._cleaned_up(records)))
 
-    async def _cleaned_up(self, record: TopicRecord) -> bool:
+    async def _cleaned_up(self, records: Sequence[TopicRecord]) -> bool:
         try:
-            await self._delete_log(record.incarnation)
-            await self._store.remove_topic(record.incarnation)
+            await self._delete_logs(*(record.incarnation for record in records))
+            for record in records:
+                await self._store.remove_topic(record.incarnation)
         except SeqdedupeError as e:
-            logger.warning("what is left of topic %s cannot be removed now: %s", record.name, e)
+            logger.warning("what is left of topic %s cannot be removed now: %s", records[0].name, e)
             return False
         return True

@@ -297,6 +297,7 @@ class Topic(_message.Message):
     ENTRY_FORMAT_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     PARTITION_OF_FIELD_NUMBER: _builtins.int
+    UNUSED_PARTITIONS_FIELD_NUMBER: _builtins.int
     LOG_VOID_FIELD_NUMBER: _builtins.int
     LOG_REPEATS_FIELD_NUMBER: _builtins.int
     LOG_FOREIGN_FIELD_NUMBER: _builtins.int
@@ -349,6 +350,8 @@ class Topic(_message.Message):
     """
     partition_of: _builtins.str
     """The name of the partitioned topic of which it is a partition; empty if it is none."""
+    unused_partitions: _builtins.int
+    """How many partitions Pulsar has added to the topic later. They are not used: the number is for good."""
     log_void: _builtins.int
     """Entries of a Pulsar topic that are no part of the log, as far as they were met since it was opened: of an owner that
     had lost the topic.
@@ -400,6 +403,7 @@ class Topic(_message.Message):
         entry_format: Global___EntryFormat.ValueType = ...,
         partitions: _builtins.int = ...,
         partition_of: _builtins.str = ...,
+        unused_partitions: _builtins.int = ...,
         log_void: _builtins.int = ...,
         log_repeats: _builtins.int = ...,
         log_foreign: _builtins.int = ...,
@@ -407,7 +411,7 @@ class Topic(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "name", b"name", "not_dup", b"not_dup", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "name", b"name", "not_dup", b"not_dup", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

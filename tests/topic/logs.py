@@ -32,9 +32,13 @@ class MemoryLogs:
         there = sorted(self.storages.items())
         return [LogName(incarnation, topic, storage.partitions) for incarnation, (topic, storage) in there]
 
-    async def delete(self, incarnation: int) -> None:
-        self.before("delete")
-        self.storages.pop(incarnation, None)
+    async def announce(self, whole: str) -> None:
+        self.before("announce")
+
+    async def delete(self, *incarnations: int) -> None:
+        for incarnation in incarnations:
+            self.before("delete")
+            self.storages.pop(incarnation, None)
 
     async def close(self) -> None:
         pass

@@ -85,12 +85,16 @@ class EmbeddedLogs:
         except OSError as e:
             raise error("LOG_REFUSED", f"the log of topic {topic} cannot be made: {e}") from e
 
-    async def delete(self, incarnation: int) -> None:
+    async def announce(self, whole: str) -> None:
+        """See `Logs.announce`. Nobody shares them."""
+
+    async def delete(self, *incarnations: int) -> None:
         """See `Logs.delete`."""
-        try:
-            await self._in_thread(self._delete, incarnation)
-        except OSError as e:
-            raise error("LOG_REFUSED", f"the log {self._of(incarnation)} cannot be removed: {e}") from e
+        for incarnation in incarnations:
+            try:
+                await self._in_thread(self._delete, incarnation)
+            except OSError as e:
+                raise error("LOG_REFUSED", f"the log {self._of(incarnation)} cannot be removed: {e}") from e
 
     def _delete(self, incarnation: int) -> None:
         folder = self._of(incarnation)

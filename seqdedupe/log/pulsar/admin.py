@@ -28,6 +28,18 @@ class TopicStats(NamedTuple):
     """Whether Pulsar's own deduplication is in force."""
 
 
+class Partitioned(NamedTuple):
+    """What Pulsar says of a partitioned topic."""
+
+    partitions: int
+    """How many it has now; 0 if it is not partitioned."""
+    properties: dict[str, str]
+
+
+_PARTITIONED = "application/vnd.partitioned-topic-metadata+json"
+"""In this form properties go with the number of partitions."""
+
+
 class Admin:
     """The admin calls that the log needs. All raise what `AdminUrl.call` does.
 
@@ -40,6 +52,34 @@ class Admin:
     async def create_topic(self, topic: str, properties: Mapping[str, str]) -> None:
         """Makes a topic that is not partitioned, with these properties. Raises TOPIC_EXISTS."""
         await self._url.call("PUT", _path(topic), dict(properties), conflict="TOPIC_EXISTS")
+
+    async def create_partitioned(self, topic: str, partitions: int, properties: Mapping[str, str]) -> None:
+        """Makes a partitioned topic with these properties, in one step, and then its partitions, which have none.
+
+        Raises TOPIC_EXISTS, also where there is a topic with the name of a partition.
+        """
+        body = {"partitions": partitions, "properties": dict(properties)}
+        await self._url.call("PUT", f"{_path(topic)}/partitions", body, "TOPIC_EXISTS", _PARTITIONED)
+
+    async def partitioned(self, topic: str) -> Partitioned:
+        """What a partitioned topic is. Raises TOPIC_NOT_FOUND."""
+        path = f"{_path(topic)}/partitions"
+        answer = await self._url.get(path)
+        try:
+            return Partitioned(int(answer["partitions"]), _texts(answer.get("properties") or {}, path))
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise _not_pulsar(path) from e
+
+    async def set_properties(self, topic: str, properties: Mapping[str, str]) -> None:
+        """Sets properties of a topic, partitioned or not; others that it has stay."""
+        await self._url.call("PUT", f"{_path(topic)}/properties", dict(properties))
+
+    async def delete_partitioned(self, topic: str) -> None:
+        """Deletes a partitioned topic with all its partitions, their messages and subscriptions.
+
+        Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if somebody is connected to a partition: then others may be gone already.
+        """
+        await self._url.call("DELETE", f"{_path(topic)}/partitions")
 
     async def create_subscription(self, topic: str, name: str) -> None:
         """Makes a durable subscription at the first message that is left; one of that name stays where it is."""
@@ -72,7 +112,13 @@ class Admin:
     async def topics(self, namespace: str) -> list[str]:
         """The full names of all topics of a namespace, `tenant/namespace`, each partition by itself. All or an error:
         INVALID_NAMESPACE if there is none of that name."""
-        path = f"persistent/{namespace}"
+        return await self._names(f"persistent/{namespace}", namespace)
+
+    async def partitioned_topics(self, namespace: str) -> list[str]:
+        """The full names of all partitioned topics of a namespace. Raises as `topics`."""
+        return await self._names(f"persistent/{namespace}/partitioned", namespace)
+
+    async def _names(self, path: str, namespace: str) -> list[str]:
         try:
             names = await self._url.get(path)
         except NotFoundError as e:

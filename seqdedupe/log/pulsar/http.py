@@ -18,6 +18,8 @@ MAX_REDIRECTS = 5
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """More than the names of half a million topics."""
 
+JSON = "application/json"
+
 _CHUNK_BYTES = 64 * 1024
 _CHARACTERS_SHOWN = 300
 _REDIRECTS = (301, 302, 307, 308)
@@ -74,26 +76,28 @@ class AdminUrl:
         except ValueError as e:
             raise error("PULSAR_REFUSES", f"GET {path} of pulsar.admin_url is not answered in JSON") from e
 
-    async def call(self, method: str, path: str, body: object = None, conflict: str = "LOG_REFUSED") -> Answer:
-        """The answer of a call that succeeded, wherever in the cluster it was sent on to.
+    async def call(
+        self, method: str, path: str, body: object = None, conflict: str = "LOG_REFUSED", media_type: str = JSON
+    ) -> Answer:
+        """The answer of a call that succeeded, wherever in the cluster it was sent on to. `media_type` is the body's.
 
         Raises TOPIC_NOT_FOUND (404), `conflict` (409), TOPIC_IN_USE (412), PULSAR_FORBIDS (401, 403),
         PULSAR_REFUSES (other answers that do not pass by themselves), LOG_REFUSED (500 and above, no answer, none in
         time; for GET it is LOG_UNREADABLE). A call without an answer may have been carried out.
         """
         try:
-            answer = await asyncio.to_thread(self._call, method, path, body)
+            answer = await asyncio.to_thread(self._call, method, path, body, media_type)
         except (OSError, HTTPException, ValueError) as e:
             raise _unavailable(method, path, str(e) or type(e).__name__) from e
         if answer.status >= 300:
             raise _refusal(method, path, answer, conflict)
         return answer
 
-    def _call(self, method: str, path: str, body: object) -> Answer:
+    def _call(self, method: str, path: str, body: object, media_type: str) -> Answer:
         limit = time.monotonic() + self._timeout_seconds
         url = f"{self._url}/admin/v2/{path}"
         raw = None if body is None else json.dumps(body).encode()
-        headers = {"Accept": "application/json"} | ({"Content-Type": "application/json"} if raw is not None else {})
+        headers = {"Accept": JSON} | ({"Content-Type": media_type} if raw is not None else {})
         for _ in range(1 + MAX_REDIRECTS):
             with Connection(url, self._tls, limit) as connection:
                 answer, location = connection.call(method, raw, headers | self._authorization())

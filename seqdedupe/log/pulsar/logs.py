@@ -1,14 +1,19 @@
 """All Pulsar topics that are logs of a sidecar: what says so stands in the properties of the topic itself."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
+from seqdedupe.log.pulsar import wholes
 from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, PREFIX, EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.policies import ensure_safe
-from seqdedupe.names import namespace_of
+from seqdedupe.log.pulsar.wholes import Life, Whole
+from seqdedupe.names import namespace_of, number_of, whole_of
+
+logger = logging.getLogger("seqdedupe.log")
 
 INCARNATION = PREFIX + "incarnation"
 """A property of the topic."""
@@ -37,18 +42,20 @@ class PulsarLogs:
         self._entry_format = entry_format
         self._may_change_policies = may_change_policies
         self._topics: dict[int, str] = {}
-        """By incarnation, as they were found last."""
+        """By incarnation, as they were found last, partitions too."""
+        self._wholes: dict[str, Whole] = {}
+        """Partitioned topics by name, as they were found last."""
 
     async def create(
         self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, entry_format: str = ""
     ) -> None:
         """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used.
 
-        Raises INVALID_NAMESPACE for a topic that would not be found again, INVALID_REQUEST for partitions.
+        The partitions of a topic are made in order, and have incarnations that count up by 1.
+
+        Raises INVALID_NAMESPACE for a topic that would not be found again, INVALID_TOPIC_NAME for one that Pulsar takes
+        for a partition.
         """
-        if partitions:
-            why = "topics of a cluster cannot be made with partitions"
-            raise error("INVALID_REQUEST", why, hint="Make topics without partitions, or use the embedded log.")
         if namespace_of(topic) not in self._namespaces:
             raise error(
                 "INVALID_NAMESPACE",
@@ -59,25 +66,49 @@ class PulsarLogs:
             INCARNATION: str(incarnation),
             FORMAT: EntryFormat(entry_format or self._entry_format).value,
             MODE: _MODE_IDS,
-            PARTITIONS: "0",
+            PARTITIONS: str(partitions),
         }
+        if partitions:
+            await self._create_partition(incarnation, topic, partitions, properties)
+        else:
+            await self._create_topic(incarnation, topic, properties)
+        await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
+        await self._admin.create_subscription(topic, self._shared.subscription)
+        self._topics[incarnation] = topic
+
+    async def _create_topic(self, incarnation: int, topic: str, properties: Mapping[str, str]) -> None:
         try:
             await self._admin.create_topic(topic, properties)
         except SeqdedupeError as e:
+            if e.reason == "TOPIC_IN_USE" and whole_of(topic) is not None:
+                why = f"{topic} has the name of a partition, which Pulsar keeps for those of partitioned topics"
+                raise error("INVALID_TOPIC_NAME", why, hint="Choose another name.") from e
             if e.reason != "TOPIC_EXISTS":
                 raise
             if (await self._admin.properties(topic)).get(INCARNATION) != str(incarnation):
                 raise error(
                     "TOPIC_EXISTS", f"Pulsar has a topic {topic} already, which this sidecar did not make"
                 ) from e
-        await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
-        await self._admin.create_subscription(topic, self._shared.subscription)
-        self._topics[incarnation] = topic
+
+    async def _create_partition(
+        self, incarnation: int, topic: str, partitions: int, properties: Mapping[str, str]
+    ) -> None:
+        """The first one is made with all others, which then get their properties."""
+        number, whole = number_of(topic), whole_of(topic) or ""
+        if number == 0:
+            await wholes.begin(self._admin, whole, incarnation, partitions, self._shared.instance_name)
+        await self._admin.set_properties(topic, properties)
+
+    async def announce(self, whole: str) -> None:
+        """See `Logs.announce`."""
+        await wholes.announce(self._admin, whole)
 
     async def list(self) -> list[LogName]:
-        """See `Logs.list`. Each topic is asked for its properties."""
+        """See `Logs.list`. Each topic, partitioned or not, is asked for its properties."""
         await self._look()
-        return sorted(LogName(incarnation, topic) for incarnation, topic in self._topics.items())
+        topics = [LogName(incarnation, topic) for incarnation, topic in self._topics.items() if whole_of(topic) is None]
+        announced = [whole for whole in self._wholes.values() if whole.life is not Life.MAKING]
+        return sorted([*topics, *(log for whole in announced for log in whole.logs)])
 
     async def open(
         self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b""
@@ -88,7 +119,7 @@ class PulsarLogs:
         topic = self._topics.get(incarnation)
         if topic is None:
             raise error("LOG_DAMAGED", f"no topic in {', '.join(self._namespaces)} is the log {incarnation}")
-        properties = await self._admin.properties(topic)
+        properties = await self._properties(topic, incarnation)
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
         # Before anything is looked for, so that it stays. Who comes new to the topic has none yet.
         await self._admin.create_subscription(topic, self._shared.subscription)
@@ -102,28 +133,65 @@ class PulsarLogs:
             raise
         return log
 
-    async def delete(self, incarnation: int) -> None:
-        """See `Logs.delete`. The topic goes with its subscriptions. Raises TOPIC_IN_USE if somebody is connected."""
+    async def _properties(self, topic: str, incarnation: int) -> dict[str, str]:
+        try:
+            properties = await self._admin.properties(topic)
+        except NotFoundError as e:
+            raise error("LOG_DAMAGED", f"Pulsar has no topic {topic} any more") from e
+        if properties.get(INCARNATION) != str(incarnation):
+            # Pulsar makes a partition anew by itself when somebody connects to it.
+            raise error("LOG_DAMAGED", f"the topic {topic} was deleted in Pulsar, and is there anew: it has no log")
+        return properties
+
+    async def delete(self, *incarnations: int) -> None:
+        """See `Logs.delete`. Topics go with their subscriptions. Raises TOPIC_IN_USE if somebody is connected."""
         await self._look()
-        topic = self._topics.pop(incarnation, None)
-        if topic is not None:
-            with suppress(NotFoundError):
-                await self._admin.delete_topic(topic)
+        for whole in list(self._wholes.values()):
+            if whole.first_incarnation in incarnations:
+                await wholes.remove(self._admin, whole)
+                self._wholes.pop(whole.topic, None)
+                for incarnation in whole.topics:
+                    self._topics.pop(incarnation, None)
+        for incarnation in incarnations:
+            if (topic := self._topics.pop(incarnation, None)) is not None:
+                with suppress(NotFoundError):
+                    await self._admin.delete_topic(topic)
 
     async def close(self) -> None:
         """See `Logs.close`. The client is its owner's."""
 
     async def _look(self) -> None:
         """Which topics are logs."""
-        found = {}
+        found, found_wholes = dict[int, str](), dict[str, Whole]()
         for namespace in self._namespaces:
+            for topic in await self._admin.partitioned_topics(namespace):
+                if (whole := await wholes.look_at(self._admin, topic)) is not None:
+                    found_wholes[topic] = whole
+                    found |= whole.topics
             for topic in await self._admin.topics(namespace):
+                if whole_of(topic) is not None:
+                    # The partitioned topic says what its partitions are.
+                    continue
                 # It may have been deleted meanwhile.
                 with suppress(NotFoundError):
                     incarnation = (await self._admin.properties(topic)).get(INCARNATION, "")
                     if incarnation.isdecimal():
                         found[int(incarnation)] = topic
-        self._topics = found
+        self._warn(found_wholes)
+        self._topics, self._wholes = found, found_wholes
+
+    def _warn(self, found: Mapping[str, Whole]) -> None:
+        """Of partitions that Pulsar has added, once."""
+        for topic, whole in found.items():
+            before = self._wholes.get(topic)
+            if whole.unused_partitions and (before is None or before.unused_partitions != whole.unused_partitions):
+                logger.warning(
+                    "topic %s was made with %d partitions, for good: %d that Pulsar has added are not used, and what "
+                    "others publish there is read by nobody",
+                    topic,
+                    whole.partitions,
+                    whole.unused_partitions,
+                )
 
     def _settings(self, topic: str, properties: Mapping[str, str]) -> Settings:
         try:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.names import namespace_of
+from seqdedupe.names import namespace_of, whole_of
 
 IN_FORCE_TIMEOUT_SECONDS = 30.0
 """A policy that was set is in force within a tenth of a second, unless the broker is in trouble."""
@@ -106,6 +106,7 @@ _POLICIES = (
 
 async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
     """Returns if the topic can be a log: what its policies are is in force. With `may_change` they are set if need be.
+    Those of a partition are the whole topic's.
 
     Never set is what belongs to the namespace. Raises UNSAFE_TOPIC_POLICY with the commands to run, otherwise as
     `Admin`. They are commands for the namespace where the topic `is_new`, so that it will be gone.
@@ -115,7 +116,7 @@ async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: boo
     if may_change and not dangers:
         for policy in unsafe:
             path, value = policy.safe
-            await admin.set_policy(topic, path, value)
+            await admin.set_policy(_with_policies(topic), path, value)
         unsafe = await _still_unsafe(admin, topic, unsafe)
     dangers += [f"{policy.danger} (pulsar-admin {_command(policy, topic, is_new)})" for policy in unsafe]
     if dangers:
@@ -127,12 +128,17 @@ async def ensure_safe(admin: Admin, topic: str, *, may_change: bool, is_new: boo
 def _command(policy: _Policy, topic: str, of_namespace: bool) -> str:
     if of_namespace:
         return f"namespaces {policy.namespace_command or policy.command} {namespace_of(topic)}"
-    return f"topicPolicies {policy.command} {topic}"
+    return f"topicPolicies {policy.command} {_with_policies(topic)}"
+
+
+def _with_policies(topic: str) -> str:
+    """Pulsar has policies of whole topics, none of a partition."""
+    return whole_of(topic) or topic
 
 
 async def _is_safe(admin: Admin, topic: str, policy: _Policy) -> bool:
     try:
-        value = await admin.policy(topic, policy.name)
+        value = await admin.policy(_with_policies(topic), policy.name)
         if value is None and policy.name == _SNAPSHOT_INTERVAL:
             # Pulsar answers the topic's own interval only.
             value = await admin.namespace_policy(namespace_of(topic), policy.name)
