@@ -15,10 +15,11 @@ from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, 
 from seqdedupe.names import namespace_of, topic_name, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import TopicRecord, TopicState
-from seqdedupe.topic import finding
+from seqdedupe.topic import listing
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.lives import Lives
+from seqdedupe.topic.looking import Looking
 from seqdedupe.topic.namespaces import Namespaces
 from seqdedupe.topic.partitions import Partitions
 from seqdedupe.topic.policy import Applied, Policy
@@ -55,7 +56,7 @@ class Topics(Generic[T]):
         self.kind = make_kind(self._topic_changed)
         self.stored = Records(store, self.kind.delete, self.in_background)
         self._max_topics = max_topics
-        self._allow_auto_topic_creation = allow_auto_topic_creation
+        self.allow_auto_topic_creation = allow_auto_topic_creation
         self.on_state = on_state
         self.rebuild_store = rebuild_store
         self.live: dict[str, T] = {}
@@ -75,7 +76,8 @@ class Topics(Generic[T]):
         self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By name: nobody opens a topic that another one opens."""
         self._opened_at_start: list[T] = []
-        self._looking = asyncio.Lock()
+        self.looking = Looking(self._look_again)
+        """For what others make and delete in a cluster. A look raises what `Logs.list` raises, STORE_UNAVAILABLE."""
         self.unlisted: SeqdedupeError | None = None
         """Why it is not known which topics there are."""
         self._background: set[asyncio.Task[None]] = set()
@@ -101,12 +103,12 @@ class Topics(Generic[T]):
         if self.kind.log.is_shared:
             self._cannot_list(records, error("RECOVERING", "the cluster was not asked yet"))
         else:
-            await finding.open_all(self)
+            await listing.open_all(self)
 
     async def _have_opened(self) -> bool:
         """Tries to open the logs of a cluster. Whether there is nothing left to try."""
         try:
-            await finding.open_all(self)
+            await listing.open_all(self)
         except SeqdedupeError as e:
             self._cannot_list(self.store.topics(), e)
             return False
@@ -137,13 +139,8 @@ class Topics(Generic[T]):
         elif topic := self.live.get(record.name):
             self._opened_at_start.append(topic)
 
-    async def look_again(self) -> None:
-        """Opens the topics that others have made in the cluster, lets go of what they delete.
-
-        Raises what `Logs.list` raises, STORE_UNAVAILABLE.
-        """
-        async with self._looking:
-            await finding.look_again(self)
+    async def _look_again(self) -> None:
+        await listing.look_again(self)
         await self.recover_all()
 
     async def remove_partitions(self, whole: str) -> None:
@@ -295,7 +292,7 @@ class Topics(Generic[T]):
         """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
         full = topic_name(name)
         is_there = full in self.live or full in self.closed or full in self.partitions
-        if is_there or not self._allow_auto_topic_creation:
+        if is_there or not self.allow_auto_topic_creation:
             return self.get(full)
         return await self.create(full, exists_ok=True)
 
@@ -328,7 +325,7 @@ class Topics(Generic[T]):
             if e.reason != "TOPIC_EXISTS" or not self.kind.log.is_shared:
                 raise
             # Another sidecar has made it, perhaps.
-            await self.look_again()
+            await self.looking.once()
             if not exists_ok:
                 raise
             self.partitions.check_is_none(full)

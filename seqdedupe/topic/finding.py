@@ -1,114 +1,63 @@
-"""Which topics there are: what a list of the logs says, at the start, and again where others make and delete topics."""
+"""Topics of a cluster that others make and delete: it is asked before it is said for good that there is none."""
 
-import asyncio
-import logging
-from collections.abc import Iterable
-from dataclasses import replace
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TypeVar
 
-from seqdedupe.errors import error
-from seqdedupe.log.contract import LogName
-from seqdedupe.names import topic_name, whole_of
-from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.names import topic_name
+from seqdedupe.topic.closed import Closed
+from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.state import State, TopicBase
 
-if TYPE_CHECKING:
-    from seqdedupe.topic.directory import Topics
-
-logger = logging.getLogger("seqdedupe.topics")
+T = TypeVar("T", bound=TopicBase)
 
 
-async def open_all(topics: "Topics[Any]") -> None:
-    """Makes the store's records say what the logs say, and opens all topics. As `Topics.open_all`."""
-    records, logs = topics.store.topics(), await topics.kind.list()
-    known, names = {record.incarnation for record in records}, {record.name: record for record in records}
-    for log in logs:
-        if log.incarnation in known:
-            continue
-        if topics.kind.log.is_shared and (before := names.get(log.topic or "")):
-            logger.warning("topic %s was deleted and made anew", before.name)
-            await topics.store.remove_topic(before.incarnation)
-        await _record(topics, log)
-    if topics.kind.log.is_shared and (changed := _changed(logs, records)):
-        await topics.store.put_topics(*changed)
-        for record in changed:
-            if topics.closed.pop(record.name, None):
-                topics.on_state(record.name, None)
-    topics.partitions.unused = _unused(logs)
-    topics.unlisted = None
-    await asyncio.gather(*(_open_together(topics, some) for some in _together(topics.store.topics())))
+async def look_for(topics: Topics[T], name: str) -> str:
+    """The full name of a topic; one that is not known here is looked for in the cluster.
+
+    Raises INVALID_TOPIC_NAME, and why the cluster cannot be asked.
+    """
+    full = topic_name(name)
+    is_known = _there(topics, full) is not None or full in topics.partitions
+    if topics.kind.log.is_shared and not is_known and not topics.is_draining:
+        topics.check_listed()
+        await topics.looking.once()
+    return full
 
 
-async def look_again(topics: "Topics[Any]") -> None:
-    """Opens the topics that others have made, and lets go of those that others delete. As `Topics.look_again`."""
-    logs = await topics.kind.list()
-    known = {record.incarnation for record in topics.store.topics()}
-    new = [
-        await _record(topics, log)
-        for log in logs
-        if log.incarnation not in known and log.topic and log.topic not in (*topics.records, *topics.creating)
-    ]
-    for records in _together(new):
-        await _open_together(topics, records)
-    for log in logs:
-        if log.is_going and log.topic:
-            await _let_go_of(topics, log.topic, log.incarnation)
-    topics.partitions.unused = _unused(logs)
+async def find(topics: Topics[T], name: str) -> T:
+    """The live topic, looked for. Raises as `look_for` and `Topics.get`."""
+    return topics.get(await look_for(topics, name))
 
 
-async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
-    """Makes the record of a log of which the store knows nothing."""
-    name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
-    # In a cluster others make logs too.
-    if not (topics.rebuild_store or topics.kind.log.is_shared):
-        raise error(
-            "STORE_MISSING",
-            f"there is a log of the topic {name}, of which the store knows nothing",
-            topic=name,
-            incarnation=log.incarnation,
-        )
-    logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
-    state = TopicState.DELETING if log.is_going else TopicState.ACTIVE
-    record = TopicRecord(name, log.incarnation, state, log=topics.kind.log, partitions=log.partitions)
-    await topics.store.put_topics(record)
-    return record
+async def find_or_create(topics: Topics[T], name: str) -> T:
+    """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
+    # Who cannot make it, because another one has, looks for it.
+    return await (topics.get_or_create(name) if topics.allow_auto_topic_creation else find(topics, name))
 
 
-def _changed(logs: Iterable[LogName], records: Iterable[TopicRecord]) -> list[TopicRecord]:
-    """Records of partitions that others use already, or let go of, whatever was to become of them here."""
-    listed = {log.incarnation: log for log in logs if log.partitions}
-    known = [(record, listed[record.incarnation]) for record in records if record.incarnation in listed]
-    return [
-        replace(record, state=TopicState.DELETING if log.is_going else TopicState.ACTIVE)
-        for record, log in known
-        if record.state is not TopicState.DELETING and (log.is_going or record.state is TopicState.CREATING)
-    ]
+async def delete(topics: Topics[T], name: str) -> None:
+    """As `Topics.delete`; also of a topic that is damaged because somebody has deleted its log in the cluster. Raises
+    why the cluster cannot be asked, too."""
+    full = await look_for(topics, name)
+    topic = _there(topics, full)
+    is_lost = bool(await lost(topics, [full])) and not topics.partitions_beside(full)
+    if not is_lost or _there(topics, full) is not topic or full in topics.deleting:
+        await topics.delete(full)
+        return
+    topics.check_takes_changes(full)
+    await shielded(topics.deleting, full, topics.lives.remove([full], full))
 
 
-def _unused(logs: Iterable[LogName]) -> dict[str, int]:
-    """How many partitions the cluster has added to a topic, where it has."""
-    return {whole_of(log.topic) or "": log.unused_partitions for log in logs if log.topic and log.unused_partitions}
+async def lost(topics: Topics[T], names: Collection[str]) -> set[str]:
+    """Those of the topics that are damaged because somebody has deleted their log in the cluster."""
+    there = {name: _there(topics, name) for name in names}
+    damaged = [name for name, topic in there.items() if topic is not None and topic.state is State.DAMAGED]
+    if not damaged or not topics.kind.log.is_shared:
+        return set()
+    listed = {log.incarnation for log in await topics.kind.list()}
+    return {name for name in damaged if name in topics.records and topics.records[name].incarnation not in listed}
 
 
-def _together(records: Iterable[TopicRecord]) -> list[list[TopicRecord]]:
-    """Records by incarnation: those of a topic's partitions in one list, others each in one."""
-    return [list(some) for _, some in groupby(records, lambda one: (one.partitions and whole_of(one.name)) or one.name)]
-
-
-async def _open_together(topics: "Topics[Any]", records: list[TopicRecord]) -> None:
-    """Finishes what was begun with a topic, or with all partitions of one, or opens them."""
-    if deleting := [record for record in records if record.state is TopicState.DELETING]:
-        await topics.stored.clean_up(*deleting)
-    if creating := [record for record in records if record.state is TopicState.CREATING]:
-        # Nobody was told that it is there.
-        await topics.stored.undo(*creating)
-    await asyncio.gather(*(topics.open_at_start(record) for record in records if record.state is TopicState.ACTIVE))
-
-
-async def _let_go_of(topics: "Topics[Any]", partition: str, incarnation: int) -> None:
-    """Somebody else deletes the topic of which this incarnation is a partition."""
-    whole = whole_of(partition) or ""
-    known = topics.records.get(partition)
-    if known is not None and known.incarnation == incarnation and whole not in topics.changing:
-        await shielded(topics.changing, whole, topics.remove_partitions(whole))
+def _there(topics: Topics[T], full: str) -> T | Closed | None:
+    return topics.live.get(full) or topics.closed.get(full)

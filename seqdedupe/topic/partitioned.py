@@ -13,6 +13,7 @@ from seqdedupe.errors import error
 from seqdedupe.limits import MAX_PARTITIONS
 from seqdedupe.names import partition_name, topic_name, whole_of
 from seqdedupe.store.topics import LogKind
+from seqdedupe.topic import finding
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import GapPolicy, Policy
@@ -91,14 +92,17 @@ async def _create(topics: Topics[T], whole: str, names: list[str], policy: Polic
 async def delete(topics: Topics[T], whole: str) -> None:
     """Deletes a partitioned topic, all partitions of it, for good. They take nothing more from now on.
 
-    Raises LOG_DAMAGED, RECOVERING and what else a partition says that cannot be used; STORE_UNAVAILABLE: then all of it
-    is still there. Whoever is cancelled here does not know: the deletion goes on.
+    Partitions that are damaged because somebody has deleted the whole in the cluster are no hindrance. Raises
+    LOG_DAMAGED, RECOVERING and what else a partition says that cannot be used; STORE_UNAVAILABLE: then all of it is
+    still there. Whoever is cancelled here does not know: the deletion goes on.
     """
+    lost = await finding.lost(topics, topics.partitions.names(whole))
     if change := topics.changing.get(whole):
         await asyncio.shield(change)
+    if change or whole not in topics.partitions:
         return
-    parts = [topics.get(name) for name in topics.partitions.names(whole) if name in topics.records]
-    for topic in parts:
-        topics.check_takes_changes(topic.name)
-        topic.check_not_damaged()
+    for name in topics.partitions.names(whole):
+        topics.check_takes_changes(name)
+        if name in topics.records and name not in lost:
+            topics.get(name).check_not_damaged()
     await shielded(topics.changing, whole, topics.remove_partitions(whole))

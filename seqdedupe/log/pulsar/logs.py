@@ -1,7 +1,7 @@
 """All Pulsar topics that are logs of a sidecar: what says so stands in the properties of the topic itself."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
@@ -103,9 +103,9 @@ class PulsarLogs:
         """See `Logs.announce`."""
         await wholes.announce(self._admin, whole)
 
-    async def list(self) -> list[LogName]:
-        """See `Logs.list`. Each topic, partitioned or not, is asked for its properties."""
-        await self._look()
+    async def list(self, without: Container[str] = ()) -> list[LogName]:
+        """See `Logs.list`. Each topic, partitioned or not, is asked for its properties, but for those `without`."""
+        await self._look(without)
         topics = [LogName(incarnation, topic) for incarnation, topic in self._topics.items() if whole_of(topic) is None]
         announced = [whole for whole in self._wholes.values() if whole.life is not Life.MAKING]
         return sorted([*topics, *(log for whole in announced for log in whole.logs)])
@@ -118,7 +118,11 @@ class PulsarLogs:
             await self._look()
         topic = self._topics.get(incarnation)
         if topic is None:
-            raise error("LOG_DAMAGED", f"no topic in {', '.join(self._namespaces)} is the log {incarnation}")
+            raise error(
+                "LOG_DAMAGED",
+                f"no topic in {', '.join(self._namespaces)} is the log {incarnation}",
+                hint="If it was deleted in Pulsar on purpose, say so: seqdedupe topics delete. Then its name is free.",
+            )
         properties = await self._properties(topic, incarnation)
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
         # Before anything is looked for, so that it stays. Who comes new to the topic has none yet.
@@ -160,17 +164,22 @@ class PulsarLogs:
     async def close(self) -> None:
         """See `Logs.close`. The client is its owner's."""
 
-    async def _look(self) -> None:
+    async def _look(self, without: Container[str] = ()) -> None:
         """Which topics are logs."""
-        found, found_wholes = dict[int, str](), dict[str, Whole]()
+        found = {
+            incarnation: topic
+            for incarnation, topic in self._topics.items()
+            if topic in without and whole_of(topic) is None
+        }
+        found_wholes = dict[str, Whole]()
         for namespace in self._namespaces:
             for topic in await self._admin.partitioned_topics(namespace):
                 if (whole := await wholes.look_at(self._admin, topic)) is not None:
                     found_wholes[topic] = whole
                     found |= whole.topics
             for topic in await self._admin.topics(namespace):
-                if whole_of(topic) is not None:
-                    # The partitioned topic says what its partitions are.
+                if topic in without or whole_of(topic) is not None:
+                    # Of partitions the partitioned topic says which they are.
                     continue
                 # It may have been deleted meanwhile.
                 with suppress(NotFoundError):

@@ -1,0 +1,114 @@
+"""Which topics there are: what a list of the logs says, at the start, and again where others make and delete topics."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from seqdedupe.errors import error
+from seqdedupe.log.contract import LogName
+from seqdedupe.names import topic_name, whole_of
+from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic.shielded import shielded
+
+if TYPE_CHECKING:
+    from seqdedupe.topic.directory import Topics
+
+logger = logging.getLogger("seqdedupe.topics")
+
+
+async def open_all(topics: "Topics[Any]") -> None:
+    """Makes the store's records say what the logs say, and opens all topics. As `Topics.open_all`."""
+    records, logs = topics.store.topics(), await topics.kind.list()
+    known, names = {record.incarnation for record in records}, {record.name: record for record in records}
+    for log in logs:
+        if log.incarnation in known:
+            continue
+        if topics.kind.log.is_shared and (before := names.get(log.topic or "")):
+            logger.warning("topic %s was deleted and made anew", before.name)
+            await topics.store.remove_topic(before.incarnation)
+        await _record(topics, log)
+    if topics.kind.log.is_shared and (changed := _changed(logs, records)):
+        await topics.store.put_topics(*changed)
+        for record in changed:
+            if topics.closed.pop(record.name, None):
+                topics.on_state(record.name, None)
+    topics.partitions.unused = _unused(logs)
+    topics.unlisted = None
+    await asyncio.gather(*(_open_together(topics, some) for some in _together(topics.store.topics())))
+
+
+async def look_again(topics: "Topics[Any]") -> None:
+    """Opens the topics that others have made, and lets go of those that others delete. As `Topics.looking`."""
+    logs = await topics.kind.list(without=topics.records)
+    known = {record.incarnation for record in topics.store.topics()}
+    new = [
+        await _record(topics, log)
+        for log in logs
+        if log.incarnation not in known and log.topic and log.topic not in (*topics.records, *topics.creating)
+    ]
+    for records in _together(new):
+        await _open_together(topics, records)
+    for log in logs:
+        if log.is_going and log.topic:
+            await _let_go_of(topics, log.topic, log.incarnation)
+    topics.partitions.unused = _unused(logs)
+
+
+async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
+    """Makes the record of a log of which the store knows nothing."""
+    name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
+    # In a cluster others make logs too.
+    if not (topics.rebuild_store or topics.kind.log.is_shared):
+        raise error(
+            "STORE_MISSING",
+            f"there is a log of the topic {name}, of which the store knows nothing",
+            topic=name,
+            incarnation=log.incarnation,
+        )
+    logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
+    state = TopicState.DELETING if log.is_going else TopicState.ACTIVE
+    record = TopicRecord(name, log.incarnation, state, log=topics.kind.log, partitions=log.partitions)
+    await topics.store.put_topics(record)
+    return record
+
+
+def _changed(logs: Iterable[LogName], records: Iterable[TopicRecord]) -> list[TopicRecord]:
+    """Records of partitions that others use already, or let go of, whatever was to become of them here."""
+    listed = {log.incarnation: log for log in logs if log.partitions}
+    known = [(record, listed[record.incarnation]) for record in records if record.incarnation in listed]
+    return [
+        replace(record, state=TopicState.DELETING if log.is_going else TopicState.ACTIVE)
+        for record, log in known
+        if record.state is not TopicState.DELETING and (log.is_going or record.state is TopicState.CREATING)
+    ]
+
+
+def _unused(logs: Iterable[LogName]) -> dict[str, int]:
+    """How many partitions the cluster has added to a topic, where it has."""
+    return {whole_of(log.topic) or "": log.unused_partitions for log in logs if log.topic and log.unused_partitions}
+
+
+def _together(records: Iterable[TopicRecord]) -> list[list[TopicRecord]]:
+    """Records by incarnation: those of a topic's partitions in one list, others each in one."""
+    return [list(some) for _, some in groupby(records, lambda one: (one.partitions and whole_of(one.name)) or one.name)]
+
+
+async def _open_together(topics: "Topics[Any]", records: list[TopicRecord]) -> None:
+    """Finishes what was begun with a topic, or with all partitions of one, or opens them."""
+    if deleting := [record for record in records if record.state is TopicState.DELETING]:
+        await topics.stored.clean_up(*deleting)
+    if creating := [record for record in records if record.state is TopicState.CREATING]:
+        # Nobody was told that it is there.
+        await topics.stored.undo(*creating)
+    await asyncio.gather(*(topics.open_at_start(record) for record in records if record.state is TopicState.ACTIVE))
+
+
+async def _let_go_of(topics: "Topics[Any]", partition: str, incarnation: int) -> None:
+    """Somebody else deletes the topic of which this incarnation is a partition."""
+    whole = whole_of(partition) or ""
+    known = topics.records.get(partition)
+    if known is not None and known.incarnation == incarnation and whole not in topics.changing:
+        await shielded(topics.changing, whole, topics.remove_partitions(whole))
