@@ -12,7 +12,7 @@ from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.entries import PARTITIONS, PREFIX
-from seqdedupe.names import partition_name
+from seqdedupe.names import namespace_of, partition_name, whole_of
 
 FIRST_INCARNATION = PREFIX + "first_incarnation"
 LIFE = PREFIX + "life"
@@ -77,6 +77,7 @@ async def begin(admin: Admin, topic: str, first_incarnation: int, partitions: in
 
     Raises TOPIC_EXISTS, and as `Admin`.
     """
+    await _sweep(admin, topic)
     properties = {
         FIRST_INCARNATION: str(first_incarnation),
         PARTITIONS: str(partitions),
@@ -130,3 +131,16 @@ async def remove(admin: Admin, whole: Whole) -> None:
         if whole.life is not Life.DELETING:
             await admin.set_properties(whole.topic, {LIFE: Life.DELETING.value})
         await admin.delete_partitioned(whole.topic)
+    await _sweep(admin, whole.topic)
+
+
+async def _sweep(admin: Admin, topic: str) -> None:
+    """Deletes empty partitions without their topic: a client that is still connected when it is deleted can let Pulsar
+    make one anew, and nobody could make the topic then."""
+    left = [name for name in await admin.topics(namespace_of(topic)) if whole_of(name) == topic]
+    if not left or topic in await admin.partitioned_topics(namespace_of(topic)):
+        return
+    for name in left:
+        with suppress(NotFoundError):
+            if not await admin.has_had_entries(name):
+                await admin.delete_topic(name)
