@@ -13,7 +13,7 @@ import pulsar
 from seqdedupe.functions.instance import Instance
 
 TOPIC = "persistent://public/default/in"
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 120.0
 
 MANUAL = 3
 
