@@ -105,7 +105,7 @@ class Member:
         """All that were begun by what was `run`."""
 
     async def start(self) -> None:
-        asyncio.get_running_loop().set_task_factory(_task)
+        asyncio.get_running_loop().set_task_factory(_task)  # type: ignore[arg-type]
         self.store = Store.open(self.folder)
         self.url = FaultyUrl(self._cluster.admin_url)
         self.client = self._cluster.connect()

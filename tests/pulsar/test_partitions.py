@@ -324,7 +324,8 @@ async def test_partitions_that_pulsar_adds_are_not_used(
     assert (new.topics.partitions.names(whole), new.topics.partitions.unused) == (parts_of(whole), {whole: 3})
     for name in parts_of(whole):
         said = await asyncio.to_thread(said_by_markers, cluster.service_url, name)
-        assert said == [str(PARTITIONS)] * 2, "for good"
+        assert len(said) >= 2
+        assert set(said) == {str(PARTITIONS)}, "for good"
     await delete(new, whole)
     assert await in_cluster(cluster, namespace) == []
 
