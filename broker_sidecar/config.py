@@ -18,6 +18,7 @@ from broker_sidecar.keys import environment_of, invalid, keys_of
 from broker_sidecar.keys import key as _key
 from broker_sidecar.pulsar_config import PulsarConfig
 from seqdedupe.address import SidecarAddress
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.topic import policy
 
@@ -69,6 +70,11 @@ class Config:
         "", "Whose the producers and subscriptions in Pulsar are: no two sidecars may have one. Left out: a random one."
     )
     advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
+    sidecars: str = _key(
+        "",
+        "The addresses at which the sidecars of a cluster advertise themselves, this one too, and domains as "
+        "`*.example.org`, with commas between. Left out: whoever owns a topic of the cluster is one.",
+    )
     standby: bool = _key(
         False, "Read along the topics of a cluster that other sidecars own, and take them over as soon as nobody does."
     )
@@ -122,6 +128,7 @@ class Config:
             raise invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
         self._check_listen()
         self._check_advertised()
+        self._check_sidecars()
         if self.instance_name and not _INSTANCE_NAME.fullmatch(self.instance_name):
             raise invalid(
                 "instance_name",
@@ -146,6 +153,13 @@ class Config:
                 "authenticated yet",
                 key="listen",
             )
+
+    def _check_sidecars(self) -> None:
+        try:
+            if self.sidecars:
+                Sidecars.parse(self.sidecars)
+        except SeqdedupeError as e:
+            raise invalid("sidecars", f"is {self.sidecars!r}: {e.message}") from e
 
     def _check_advertised(self) -> None:
         if not self.advertised_address:

@@ -17,6 +17,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.fetching import Fetching
 from seqdedupe.topic.of_brokers import BrokersTopics
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
 from seqdedupe.topic.published import PublishedTopics
@@ -110,11 +111,14 @@ class Data:
         return topics
 
     def begin_looking(self) -> None:
-        """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics."""
+        """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics
+        and for the state of those of which there is none here."""
         if self._logs is not None and self._scrub_bytes_per_second:
             self._logs.scrub(self._scrub_bytes_per_second)
         if self._cluster is not None:
             self.all_topics.in_background(_keep_looking(self.all_topics))
+            fetching = Fetching(self.all_topics, self._cluster.owner_of, self._cluster.snapshot_of)
+            self.all_topics.in_background(fetching.run())
 
     def listens(self, address: SidecarAddress) -> None:
         """Where, which is what the sidecar advertises unless it was told something else."""

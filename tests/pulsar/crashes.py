@@ -88,6 +88,35 @@ class ProducerProcess:
         self._hearing.join()
 
 
+async def make_namespace(cluster: Cluster, name: str) -> None:
+    """As a sidecar wants it. A broker that has just started may need a while."""
+
+    async def is_made() -> bool:
+        try:
+            await cluster.url.call(
+                "PUT", f"namespaces/{name}", {"subscription_expiration_time_minutes": 0}, "TOPIC_EXISTS"
+            )
+        except SeqdedupeError as e:
+            return e.reason == "TOPIC_EXISTS"
+        return True
+
+    await until(is_made)
+
+
+def sidecar_of(broker: Broker, namespace: str, folder: Path, **keys: object) -> Sidecar:
+    """A standby for the topics of the namespace, not started yet."""
+    return Sidecar(
+        folder,
+        log="pulsar",
+        standby=True,
+        pulsar_service_url=broker.service_url,
+        pulsar_admin_url=broker.admin_url,
+        pulsar_namespaces=namespace,
+        pulsar_manage_topic_policies=True,
+        **keys,
+    )
+
+
 class Scene:
     """The processes, their topics, and one that does not deduplicate: the control."""
 
@@ -98,16 +127,7 @@ class Scene:
         self.topics = [f"persistent://{self._namespace}/{name}" for name in ("plain", "packed")]
         self.control = f"persistent://{self._namespace}/control"
         self.sidecars = [
-            Sidecar(
-                folder / f"sidecar-{k}",
-                log="pulsar",
-                standby=True,
-                pulsar_service_url=broker.service_url,
-                pulsar_admin_url=broker.admin_url,
-                pulsar_namespaces=self._namespace,
-                pulsar_manage_topic_policies=True,
-                deduplication_entries_interval=100,
-            )
+            sidecar_of(broker, self._namespace, folder / f"sidecar-{k}", deduplication_entries_interval=100)
             for k in range(SIDECARS)
         ]
         self.producers: list[ProducerProcess] = []
@@ -135,37 +155,20 @@ class Scene:
                 print(" ", entry["timestamp"], entry["level"], entry["event"], entry.get("exception", ""))
 
     async def _begin(self) -> None:
-        policy = {"subscription_expiration_time_minutes": 0}
-        await self._again(lambda: self.cluster.url.call("PUT", f"namespaces/{self._namespace}", policy, "TOPIC_EXISTS"))
+        await make_namespace(self.cluster, self._namespace)
         first, *others = self.sidecars
-        first.start()
+        start(first)
         async with Client(first.address) as client:
             for topic in self.every_topic:
                 form = "packed" if topic.endswith("packed") else "plain"
                 is_control = topic == self.control
                 await client.admin.create_topic(topic, entry_format=form, deduplication_enabled=not is_control)
         # Who starts now knows all topics, and stands by.
-        for sidecar in others:
-            sidecar.spawn()
-        for sidecar in others:
-            sidecar.wait_until_serving()
+        start(*others)
         self.producers = [ProducerProcess(name, self.addresses, self.every_topic) for name in PRODUCERS]
         for producer in self.producers:
             producer.start()
         await self.goes_on()
-
-    async def _again(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """A broker that has just started may need a while."""
-        async with asyncio.timeout(LIMIT_SECONDS):
-            while True:
-                try:
-                    await call()
-                except SeqdedupeError as e:
-                    if e.reason == "TOPIC_EXISTS":
-                        return
-                    await asyncio.sleep(0.1)
-                else:
-                    return
 
     def _end(self) -> None:
         for producer in self.producers:
@@ -271,6 +274,14 @@ class Scene:
             self.doubled += len(own) - len(set(own))
 
 
+def start(*sidecars: Sidecar) -> None:
+    """All at once; returns when they serve."""
+    for sidecar in sidecars:
+        sidecar.spawn()
+    for sidecar in sidecars:
+        sidecar.wait_until_serving(LIMIT_SECONDS)
+
+
 class Faults:
     """What can happen. Each fault is over, and all go on, when its method returns."""
 
@@ -317,15 +328,13 @@ class Faults:
     async def kill_all(self) -> None:
         for sidecar in self._scene.sidecars:
             sidecar.kill()
-        for sidecar in self._scene.sidecars:
-            sidecar.start()
+        start(*self._scene.sidecars)
         await self._scene.goes_on()
 
     async def _go_on_without(self, *gone: Sidecar) -> None:
         """The rest does; then these come back."""
         await self._scene.goes_on()
-        for sidecar in gone:
-            sidecar.start()
+        start(*gone)
 
     async def kill_producer(self) -> None:
         producer = self._dice.choice(self._scene.producers)
