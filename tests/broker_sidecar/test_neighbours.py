@@ -105,7 +105,7 @@ async def giving(given: Answers, *, then: Callable[[], Any]) -> AsyncIterator[st
         await then()
 
     server = grpc.aio.server()
-    handlers = {"ExportSnapshot": grpc.unary_stream_rpc_method_handler(export)}
+    handlers: dict[str, Any] = {"ExportSnapshot": grpc.unary_stream_rpc_method_handler(export)}
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("seqdedupe.v1.AdminService", handlers)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

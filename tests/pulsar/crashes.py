@@ -103,7 +103,7 @@ async def make_namespace(cluster: Cluster, name: str) -> None:
     await until(is_made)
 
 
-def sidecar_of(broker: Broker, namespace: str, folder: Path, **keys: object) -> Sidecar:
+def sidecar_of(broker: Broker, namespace: str, folder: Path, **keys: Any) -> Sidecar:
     """A standby for the topics of the namespace, not started yet."""
     return Sidecar(
         folder,
