@@ -13,6 +13,7 @@ import pulsar.asyncio
 from broker_sidecar.config import Config
 from broker_sidecar.neighbours import answers, snapshot_of
 from broker_sidecar.pulsar_config import PulsarConfig
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin
@@ -30,6 +31,9 @@ OPERATION_TIMEOUT_SECONDS = 30
 """Opening a producer can take Pulsar as long: it reads what its deduplication has not in a snapshot."""
 CLOSE_TIMEOUT_SECONDS = 5.0
 """A cluster that does not answer is left without a word."""
+
+STANDBYS = 2
+"""Sidecars that follow a topic, its owner among them: clients try these first."""
 
 _client_logger = logging.getLogger("seqdedupe.pulsar.client")
 
@@ -61,6 +65,11 @@ class Cluster:
             EntryFormat(asked.entry_format),
             may_change_policies=asked.manage_topic_policies,
         )
+
+    def is_near(self, topic: str) -> bool:
+        """Whether this sidecar is the first or the second that clients try for the topic, if it knows of whom."""
+        own = SidecarAddress.parse(self.shared.address)
+        return self._sidecars is None or own in self._sidecars.in_order(topic)[:STANDBYS]
 
     async def owner_of(self, topic: str) -> str:
         """See `OwnerOf`."""

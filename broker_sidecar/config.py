@@ -73,7 +73,8 @@ class Config:
     sidecars: str = _key(
         "",
         "The addresses at which the sidecars of a cluster advertise themselves, this one too, and domains as "
-        "`*.example.org`, with commas between. Left out: whoever owns a topic of the cluster is one.",
+        "`*.example.org`, with commas between. A standby follows topics for which it is the first or second of the "
+        "addresses. Left out: all topics, and whoever owns one is a sidecar.",
     )
     standby: bool = _key(
         False, "Read along the topics of a cluster that other sidecars own, and take them over as soon as nobody does."
@@ -155,11 +156,15 @@ class Config:
             )
 
     def _check_sidecars(self) -> None:
+        if not self.sidecars:
+            return
         try:
-            if self.sidecars:
-                Sidecars.parse(self.sidecars)
+            among = Sidecars.parse(self.sidecars)
         except SeqdedupeError as e:
             raise invalid("sidecars", f"is {self.sidecars!r}: {e.message}") from e
+        own = SidecarAddress.parse(self.advertised_address or self.listen)
+        if self.standby and own not in among.addresses:
+            raise invalid("sidecars", f"is {self.sidecars!r}: {own}, at which this one is reached, is not among them")
 
     def _check_advertised(self) -> None:
         if not self.advertised_address:

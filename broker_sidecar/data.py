@@ -64,6 +64,7 @@ class Data:
         self._store = store = Store.open(folder / "store")
         self._logs: EmbeddedLogs | None = None
         self._cluster: Cluster | None = None
+        self._is_standby = config.standby
         self._is_advertised = bool(config.advertised_address)
         self._scrub_bytes_per_second = config.scrub_bytes_per_second
         self.topics: Topics[Topic] | None = None
@@ -95,12 +96,15 @@ class Data:
         self.topics = Topics(
             store,
             lambda told: PublishedTopics(
-                store, logs, log=kind, on_state=told, rebuild_store=rebuild_store, is_standby=config.standby
+                store, logs, log=kind, on_state=told, rebuild_store=rebuild_store, stands_by=self._stands_by
             ),
             on_state=on_state,
             rebuild_store=rebuild_store,
             **limits,
         )
+
+    def _stands_by(self, topic: str) -> bool:
+        return self._is_standby and self._cluster is not None and self._cluster.is_near(topic)
 
     @property
     def all_topics(self) -> Topics[Any]:

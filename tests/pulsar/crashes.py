@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsar_broker.distribution import get
-from pulsar_broker.standalone import Broker
+from pulsar_broker.standalone import Broker, free_port
 from seqdedupe.client import Client, ProducerConfig, Verdict
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.owner import ADDRESS
@@ -35,7 +35,7 @@ KEEP_ALIVE_SECONDS = 5
 SIDECARS = 3
 PRODUCERS = ("a", "b")
 LIMIT_SECONDS = 300.0
-FAULTS_A_SCENE = 20
+FAULTS_A_SCENE = 15
 SHORTER_THAN_KEEP_ALIVE_SECONDS = 1.0
 
 LINES_SHOWN = 200
@@ -118,17 +118,22 @@ def sidecar_of(broker: Broker, namespace: str, folder: Path, **keys: Any) -> Sid
 
 
 class Scene:
-    """The processes, their topics, and one that does not deduplicate: the control."""
+    """The processes, their topics, and one that does not deduplicate: the control.
 
-    def __init__(self, broker: Broker, folder: Path) -> None:
+    `are_listed`: each sidecar is told of the others, and two stand by for a topic; else all three do.
+    """
+
+    def __init__(self, broker: Broker, folder: Path, *, are_listed: bool) -> None:
         self.broker = broker
         self.cluster = Cluster(broker.service_url, broker.admin_url)
         self._namespace = f"public/crashes-{next(_scenes)}"
         self.topics = [f"persistent://{self._namespace}/{name}" for name in ("plain", "packed")]
         self.control = f"persistent://{self._namespace}/control"
+        addresses = [f"127.0.0.1:{free_port()}" for _ in range(SIDECARS)]
+        keys = {"deduplication_entries_interval": 100, "sidecars": ",".join(addresses) if are_listed else ""}
         self.sidecars = [
-            sidecar_of(broker, self._namespace, folder / f"sidecar-{k}", deduplication_entries_interval=100)
-            for k in range(SIDECARS)
+            sidecar_of(broker, self._namespace, folder / f"sidecar-{k}", listen=address, **keys)
+            for k, address in enumerate(addresses)
         ]
         self.producers: list[ProducerProcess] = []
         self.doubled = 0
@@ -386,7 +391,7 @@ Outages = defaultdict[str, list[float]]
 
 async def attack(broker: Broker, dice: random.Random, count: int, folder: Path, outages: Outages) -> int:
     """A scene and so many faults; how many messages were published. The first one kills a producer, for the control."""
-    async with Scene(broker, folder) as scene:
+    async with Scene(broker, folder, are_listed=dice.random() < 0.5) as scene:
         faults = Faults(scene, dice)
         for fault in [faults.kill_producer, *(faults.any() for _ in range(count - 1))]:
             with scene.timed() as seconds:
