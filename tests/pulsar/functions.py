@@ -12,7 +12,7 @@ from typing import Any, Self
 from pulsar_broker.instance import FULL_NAME, Instance, details
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import NotFoundError, SeqdedupeError
 from seqdedupe.functions.wheel import build
 from seqdedupe.testing import Sidecar
 from tests.client.fronts import fronts
@@ -49,6 +49,16 @@ def pulsar_keys(broker: Broker, namespace: str) -> dict[str, Any]:
         "pulsar_manage_topic_policies": True,
         "pulsar_namespaces": namespace,
     }
+
+
+def stored(sidecar: Sidecar, topic: str) -> list[Result]:
+    """What a topic of a sidecar's holds."""
+    with blocking.Client(sidecar.address) as client:
+        try:
+            with client.reader(topic) as reader:
+                return [Result((one.key or b"").decode(), (one.payload or b"").decode()) for one in reader]
+        except NotFoundError:
+            return []
 
 
 async def until(holds: Callable[[], bool], *instances: Instance) -> None:

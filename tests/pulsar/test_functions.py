@@ -1,12 +1,18 @@
 """The wrapper in Pulsar's own Python runtime, on a real broker, through whatever can go wrong around it."""
 
+import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pulsar
 import pytest
 
 from pulsar_broker.instance import FULL_NAME, Instance, details
@@ -16,8 +22,9 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from tests.pulsar.admin import call
 from tests.pulsar.deployed import arrival
-from tests.pulsar.flights import Result, flights, give, read
-from tests.pulsar.functions import Case, Work, pulsar_keys, until, wheel_in
+from tests.pulsar.flights import LIMIT_SECONDS, Result, flights, give, read
+from tests.pulsar.functions import Case, Work, pulsar_keys, stored, until, wheel_in
+from tests.pulsar.owners import quiet
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -77,6 +84,32 @@ async def test_a_deployment_that_cannot_work_ends_the_process_and_says_what_to_s
         assert said in instance.log
 
 
+async def test_a_log_topic_has_the_reason_why_the_instance_ended(
+    broker: Broker, pulsar_home: Path, shared_sidecar: Sidecar, topic: str, tmp_path: Path, wheel: Path
+) -> None:
+    """Which is the last line before the process is gone."""
+    config = {"wrapped": "deployed.Missing", "sidecar_address": shared_sidecar.address}
+    function = details(
+        topic.rpartition("/")[2],
+        topic,
+        class_name=FULL_NAME,
+        userConfig=json.dumps(config),
+        logTopic=f"{topic}-log",
+    )
+    give(broker.service_url, topic, flights(3), batched=True)
+    client = pulsar.Client(broker.service_url, logger=quiet())
+    try:
+        reader = client.create_reader(f"{topic}-log", pulsar.MessageId.earliest)
+        with Instance(pulsar_home, tmp_path, broker.service_url, wheel, function) as instance:
+            await until(lambda: instance.starts > 1, instance)
+            line = await asyncio.to_thread(reader.read_next, int(LIMIT_SECONDS * 1000))
+            while b"the instance ends" not in line.data():
+                line = await asyncio.to_thread(reader.read_next, int(LIMIT_SECONDS * 1000))
+        assert b"deployed.Missing cannot be imported" in line.data()
+    finally:
+        client.close()
+
+
 def deploy(broker: Broker, wheel: Path, function: dict[str, Any]) -> None:
     """Makes a function by the worker's REST call, as `pulsar-admin functions create` does."""
     parts = {
@@ -113,6 +146,47 @@ def answers(broker: Broker, path: str) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def run(command: Sequence[str], environment: dict[str, str], printed: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A command, which is killed with all that it has started when the block ends."""
+    with printed.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def test_run_locally_by_pulsars_own_command(
+    broker: Broker, pulsar_home: Path, shared_sidecar: Sidecar, topic: str, tmp_path: Path, wheel: Path
+) -> None:
+    name, some = topic.rpartition("/")[2], flights(100)
+    output = f"{name}-output"
+    config = {"wrapped": "deployed.One", "sidecar_address": shared_sidecar.address, "output_topic": output}
+    command = [
+        *(str(pulsar_home / "bin" / "pulsar-admin"), "functions", "localrun"),
+        *("--broker-service-url", broker.service_url, "--name", name, "--inputs", topic),
+        *("--py", str(wheel), "--classname", FULL_NAME, "--user-config", json.dumps(config)),
+        *("--processing-guarantees", "MANUAL", "--retain-ordering", "--subs-position", "Earliest"),
+    ]
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PULSAR_LOG_DIR": str(tmp_path),
+    }
+    give(broker.service_url, topic, some, batched=True)
+    with run(command, environment, tmp_path / "printed") as process:
+        await until(lambda: process.poll() is not None or len(stored(shared_sidecar, output)) >= len(some))
+        expected = [Result(one.key, arrival(one.fields)) for one in some]
+        assert stored(shared_sidecar, output) == expected, (tmp_path / "printed").read_text()
 
 
 async def test_deployed_by_a_worker_over_a_sidecar_on_pulsar_a_stock_consumer_sees_each_result_once(

@@ -10,14 +10,12 @@ import pytest
 
 from pulsar_broker.instance import Instance, details
 from pulsar_broker.standalone import Broker
-from seqdedupe.client import blocking
-from seqdedupe.errors import NotFoundError
 from seqdedupe.testing import Sidecar
 from tests.client.fronts import fronts
 from tests.pulsar.admin import call
 from tests.pulsar.deployed import arrival
 from tests.pulsar.flights import LIMIT_SECONDS, Result, differences, flights, give
-from tests.pulsar.functions import left, path_of, until, wheel_in
+from tests.pulsar.functions import left, path_of, stored, until, wheel_in
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,15 +32,6 @@ def client(broker: Broker) -> Iterator[pulsar.Client]:
     client = pulsar.Client(broker.service_url)
     yield client
     client.close()
-
-
-def stored(sidecar: Sidecar, topic: str) -> list[Result]:
-    with blocking.Client(sidecar.address) as client:
-        try:
-            with client.reader(topic) as reader:
-                return [Result((one.key or b"").decode(), (one.payload or b"").decode()) for one in reader]
-        except NotFoundError:
-            return []
 
 
 def wrapped(topic: str, sidecar_address: str, class_name: str, **config: Any) -> dict[str, Any]:
