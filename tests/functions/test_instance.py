@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -168,7 +169,7 @@ def test_publishing_after_the_return_raises_in_the_function(start: Start) -> Non
     runtime = start("Late")
     runtime.give(inputs(1))
     runtime.until_acknowledged(1)
-    assert examples.Late.done.wait(20)
+    assert examples.Late.done.wait(120)
     assert "after process()" in str(examples.Late.raised)
 
 
@@ -341,7 +342,7 @@ def test_data_loss_ends_the_process(start: Start, start_sidecar: StartSidecar, t
     with blocking.Client(sidecar.address) as client:
         client.admin.delete_topic(topic)
     runtime.give(inputs(1, first=5))
-    assert runtime.process.ended.wait(60)
+    assert runtime.process.ended.wait(120)
     assert runtime.process.failed
     assert runtime.process.why
     assert len(runtime.acks) == 5
@@ -350,7 +351,7 @@ def test_data_loss_ends_the_process(start: Start, start_sidecar: StartSidecar, t
 def test_it_waits_for_a_sidecar_and_gives_up_by_ending_the_process(start: Start) -> None:
     runtime = start(address="127.0.0.1:1", give_up_after_seconds=1.0)
     runtime.give(inputs(1))
-    assert runtime.process.ended.wait(60)
+    assert runtime.process.ended.wait(120)
     assert runtime.process.failed
     assert "has waited for 1 seconds" in runtime.process.why
     assert "UNREACHABLE" in runtime.process.why
@@ -377,6 +378,13 @@ def test_what_is_in_flight_is_bounded_by_bytes_too(start: Start) -> None:
 
 def test_metrics_are_recorded(start: Start) -> None:
     runtime = start()
-    runtime.give(inputs(1))
-    runtime.until_acknowledged(1)
-    assert "dedupe_in_flight" in {name for name, _ in runtime.metrics}
+    recorded, total = threading.Event(), Counter[str]()
+
+    def record(name: str, value: float) -> None:
+        total[name] += int(value)
+        if total["dedupe_not_dup"] == 3:
+            recorded.set()
+
+    runtime.on_metric = record
+    runtime.give(inputs(3))
+    assert recorded.wait(60)

@@ -28,7 +28,7 @@ from tests.log.faulty import FaultyLog, Storage
 from tests.topic.publisher import FRAME_ROWS, Publisher, stored
 
 INCARNATION = 5
-LIMIT_SECONDS = 30
+LIMIT_SECONDS = 120
 ENTRIES_INTERVAL = 5
 
 

@@ -17,7 +17,7 @@ from seqdedupe.message_id import MessageId
 
 OPENING = 5
 FIRST_ID = OPENING << COUNTER_BITS
-LIMIT_SECONDS = 20
+LIMIT_SECONDS = 120
 
 Answer = Callable[[pulsar.Result, pulsar.MessageId], None]
 
