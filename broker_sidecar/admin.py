@@ -21,6 +21,7 @@ from seqdedupe.names import producer_name, topic_name
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.finding import delete, find, look_for
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State, TopicBase
 from seqdedupe.v1 import admin_pb2
@@ -75,11 +76,11 @@ class AdminService:
         return admin_pb2.CreateTopicResponse(topic=self._topic(topic_name(request.topic)))
 
     async def _delete(self, request: admin_pb2.DeleteTopicRequest) -> admin_pb2.DeleteTopicResponse:
-        full = topic_name(request.topic)
+        full = await look_for(self._topics, request.topic)
         if full in self._topics.partitions:
             await partitioned.delete(self._topics, full)
         else:
-            await self._topics.delete(full)
+            await delete(self._topics, full)
         return admin_pb2.DeleteTopicResponse()
 
     async def _list(self, request: admin_pb2.ListTopicsRequest) -> admin_pb2.ListTopicsResponse:
@@ -91,7 +92,7 @@ class AdminService:
         )
 
     async def _get(self, request: admin_pb2.GetTopicRequest) -> admin_pb2.GetTopicResponse:
-        return admin_pb2.GetTopicResponse(topic=self._topic(topic_name(request.topic)))
+        return admin_pb2.GetTopicResponse(topic=self._topic(await look_for(self._topics, request.topic)))
 
     def _topic(self, name: str) -> admin_pb2.Topic:
         """A topic by its full name, as it is now. Raises TOPIC_NOT_FOUND."""
@@ -100,23 +101,23 @@ class AdminService:
         topic = self._topics.look_at(name)
         return topic_to_proto(topic, self._topics.partitions_beside(name))
 
-    def _owned(self, name: str) -> Any:
+    async def _owned(self, name: str) -> Any:
         """The topic, for what is said of its producers. Raises TOPIC_NOT_FOUND, or NOT_OWNER: what is known of them
         here may be old."""
-        topic = self._topics.get(name)
+        topic = await find(self._topics, name)
         if topic.state is State.STANDBY:
             topic.check_may_go_on()
         return topic
 
     async def _producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
-        topic = self._owned(request.topic)
+        topic = await self._owned(request.topic)
         page, following = self._listing.page(topic.producers, request.offset, PAGE_ITEMS)
         return admin_pb2.ListProducersResponse(
             producers=[producer_proto(topic, name, number) for number, name in page], next_offset=following
         )
 
     async def _producer(self, request: admin_pb2.GetProducerRequest) -> admin_pb2.GetProducerResponse:
-        topic = self._owned(request.topic)
+        topic = await self._owned(request.topic)
         name = producer_name(request.producer_name)
         number = topic.producers.number(name)
         if number is None or not topic.producers.is_known(number):
@@ -127,7 +128,7 @@ class AdminService:
         return admin_pb2.GetProducerResponse(producer=producer_proto(topic, name, number))
 
     async def _snapshot(self, request: admin_pb2.SnapshotRequest) -> admin_pb2.SnapshotResponse:
-        topic = self._topics.get(request.topic)
+        topic = await find(self._topics, request.topic)
         topic.check_serving()
         await topic.snapshot()
         return admin_pb2.SnapshotResponse(position=(await topic.position_before(topic.snapshot_index)).to_proto())

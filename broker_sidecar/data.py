@@ -134,7 +134,7 @@ async def _keep_looking(topics: Topics[Any]) -> None:
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         try:
-            await topics.look_again()
+            await topics.looking.once()
         except SeqdedupeError as e:
             logger.warning("the cluster was not asked for new topics: %s", e)
 

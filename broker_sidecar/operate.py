@@ -10,6 +10,7 @@ from seqdedupe.errors import error
 from seqdedupe.names import producer_name
 from seqdedupe.topic import operating
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.finding import find
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import TopicBase
 from seqdedupe.v1 import admin_pb2
@@ -32,17 +33,17 @@ class Operate:
             "ResetProducer": unary(admin_pb2.ResetProducerRequest, self._reset),
         }
 
-    def _topic(self, name: str) -> Topic:
+    async def _topic(self, name: str) -> Topic:
         if self._topics is None:
             raise error(
                 "INVALID_REQUEST",
                 "this is only for topics on the sidecar's own log, and these are a broker's",
                 hint="Ask the broker: messages are there alone.",
             )
-        return self._topics.get(name)
+        return await find(self._topics, name)
 
     async def _message_state(self, request: admin_pb2.GetMessageStateRequest) -> admin_pb2.GetMessageStateResponse:
-        topic = self._topic(request.topic)
+        topic = await self._topic(request.topic)
         found = await operating.message_state(topic, request.producer_name, request.sequence_id)
         return admin_pb2.GetMessageStateResponse(
             state=found.state.value,  # type: ignore[arg-type]
@@ -54,7 +55,7 @@ class Operate:
         )
 
     async def _in_flight(self, request: admin_pb2.ListInFlightRequest) -> admin_pb2.ListInFlightResponse:
-        found = await operating.in_flight(self._topic(request.topic), request.longer_than_ms)
+        found = await operating.in_flight(await self._topic(request.topic), request.longer_than_ms)
         return admin_pb2.ListInFlightResponse(
             in_flight=[
                 admin_pb2.InFlight(
@@ -69,7 +70,7 @@ class Operate:
         )
 
     async def _reset(self, request: admin_pb2.ResetProducerRequest) -> admin_pb2.ResetProducerResponse:
-        topic = self._topic(request.topic)
+        topic = await self._topic(request.topic)
         before = await operating.reset_producer(topic, request.producer_name, request.persisted)
         name = producer_name(request.producer_name)
         return admin_pb2.ResetProducerResponse(

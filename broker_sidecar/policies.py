@@ -6,6 +6,7 @@ from broker_sidecar.topics import policy_to_proto, topic_to_proto
 from seqdedupe.errors import error
 from seqdedupe.names import namespace_name
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.finding import find
 from seqdedupe.topic.policy import Policy
 from seqdedupe.v1 import admin_pb2
 
@@ -17,18 +18,18 @@ class Policies:
         self._topics = topics
 
     async def of_topic(self, request: admin_pb2.GetTopicPolicyRequest) -> admin_pb2.GetTopicPolicyResponse:
-        topic = self._topics.get(request.topic)
+        topic = await find(self._topics, request.topic)
         policy, applied = policy_to_proto(topic.policy), policy_to_proto(topic.applied)
         return admin_pb2.GetTopicPolicyResponse(policy=policy, applied=applied)
 
     async def set_of_topic(self, request: admin_pb2.SetTopicPolicyRequest) -> admin_pb2.SetTopicPolicyResponse:
-        topic = self._topics.get(request.topic)
+        topic = await find(self._topics, request.topic)
         policy = self._given(request.policy)
         await topic.set_policy(topic.newest_policy.with_values_of(policy))
         return admin_pb2.SetTopicPolicyResponse(topic=topic_to_proto(topic))
 
     async def remove_of_topic(self, request: admin_pb2.RemoveTopicPolicyRequest) -> admin_pb2.RemoveTopicPolicyResponse:
-        topic = self._topics.get(request.topic)
+        topic = await find(self._topics, request.topic)
         await topic.set_policy(topic.newest_policy.without(list(request.values)))
         return admin_pb2.RemoveTopicPolicyResponse(topic=topic_to_proto(topic))
 

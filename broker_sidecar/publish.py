@@ -18,6 +18,7 @@ from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.finding import find, find_or_create
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.partitioned import check_gap_policy
@@ -169,14 +170,14 @@ class PublishService:
             return self._topics.get(request.topic)
         except NotFoundError:
             if request.epochs:
-                raise
+                return await find(self._topics, request.topic)
         encoded_names(names)
-        return await self._topics.get_or_create(request.topic)
+        return await find_or_create(self._topics, request.topic)
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:
             name, batch = parse_publish(data)
-            topic = self._topics.get(name)
+            topic = await find(self._topics, name)
             share = Share(self._streams.budget)
             if not topic.flight.has_room() or not share.fits((1 + ANSWER_FACTOR) * len(batch)):
                 raise error("QUEUE_FULL", f"topic {topic.name}, or all clients together, have too much in flight")
@@ -202,7 +203,7 @@ class PublishService:
         if first is grpc.aio.EOF:
             return
         name, frames = parse_frames(first)
-        publishing = _Publishing(self._topics.get(name), stream)
+        publishing = _Publishing(await find(self._topics, name), stream)
         writer = asyncio.ensure_future(publishing.send_all())
         # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
         writer.add_done_callback(lambda task: task.cancelled() or task.exception())

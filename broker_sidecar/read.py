@@ -11,6 +11,7 @@ from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.finding import find
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import PAGE_BYTES, Page, check_index, end_index, index_after, read_on, read_page
 from seqdedupe.v1 import read_pb2
@@ -75,7 +76,7 @@ class ReadService:
             page_bytes = _page_bytes(share)
             if not share.fits(page_bytes):
                 raise error("QUEUE_FULL", "readers hold all the memory that there is for pages")
-            topic = self._topics.get(request.topic)
+            topic = await find(self._topics, request.topic)
             index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
             stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)
             if index < stop:
@@ -94,7 +95,7 @@ class ReadService:
 
     async def _stream(self, data: bytes, _context: Context, stream: Stream) -> None:
         request = parse_small(read_pb2.ReadStreamRequest, data)
-        topic = self._topics.get(request.topic)
+        topic = await find(self._topics, request.topic)
         index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
         stop: int | None = None
         if request.HasField("stop_index"):
@@ -121,7 +122,7 @@ class ReadService:
             raise error("DRAINING", f"topic {topic.name} is closing: read on at index {index}", index=index)
 
     async def _locate(self, request: read_pb2.LocateRequest) -> read_pb2.LocateResponse:
-        topic = self._topics.get(request.topic)
+        topic = await find(self._topics, request.topic)
         end = topic.readable_index
         match request.WhichOneof("by"):
             case "publish_time_ms":
@@ -142,7 +143,7 @@ class ReadService:
         return read_pb2.LocateResponse(index=index, incarnation=topic.incarnation)
 
     async def _last(self, request: read_pb2.GetLastMessageIdRequest) -> read_pb2.GetLastMessageIdResponse:
-        topic = self._topics.get(request.topic)
+        topic = await find(self._topics, request.topic)
         end_index(topic)
         return read_pb2.GetLastMessageIdResponse(last=topic.last_position.to_proto(), first_index=topic.log.first_index)
 

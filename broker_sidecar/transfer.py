@@ -21,6 +21,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.finding import find, look_for
 from seqdedupe.topic.renewing import renew
 from seqdedupe.topic.saved import SavedParts, parts, saved
 from seqdedupe.topic.state import TopicBase
@@ -51,7 +52,7 @@ class Transfer:
 
     async def _export_watermarks(self, data: bytes, _context: Context, stream: Stream) -> None:
         request = parse_small(admin_pb2.ExportWatermarksRequest, data)
-        for names, persisted in watermarks(self._topics.get(request.topic)):
+        for names, persisted in watermarks(await find(self._topics, request.topic)):
             column = Binary.of_all(names)
             answer = wire.ExportWatermarksResponse(
                 producer_name_offsets=column.offsets.tobytes(),
@@ -61,7 +62,7 @@ class Transfer:
             await stream.write(answer.SerializeToString())
 
     async def _export_snapshot(self, data: bytes, _context: Context, stream: Stream) -> None:
-        topic = self._topics.get(parse_small(admin_pb2.ExportSnapshotRequest, data).topic)
+        topic = await find(self._topics, parse_small(admin_pb2.ExportSnapshotRequest, data).topic)
         snapshot = saved(topic)
         await stream.write(_head(topic, snapshot).SerializeToString())
         for names, persisted, epochs, stated in parts(snapshot):
@@ -92,11 +93,11 @@ class Transfer:
                 raise error("INVALID_REQUEST", "nothing has come")
             loaded = taken.finish()
             with _writing(stream):
-                topic = await renew(self._topics, name, head.position.incarnation, loaded)
+                topic = await renew(self._topics, await look_for(self._topics, name), head.position.incarnation, loaded)
         await stream.write(admin_pb2.ImportSnapshotResponse(topic=topic_to_proto(topic)).SerializeToString())
 
     async def _rebuild(self, request: admin_pb2.RebuildTopicRequest) -> admin_pb2.RebuildTopicResponse:
-        topic = await renew(self._topics, request.topic, None, None)
+        topic = await renew(self._topics, await look_for(self._topics, request.topic), None, None)
         return admin_pb2.RebuildTopicResponse(topic=topic_to_proto(topic))
 
     async def _import_watermarks(self, _requests: object, _context: Context, stream: Stream) -> None:
@@ -113,7 +114,7 @@ class Transfer:
         async for data in messages(stream):
             request = _columns(wire.ImportWatermarksRequest, admin_pb2.ImportWatermarksRequest, data)
             if importing is None:
-                topic = self._topics.get(request.topic)
+                topic = await find(self._topics, request.topic)
                 importing = begin_import(topic)
                 ended.callback(importing.close)
             elif request.topic and self._topics.get(request.topic) is not topic:

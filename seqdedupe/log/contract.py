@@ -22,7 +22,7 @@ form (`format.records`). A log whose files or connection fail for now raises `Un
 (LOG_UNREADABLE), which can be tried again; `DamagedError` says that what stands there is wrong, and always will be.
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -364,8 +364,9 @@ class Logs(Protocol):
         LOG_DAMAGED, NEWER_FORMAT, OLDER_FORMAT; LOG_UNREADABLE if it cannot be looked at now.
         """
 
-    async def list(self) -> list[LogName]:
+    async def list(self, without: Container[str] = ()) -> list[LogName]:
         """The logs that are there, whole or not, by incarnation: creating or deleting one may have been interrupted.
+        Those of the topics `without` may be left out, where it costs something to look at each.
 
         Complete or an error: LOG_UNREADABLE, LOG_DAMAGED if a log says a name that is none.
         """

@@ -18,6 +18,7 @@ from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.lives import Lives
+from seqdedupe.topic.looking import Looking
 from seqdedupe.topic.namespaces import Namespaces
 from seqdedupe.topic.partitions import Partitions
 from seqdedupe.topic.policy import Applied, Policy
@@ -54,7 +55,7 @@ class Topics(Generic[T]):
         self.kind = make_kind(self._topic_changed)
         self.stored = Records(store, self.kind.delete, self.in_background)
         self._max_topics = max_topics
-        self._allow_auto_topic_creation = allow_auto_topic_creation
+        self.allow_auto_topic_creation = allow_auto_topic_creation
         self.on_state = on_state
         self._rebuild_store = rebuild_store
         self.live: dict[str, T] = {}
@@ -72,6 +73,8 @@ class Topics(Generic[T]):
         self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By name: nobody opens a topic that another one opens."""
         self._opened_at_start: list[T] = []
+        self.looking = Looking(self._look_again)
+        """For topics that others have made in a cluster. A look raises what `Logs.list` raises, STORE_UNAVAILABLE."""
         self._unlisted: SeqdedupeError | None = None
         """Why it is not known which topics there are."""
         self._background: set[asyncio.Task[None]] = set()
@@ -167,9 +170,8 @@ class Topics(Generic[T]):
         elif topic := self.live.get(record.name):
             self._opened_at_start.append(topic)
 
-    async def look_again(self) -> None:
-        """Opens the topics that others have made in the cluster. Raises what `Logs.list` raises, STORE_UNAVAILABLE."""
-        logs = await self.kind.list()
+    async def _look_again(self) -> None:
+        logs = await self.kind.list(without=self.records)
         known = {record.incarnation for record in self.store.topics()}
         for log in logs:
             if log.incarnation in known or log.topic is None or log.topic in (*self.records, *self.creating):
@@ -318,7 +320,7 @@ class Topics(Generic[T]):
         """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
         full = topic_name(name)
         is_there = full in self.live or full in self.closed or full in self.partitions
-        if is_there or not self._allow_auto_topic_creation:
+        if is_there or not self.allow_auto_topic_creation:
             return self.get(full)
         return await self.create(full, exists_ok=True)
 
@@ -351,7 +353,7 @@ class Topics(Generic[T]):
             if e.reason != "TOPIC_EXISTS" or not self.kind.log.is_shared:
                 raise
             # Another sidecar has made it, perhaps.
-            await self.look_again()
+            await self.looking.once()
             if not exists_ok or full not in self.live:
                 raise
             return self.live[full]

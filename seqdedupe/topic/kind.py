@@ -1,5 +1,6 @@
 """What the directory of topics needs of a kind of log: topics on it, and what is there."""
 
+from collections.abc import Container
 from typing import Protocol, TypeVar
 
 from seqdedupe.log.contract import LogName
@@ -16,7 +17,7 @@ class TopicKind(Protocol[T_co]):
 
     log: LogKind
 
-    async def list(self) -> list[LogName]:
+    async def list(self, without: Container[str] = ()) -> list[LogName]:
         """The logs that are there. See `Logs.list`."""
 
     async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> T_co:

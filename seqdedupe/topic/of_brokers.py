@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from seqdedupe.errors import error
 from seqdedupe.log.contract import LogName
@@ -30,7 +30,7 @@ class BrokersTopics:
         self._admission_timeout_seconds = admission_timeout_seconds
         self._on_state = on_state
 
-    async def list(self) -> list[LogName]:
+    async def list(self, without: Container[str] = ()) -> list[LogName]:
         return []
 
     async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> AttachedTopic:

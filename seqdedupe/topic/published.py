@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from seqdedupe.errors import PositionError, error
 from seqdedupe.log.contract import Log, LogName, Logs
@@ -34,8 +34,8 @@ class PublishedTopics:
         self._rebuild_store = rebuild_store
         self._is_standby = is_standby
 
-    async def list(self) -> list[LogName]:
-        return await self._logs.list()
+    async def list(self, without: Container[str] = ()) -> list[LogName]:
+        return await self._logs.list(without)
 
     async def make(self, record: TopicRecord, applied: Applied, entry_format: str = "") -> Topic:
         await self._logs.create(record.incarnation, record.name, record.secret, record.partitions, entry_format)

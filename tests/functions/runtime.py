@@ -10,10 +10,11 @@ from typing import Any
 
 import pulsar
 
+from seqdedupe.functions import entries
 from seqdedupe.functions.instance import Instance
 
 TOPIC = "persistent://public/default/in"
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 120.0
 
 MANUAL = 3
 
@@ -62,6 +63,13 @@ def inputs(count: int, first: int = 0) -> list[Message]:
     return [Message(b"%d" % i, Id(i)) for i in range(first, first + count)]
 
 
+def written(index: int, kind: str = "", *, term: int = 3, incarnation: int = 99) -> dict[str, str]:
+    """Properties of what a sidecar has written."""
+    number = max(index, 0)
+    properties = {entries.ENTRY: f"1:{incarnation}:{term}:{term:016x}:{number}:{index}"}
+    return properties | ({entries.KIND: kind} if kind else {})
+
+
 def details(**changes: Any) -> SimpleNamespace:
     """`FunctionDetails` of a function that is deployed as it should be."""
     values = {
@@ -71,7 +79,7 @@ def details(**changes: Any) -> SimpleNamespace:
         "processingGuarantees": MANUAL,
         "retainOrdering": True,
         "source": source(),
-        "sink": SimpleNamespace(topic="out"),
+        "sink": SimpleNamespace(topic="out", serDeClassName="", schemaType=""),
     }
     return SimpleNamespace(**(values | changes))
 
@@ -115,7 +123,7 @@ class Context(pulsar.Context):  # type: ignore[misc]
         return list(self._runtime.details.source.inputSpecs)
 
     def record_metric(self, metric_name: str, metric_value: float) -> None:
-        self._runtime.metrics.append((metric_name, metric_value))
+        self._runtime.on_metric(metric_name, metric_value)
 
     def ack(self, msgid: Id, topic: str) -> None:
         self._runtime.acknowledged(msgid, topic)
@@ -149,7 +157,8 @@ class Runtime:
     def __init__(self, address: str, wrapped: str, *, deployed: SimpleNamespace | None = None, **config: Any) -> None:
         self.details = deployed or details()
         self.user_config: dict[str, Any] = {"wrapped": wrapped, "sidecar_address": address, **config}
-        self.metrics: list[tuple[str, float]] = []
+        self.on_metric: Callable[[str, float], object] = lambda name, value: None
+        """Called in the instance's threads with what it records."""
         self.acks: list[tuple[str, Id]] = []
         self._acked = threading.Condition()
         self.process = TestProcess()

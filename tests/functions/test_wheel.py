@@ -35,7 +35,7 @@ def unpacked(folder: Path) -> Path:
 
 def run(folder: Path, script: str, *more: str) -> "subprocess.CompletedProcess[str]":
     whole = _BLOCK.format(unpacked=str(unpacked(folder)), more=more) + script
-    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=folder, timeout=110)
+    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=folder, timeout=400)
 
 
 def test_the_wrapper_needs_nothing_but_the_wheel_and_what_the_documentation_lists(tmp_path: Path) -> None:
@@ -82,3 +82,18 @@ def test_what_is_no_module_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigurationError):
         build([given], tmp_path / "x-1-py3-none-any.whl")
     assert not (tmp_path / "x-1-py3-none-any.whl").exists()
+
+
+@pytest.mark.parametrize("name", ["log.py", "util.py", "server.py"])
+def test_a_module_that_pulsars_runtime_would_hide_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigurationError, match="Pulsar's runtime"):
+        build([tmp_path / name], tmp_path / "x-1-py3-none-any.whl")
+
+
+@pytest.mark.parametrize("name", ["mine.zip", "mine", "mine.whl.bak"])
+def test_what_pulsar_would_not_unpack_is_refused(tmp_path: Path, name: str) -> None:
+    """A .zip it unpacks, and looks for the code elsewhere in it."""
+    with pytest.raises(ConfigurationError, match="no name of a wheel"):
+        build([code(tmp_path)], tmp_path / name)
+    assert not (tmp_path / name).exists()

@@ -1,6 +1,6 @@
 """Logs in memory, for tests of what stands on all logs of a sidecar."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from seqdedupe.errors import error
@@ -28,7 +28,7 @@ class MemoryLogs:
             raise error("LOG_DAMAGED", f"there is no log {incarnation}")
         return FaultyLog(self.storages[incarnation][1], automatic=True)
 
-    async def list(self) -> list[LogName]:
+    async def list(self, without: Container[str] = ()) -> list[LogName]:
         there = sorted(self.storages.items())
         return [LogName(incarnation, topic, storage.partitions) for incarnation, (topic, storage) in there]
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -69,7 +69,7 @@ class EmbeddedLogs:
             self._committer = Committer(self._shared.clock_ms, self._fatal)
         return self._committer
 
-    async def list(self) -> list[LogName]:
+    async def list(self, without: Container[str] = ()) -> list[LogName]:
         """See `Logs.list`."""
         try:
             return await self._in_thread(_names, self._folder)

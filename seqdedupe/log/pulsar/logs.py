@@ -1,6 +1,6 @@
 """All Pulsar topics that are logs of a sidecar: what says so stands in the properties of the topic itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
@@ -74,9 +74,9 @@ class PulsarLogs:
         await self._admin.create_subscription(topic, self._shared.subscription)
         self._topics[incarnation] = topic
 
-    async def list(self) -> list[LogName]:
-        """See `Logs.list`. Each topic is asked for its properties."""
-        await self._look()
+    async def list(self, without: Container[str] = ()) -> list[LogName]:
+        """See `Logs.list`. Each topic is asked for its properties, but for those `without`."""
+        await self._look(without)
         return sorted(LogName(incarnation, topic) for incarnation, topic in self._topics.items())
 
     async def open(
@@ -87,7 +87,11 @@ class PulsarLogs:
             await self._look()
         topic = self._topics.get(incarnation)
         if topic is None:
-            raise error("LOG_DAMAGED", f"no topic in {', '.join(self._namespaces)} is the log {incarnation}")
+            raise error(
+                "LOG_DAMAGED",
+                f"no topic in {', '.join(self._namespaces)} is the log {incarnation}",
+                hint="If it was deleted in Pulsar on purpose, say so: seqdedupe topics delete. Then its name is free.",
+            )
         properties = await self._admin.properties(topic)
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
         # Before anything is looked for, so that it stays. Who comes new to the topic has none yet.
@@ -113,11 +117,13 @@ class PulsarLogs:
     async def close(self) -> None:
         """See `Logs.close`. The client is its owner's."""
 
-    async def _look(self) -> None:
+    async def _look(self, without: Container[str] = ()) -> None:
         """Which topics are logs."""
-        found = {}
+        found = {incarnation: topic for incarnation, topic in self._topics.items() if topic in without}
         for namespace in self._namespaces:
             for topic in await self._admin.topics(namespace):
+                if topic in without:
+                    continue
                 # It may have been deleted meanwhile.
                 with suppress(NotFoundError):
                     incarnation = (await self._admin.properties(topic)).get(INCARNATION, "")

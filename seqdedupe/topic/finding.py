@@ -1,0 +1,66 @@
+"""Topics of a cluster that others make and delete: it is asked before it is said for good that there is none."""
+
+from typing import TypeVar
+
+from seqdedupe.names import topic_name
+from seqdedupe.topic.closed import Closed
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.state import State, TopicBase
+
+T = TypeVar("T", bound=TopicBase)
+
+
+async def look_for(topics: Topics[T], name: str) -> str:
+    """The full name of a topic; one that is not known here is looked for in the cluster.
+
+    Raises INVALID_TOPIC_NAME, and why the cluster cannot be asked.
+    """
+    full = topic_name(name)
+    is_known = _there(topics, full) is not None or full in topics.partitions
+    if topics.kind.log.is_shared and not is_known and not topics.is_draining:
+        topics.check_listed()
+        await topics.looking.once()
+    return full
+
+
+async def find(topics: Topics[T], name: str) -> T:
+    """The live topic, looked for. Raises as `look_for` and `Topics.get`."""
+    return topics.get(await look_for(topics, name))
+
+
+async def find_or_create(topics: Topics[T], name: str) -> T:
+    """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
+    # Who cannot make it, because another one has, looks for it.
+    return await (topics.get_or_create(name) if topics.allow_auto_topic_creation else find(topics, name))
+
+
+async def delete(topics: Topics[T], name: str) -> None:
+    """As `Topics.delete`; also of a topic that is damaged because somebody has deleted its log in the cluster. Raises
+    why the cluster cannot be asked, too."""
+    full = await look_for(topics, name)
+    topic = _there(topics, full)
+    is_lost = topic is not None and await _has_lost_its_log(topics, topic, full)
+    if topic is None or not is_lost or _there(topics, full) is not topic or full in topics.deleting:
+        await topics.delete(full)
+        return
+    topics.check_takes_changes(full)
+    work = _let_go(topics, topic) if isinstance(topic, Closed) else topics.lives.remove([topic], full)
+    await shielded(topics.deleting, full, work)
+
+
+def _there(topics: Topics[T], full: str) -> T | Closed | None:
+    return topics.live.get(full) or topics.closed.get(full)
+
+
+async def _has_lost_its_log(topics: Topics[T], topic: T | Closed, full: str) -> bool:
+    if not topics.kind.log.is_shared or topic.state is not State.DAMAGED or topics.partitions_beside(full):
+        return False
+    return topics.records[full].incarnation not in {log.incarnation for log in await topics.kind.list()}
+
+
+async def _let_go(topics: Topics[T], closed: Closed) -> None:
+    name = closed.record.name
+    del topics.closed[name], topics.records[name]
+    topics.on_state(name, None)
+    await topics.stored.undo(closed.record)
