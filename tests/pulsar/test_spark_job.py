@@ -136,7 +136,7 @@ def test_a_job_moves_to_the_brokers_and_back(
 
 def kill_who_comes(gate: Gate, first: Callable[[], None]) -> threading.Thread:
     def kill() -> None:
-        pid = gate.wait()
+        pid = gate.wait(START_TIMEOUT_SECONDS)
         first()
         os.kill(pid, signal.SIGKILL)
 
