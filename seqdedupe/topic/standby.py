@@ -3,6 +3,8 @@ log is free."""
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.topic.keeping_away import KeepingAway
@@ -12,6 +14,16 @@ from seqdedupe.topic.recovery import Merge, replay_from
 logger = logging.getLogger("seqdedupe.topic")
 
 TRY_AGAIN_SECONDS = 1.0
+
+
+async def until_worth_trying(topic: LoggedTopic, follow: Merge | None, keeping_away: KeepingAway) -> None:
+    """Returns when it may be tried to take the log over: where its owner is followed, when nobody owns it; else
+    (None) when somebody wants the topic here."""
+    if follow is not None:
+        await until_free(topic, follow, keeping_away)
+    else:
+        await asyncio.sleep(keeping_away.left_seconds)
+        await topic.asked.wait()
 
 
 async def until_free(topic: LoggedTopic, merge: Merge, keeping_away: KeepingAway) -> None:
@@ -28,6 +40,19 @@ async def until_free(topic: LoggedTopic, merge: Merge, keeping_away: KeepingAway
         await asyncio.wait([tailing])
         if not tailing.cancelled() and (e := tailing.exception()) is not None:
             logger.error("the log of topic %s was not read on", topic.name, exc_info=e)
+
+
+async def first_of(*works: Coroutine[Any, Any, object]) -> None:
+    """Returns when one of them has ended, and no other goes on. Raises what that one raises."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 async def _tail(topic: LoggedTopic, merge: Merge) -> None:
