@@ -39,10 +39,11 @@ bench: $(READY)
 	$(BIN)/python -m bench
 
 # What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports, and
-# faults of a real Pulsar broker.
+# faults of a real Pulsar broker, and of three sidecars in front of one.
 CASES ?= 100000
 KILLS ?= 300
 FAULTS ?= 300
+CRASHES ?= 100
 SEED ?= $(shell date +%s)
 campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.property.run --cases $(CASES) --seed $(SEED)
@@ -50,6 +51,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.pulsar.crashes --faults $(CRASHES) --seed $(SEED)
 
 proto: $(READY)
 	BIN=$(abspath $(BIN)) ./proto/generate.sh

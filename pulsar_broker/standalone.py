@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pulsar_broker.distribution import Unavailable
+from seqdedupe.testing import reserved_port
 
 WORKER = "functions_worker.yml"
 WORKER_HTTP_THREADS = 16
@@ -143,7 +144,9 @@ class Broker:
             keys = {"numHttpServerThreads": WORKER_HTTP_THREADS, "STORAGE_PATH": packages} | keys
             (self._folder / WORKER).write_text(worker_configuration(home, self._folder))
         self._process: subprocess.Popen[bytes] | None = None
-        port, admin_port = free_port(), free_port()
+        # While the broker is down nobody else may get its ports.
+        self._reserving = reserved_port(), reserved_port()
+        port, admin_port = (reserving.getsockname()[1] for reserving in self._reserving)
         self.service_url = f"pulsar://127.0.0.1:{port}"
         self.admin_url = f"http://127.0.0.1:{admin_port}"
         (self._folder / "standalone.conf").write_text(configuration(port, admin_port, keys))
@@ -213,6 +216,8 @@ class Broker:
     def close(self) -> None:
         """kill -9, and its data is removed."""
         self.kill()
+        for reserving in self._reserving:
+            reserving.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _signal(self, number: int) -> None:

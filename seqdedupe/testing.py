@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -17,8 +19,17 @@ _POLL_SECONDS = 0.05
 _LINES_SHOWN = 20
 
 
+def reserved_port() -> socket.socket:
+    """A socket bound to a free port of 127.0.0.1, which nobody else is given while it is open. Only a server that asks
+    for that very port, and reuses addresses as servers do, may listen there."""
+    reserving = socket.socket()
+    reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserving.bind(("127.0.0.1", 0))
+    return reserving
+
+
 class Sidecar:
-    """A sidecar process, on a free port of 127.0.0.1 that stays the same over restarts.
+    """A sidecar process, on a free port of 127.0.0.1 that stays its own over restarts.
 
         with Sidecar(allow_auto_topic_creation=False) as sidecar:
             ...  # publish to sidecar.address
@@ -44,8 +55,11 @@ class Sidecar:
         self._environment = dict(environment or {})
         self.folder = Path(self._temporary.name) if self._temporary is not None else Path(folder or "")
         self.keys = keys
-        self.address = "127.0.0.1:0"
-        """`host:port` or `unix:path`; the port is known once it serves."""
+        reserving = reserved_port()
+        # While the sidecar is down nobody else may get its port.
+        weakref.finalize(self, reserving.close)
+        self.address = "{}:{}".format(*reserving.getsockname())
+        """`host:port` or `unix:path`. With a `listen` among the keys it is known once it serves."""
         self.log: list[dict[str, Any]] = []
         """What it has logged since the first start, as parsed JSON lines: `event`, `level`, ..."""
         self.errors: list[str] = []

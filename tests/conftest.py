@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from broker_sidecar import kernels
@@ -23,7 +23,7 @@ warm.install()
 pytest.register_assert_rewrite("tests.log.conformance")
 
 # How long an example takes is the machine's business.
-settings.register_profile("suite", deadline=None)
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 StartSidecar = Callable[..., Sidecar]
@@ -35,18 +35,38 @@ _topics = itertools.count()
 # worker runs such a folder, and first: begun last, it would keep the whole run waiting.
 DEAR = ("tests/spark/", "tests/pulsar/")
 
+# The longest files come next, for the same reason. Those of a dear folder use nothing of what it shares.
+LONG = (
+    "tests/test_demo.py",
+    "tests/spark/test_job_command.py",
+    "tests/spark/test_source_pipelines.py",
+    "tests/test_readme.py",
+    "tests/broker_sidecar/test_hostile.py",
+    "tests/format/test_fuzz.py",
+    "tests/log/test_damage.py",
+    "tests/property/",
+    "tests/store/",
+)
+
+
+def _dear_folder(nodeid: str) -> str | None:
+    """The one whose tests go to one worker, this one among them."""
+    if nodeid.startswith(LONG):
+        return None
+    return next((folder for folder in DEAR if nodeid.startswith(folder)), None)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with those folders; what is random about the order stays so."""
-    items.sort(key=lambda item: not item.nodeid.startswith(DEAR))
+    """Begins with those folders and files; what is random about the order stays so."""
+    items.sort(key=lambda item: (_dear_folder(item.nodeid) is None, not item.nodeid.startswith(LONG)))
 
 
 class _ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
     """What one worker runs: a file, or a folder of those."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((folder for folder in DEAR if nodeid.startswith(folder)), str(super()._split_scope(nodeid)))
+        return _dear_folder(nodeid) or str(super()._split_scope(nodeid))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:

@@ -12,7 +12,7 @@ import pytest
 from tests.spark.run_job import QUICK_JVM
 
 FLIGHTS = 2000
-TIMEOUT_SECONDS = 240.0
+TIMEOUT_SECONDS = 600.0
 
 pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS + 10)
 

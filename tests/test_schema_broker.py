@@ -127,7 +127,7 @@ def run(brokers: Callable[..., SchemaBroker], log: Log, rng: random.Random) -> l
             sidecar.restart()
     stopping.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert not failures, failures
     return sent
 

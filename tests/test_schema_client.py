@@ -83,7 +83,7 @@ def test_kill_9_under_load(sidecar: Sidecar, pytestconfig: pytest.Config) -> Non
         sidecar.restart()
     stopping.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert not failures
     found: dict[str, list[tuple[int, bytes]]] = {f"p{k}": [] for k in range(PRODUCERS)}
     for position, (index, name, sequence_id, payload) in enumerate(clients[0].read()):

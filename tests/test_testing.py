@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ def test_a_folder_stays_and_a_temporary_one_goes(tmp_path: Path) -> None:
         address = sidecar.address
         assert sidecar.stop() == 0
         assert not sidecar.is_running
+        host, _, port = address.rpartition(":")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, int(port)))
         sidecar.start()
         assert sidecar.address == address
         assert [entry["event"] for entry in sidecar.log].count("serving") == 2

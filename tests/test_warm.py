@@ -11,7 +11,7 @@ import pytest
 from tests import warm
 from tests.processes import running
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 120.0
 SERVE = [*warm.SIDECAR, "--listen", "127.0.0.1:0", "--data-directory", "data"]
 
 

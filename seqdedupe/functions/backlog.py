@@ -214,7 +214,7 @@ class Backlog:
             producer_indexes=np.array([places[row.name] for row in rows], np.int32) if several else NO_INT32S,
             sequence_ids=np.array([row.sequence_id for row in rows], np.int64),
             event_times_ms=np.array(times, np.int64) if any(times) else NO_INT64S,
-            keys=Binary.of([output.key.encode() if output.key else None for output in outputs]),
+            keys=Binary.of([output.key for output in outputs]),
             property_offsets=property_offsets,
             property_names=property_names,
             property_values=property_values,

@@ -5,53 +5,17 @@ from typing import Any
 
 from seqdedupe.errors import error
 from seqdedupe.functions.outputs import Callback, Output
-from seqdedupe.names import topic_name
+from seqdedupe.functions.source import Source
 
 Serialize = Callable[[Any], bytes]
 
-_TAKEN = ("properties", "partition_key", "event_timestamp")
-"""What may stand in `message_conf`."""
-MAX_EVENT_TIME_MS = 2**63 - 1
 
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise error("INVALID_REQUEST", f"the key or a property is not valid Unicode: {text[:80]!r}") from e
-
-
-class Source:
-    """The input that outputs come from: what it has and they do not say is theirs too."""
-
-    def __init__(self, context: Any) -> None:
-        self.key = str(context.get_message_key() or "")
-        self.event_time_ms = int(context.get_message_eventtime() or 0)
-        self.properties: dict[str, str] = {
-            name: value for name, value in context.get_message_properties().items() if not name.startswith("seqdedupe.")
-        }
-
-    def output(
-        self, topic: str, payload: bytes, conf: Mapping[str, Any] | None = None, callback: Callback | None = None
-    ) -> Output:
-        """The output, with what `message_conf` says. Raises INVALID_REQUEST for what cannot be kept."""
-        conf = conf or {}
-        if unknown := sorted(set(conf) - set(_TAKEN)):
-            raise error(
-                "INVALID_REQUEST",
-                f"message_conf has {', '.join(unknown)}, which cannot be kept: {', '.join(_TAKEN)} are possible",
-            )
-        properties = conf.get("properties", self.properties)
-        if not all(isinstance(part, str) for item in properties.items() for part in item):
-            raise error("INVALID_REQUEST", "names and values of properties are text")
-        key = conf.get("partition_key", self.key)
-        time_ms = int(conf.get("event_timestamp", self.event_time_ms))
-        if not -MAX_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS:
-            raise error("INVALID_REQUEST", f"the event time {time_ms} ms is beyond what can be kept")
-        output = Output(topic_name(str(topic)), payload, str(key or ""), time_ms, dict(properties), callback)
-        for text in (output.key, *output.properties, *output.properties.values()):
-            _check_text(text)
-        return output
+def payload_of(serialize: Serialize, value: Any) -> bytes:
+    """The bytes that a SerDe makes of a value. Raises TypeError if they are none, and what it raises."""
+    payload = serialize(value)
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise TypeError(f"a SerDe has made {type(payload).__name__} of an output: bytes are needed")
+    return bytes(payload)
 
 
 class GatheringContext:
@@ -61,10 +25,13 @@ class GatheringContext:
     is called with `pulsar.Result.Ok` and None, in another thread, when the output is settled.
     """
 
-    def __init__(self, context: Any, source: Source, serialize_for: Callable[[str], Serialize]) -> None:
+    def __init__(
+        self, context: Any, source: Source, serialize_for: Callable[[str], Serialize], output_topic: str
+    ) -> None:
         self._context = context
         self._source = source
         self._serialize_for = serialize_for
+        self._output_topic = output_topic
         self._is_over = False
         self.outputs: list[Output] = []
 
@@ -87,8 +54,12 @@ class GatheringContext:
         conf = dict(message_conf or {})
         if properties:
             conf["properties"] = properties
-        payload = bytes(self._serialize_for(serde_class_name)(message))
+        payload = payload_of(self._serialize_for(serde_class_name), message)
         self.outputs.append(self._source.output(topic_name, payload, conf, callback))
+
+    def get_output_topic(self) -> str:
+        """Where what `process` returns goes: `output_topic` of userConfig counts first."""
+        return self._output_topic
 
     def ack(self, msgid: object, topic: str) -> None:
         """Nothing: an input is acknowledged when its outputs are settled."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pulsar
 
-from seqdedupe.functions.process import InstanceProcess
+from seqdedupe.functions.process import InstanceProcess, ending
 
 
 class DedupeFunction(pulsar.Function):  # type: ignore[misc]  # Pulsar's client has no types
@@ -30,7 +30,7 @@ class DedupeFunction(pulsar.Function):  # type: ignore[misc]  # Pulsar's client 
                 self._instance = _instance(context, process)
             self._instance.take(context)
         except BaseException as e:  # noqa: BLE001 (whatever it is: an input that failed would be lost)
-            process.end(f"{type(e).__name__}: {e} {getattr(e, 'hint', '')}", failed=True)
+            process.end(ending(e), failed=True)
 
 
 def _instance(context: Any, process: InstanceProcess) -> Any:

@@ -2,20 +2,15 @@
 
 from typing import NamedTuple
 
-from seqdedupe.errors import error
-from seqdedupe.limits import MAX_SEQUENCE_ID
+from seqdedupe.errors import InvalidRequestError, error
+from seqdedupe.functions.entries import Place
+from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.names import new_producer_name
 
 BATCH_INDEX_BITS = 20
 """Of a sequence ID: the place within a batched entry. The entry stands above them."""
 
 MAX_ENTRY_ID = MAX_SEQUENCE_ID >> BATCH_INDEX_BITS
-
-ENTRY = "seqdedupe.entry"
-KIND = "seqdedupe.kind"
-"""Properties of messages that a sidecar wrote, see docs/formats-pulsar.md."""
-
-ENTRY_VERSION = "1"
 
 DEAD_LETTER = "dead-letter"
 
@@ -40,8 +35,17 @@ class Identity(NamedTuple):
 
 
 def check_names(function: str, topic: str) -> None:
-    """Raises INVALID_NAME if names of this function's outputs for inputs of this topic could become too long."""
-    new_producer_name(f"{function}/{topic}/{_LARGEST_NUMBER}/{DEAD_LETTER}/{_MOST_OUTPUTS}")
+    """Raises INVALID_FUNCTION if names of this function's outputs for inputs of this topic could become too long."""
+    longest = f"{function}/{topic}/{_LARGEST_NUMBER}/{DEAD_LETTER}/{_MOST_OUTPUTS}"
+    try:
+        new_producer_name(longest)
+    except InvalidRequestError as e:
+        raise error(
+            "INVALID_FUNCTION",
+            f"outputs cannot be named after the function {function} and its input {topic}: {e.message}",
+            hint=f"Shorten the function's name or the topic's: they have {MAX_NAME_BYTES} bytes together, less "
+            f"{len(longest) - len(function) - len(topic)} for numbers.",
+        ) from e
 
 
 def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batch_index: int) -> Identity:
@@ -59,20 +63,12 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
     return Identity(f"{function}/{topic}/{ledger_id}", entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
 
 
-def by_index(function: str, topic: str, entry: str | None) -> Identity:
-    """By the index that a sidecar gave the message: `entry` is the property ENTRY.
-
-    Raises INVALID_FUNCTION for a message that no sidecar wrote, NEWER_FORMAT.
-    """
-    parts = (entry or "").split(":")
-    if len(parts) > 1 and parts[0].isdecimal() and int(parts[0]) > int(ENTRY_VERSION):
-        raise error(
-            "NEWER_FORMAT", f"a message of {topic} has format version {parts[0]}; this one reads {ENTRY_VERSION}"
-        )
-    if len(parts) != 6 or parts[0] != ENTRY_VERSION or not parts[1].isdecimal() or not parts[5].isdecimal():
+def by_index(function: str, topic: str, place: Place | None) -> Identity:
+    """By the index that a sidecar gave the message. Raises INVALID_FUNCTION for one that no sidecar wrote."""
+    if place is None or place.message_index < 0:
         raise error(
             "INVALID_FUNCTION",
             f"identity is 'index', but a message of {topic} was written by no sidecar: it has no index",
             hint="Use identity = 'message_id' for topics that others write to.",
         )
-    return Identity(f"{function}/{topic}/{parts[1]}", int(parts[5]))
+    return Identity(f"{function}/{topic}/{place.incarnation}", place.message_index)

@@ -8,13 +8,15 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.functions import identity as identities
-from seqdedupe.functions.context import Source
+from seqdedupe.functions.entries import BATCH, CONTROL, MARKER, Owners
 from seqdedupe.functions.identity import Identity
 from seqdedupe.functions.outputs import Output
 from seqdedupe.functions.pipeline import Input, Pipeline, Process
+from seqdedupe.functions.process import text_of
 from seqdedupe.functions.settings import check_deployment, settings_of
+from seqdedupe.functions.source import Source
 from seqdedupe.functions.wrapped import Wrapped
 from seqdedupe.names import topic_name
 
@@ -25,15 +27,19 @@ REPORT_SECONDS = 1.0
 MAX_ERROR_CHARACTERS = 1000
 """Of the error's text in a dead letter."""
 
-MARKER, CONTROL, BATCH = "marker", "control", "batch"
-"""What KIND says of an entry that is no message."""
-
 _PARTITION = re.compile(r"-partition-\d+$")
 
 
 def _as_text(said: str) -> str:
     """As UTF-8 can say it: an error may have half a character of a file's name in it."""
     return said.encode(errors="backslashreplace").decode()
+
+
+def _full_name(topic: str) -> str:
+    """A topic's, as messages have it: it may be any that Pulsar takes."""
+    if "://" in topic:
+        return topic
+    return f"persistent://{topic}" if "/" in topic else f"persistent://public/default/{topic}"
 
 
 class Instance:
@@ -48,10 +54,11 @@ class Instance:
         self._settings = settings = settings_of(context.get_user_config_map() or {})
         self._process = process
         self._function = f"{details.tenant}/{details.namespace}/{details.name}"
-        self._given_topics = {topic_name(str(topic)): topic for topic in context.get_input_topics()}
+        self._given_topics: dict[str, str] = {_full_name(str(topic)): topic for topic in context.get_input_topics()}
         self._wrapped = Wrapped(settings, settings.output_topic or str(details.sink.topic or ""))
         self._pipeline = Pipeline(settings, process)
-        self._lanes: set[str] = set()
+        self._lanes: dict[str, Owners] = {}
+        """The input's topics and partitions."""
         self._set_aside: dict[str, int] = {}
         """By the source of dead letters: up to which sequence ID inputs need not be run."""
         self._counts: Counter[str] = Counter()
@@ -75,27 +82,19 @@ class Instance:
     def take(self, context: Any) -> None:
         """Takes the context's message; returns when its outputs are under way. Never raises for a message."""
         message_id = context.get_message_id()
-        lane = str(context.get_current_message_topic_name())
-        if lane not in self._lanes:
-            identities.check_names(self._function, lane)
-            self._lanes.add(lane)
-        given = self._given_topics.get(lane) or self._given_topics.get(_PARTITION.sub("", lane), lane)
-        one = Input(lane, partial(context.ack, message_id, given))
-        kind = context.get_message_properties().get(identities.KIND)
-        if kind in (MARKER, CONTROL):
-            self._pipeline.add(one, Identity(lane, 0), ())
+        source = Source(context)
+        if source.topic not in self._lanes:
+            identities.check_names(self._function, source.topic)
+            self._lanes[source.topic] = Owners()
+        one = Input(source.topic, partial(context.ack, message_id, self._given_topic(source.topic)))
+        if self._counts_for_nobody(source, message_id):
+            self._pipeline.add(one, Identity(source.topic, 0), ())
             return
-        if kind == BATCH:
-            raise error(
-                "INVALID_FUNCTION",
-                f"{lane} is a topic of packed batches, which a function cannot read",
-                hint="Make the input topic with the format `plain`.",
-            )
-        identity = self._identity(context, lane, message_id)
+        identity = self._identity(source, message_id)
         if self._is_set_aside(identity):
             self._pipeline.add(one, identity, ())
             return
-        outputs, is_dead = self._run(context, lane)
+        outputs, is_dead = self._run(context, source)
         if is_dead:
             identity = identity.of_dead_letter()
             # A barrier on both sides: a dead letter says that all before it is settled; and were a later output settled
@@ -107,41 +106,61 @@ class Instance:
             self._pipeline.settle()
         self._report(context)
 
-    def _identity(self, context: Any, lane: str, message_id: Any) -> Identity:
+    def _given_topic(self, topic: str) -> str:
+        """What an input topic is called where the function is deployed: by that name Pulsar acknowledges."""
+        return self._given_topics.get(topic) or self._given_topics.get(_PARTITION.sub("", topic), topic)
+
+    def _counts_for_nobody(self, source: Source, message_id: Any) -> bool:
+        """Whether it is no message of a producer's, in a topic that a sidecar writes: these are acknowledged unseen."""
+        if source.place is None:
+            return False
+        if self._lanes[source.topic].is_void(source.place, message_id.ledger_id(), message_id.entry_id()):
+            logger.warning("%s of %s counts for nobody: its sidecar had lost the topic", message_id, source.topic)
+            return True
+        if source.kind == BATCH:
+            raise error(
+                "INVALID_FUNCTION",
+                f"{source.topic} is a topic of packed batches, which a function cannot read",
+                hint="Make the input topic with the format `plain`.",
+            )
+        return source.kind in (MARKER, CONTROL)
+
+    def _identity(self, source: Source, message_id: Any) -> Identity:
         if self._settings.identity == "index":
-            return identities.by_index(self._function, lane, context.get_message_properties().get(identities.ENTRY))
+            return identities.by_index(self._function, source.topic, source.place)
         return identities.by_message_id(
-            self._function, lane, message_id.ledger_id(), message_id.entry_id(), message_id.batch_index()
+            self._function, source.topic, message_id.ledger_id(), message_id.entry_id(), message_id.batch_index()
         )
 
-    def _run(self, context: Any, lane: str) -> tuple[list[Output], bool]:
+    def _run(self, context: Any, source: Source) -> tuple[list[Output], bool]:
         """What the function gives for the message; or a dead letter, and True, if it fails for good."""
         payload = context.message.data()
+        which = f"message {context.get_message_id()} of {source.topic}"
         for attempt in range(self._settings.max_message_retries + 1):
             if attempt:
                 self._counts["retries"] += 1
                 self._sleep(self._settings.retry_delay_ms / 1000)
             try:
-                return self._wrapped.outputs(payload, context), False
+                return self._wrapped.outputs(payload, context, source), False
             except BaseException as e:  # `sys.exit` too, or a cancelled task: else it would end every instance
-                logger.exception("the function has failed on message %s of %s", context.get_message_id(), lane)
+                if isinstance(e, SeqdedupeError) and e.reason == "INVALID_FUNCTION":
+                    raise  # of every message: nothing is set aside for that
+                if attempt:
+                    logger.error("the function has failed again on %s: %s", which, _as_text(text_of(e)))
+                else:
+                    logger.exception("the function has failed on %s", which)
                 failure = e
         if not self._settings.dead_letter_topic:
-            what = f"the function fails on message {context.get_message_id()} of {lane}"
-            raise error("FUNCTION_FAILED", f"{what}: {type(failure).__name__}: {failure}")
+            raise error("FUNCTION_FAILED", f"the function fails on {which}: {_as_text(text_of(failure))}") from failure
         self._counts["dead_letters"] += 1
-        return [self._dead_letter(context, payload, lane, failure)], True
-
-    def _dead_letter(self, context: Any, payload: bytes, lane: str, failure: BaseException) -> Output:
-        letter = Source(context).output(self._settings.dead_letter_topic, payload)
+        logger.error("%s goes to %s", which, self._settings.dead_letter_topic)
         told = {
             "dedupe.function": self._function,
-            "dedupe.topic": lane,
+            "dedupe.topic": source.topic,
             "dedupe.message_id": str(context.get_message_id()),
-            "dedupe.error": _as_text(f"{type(failure).__name__}: {failure}"[:MAX_ERROR_CHARACTERS]),
+            "dedupe.error": _as_text(text_of(failure)[:MAX_ERROR_CHARACTERS]),
         }
-        logger.error("message %s of %s goes to %s", context.get_message_id(), lane, letter.topic)
-        return Output(letter.topic, payload, letter.key, letter.event_time_ms, {**letter.properties, **told})
+        return [source.dead_letter(self._settings.dead_letter_topic, payload, told)], True
 
     def _is_set_aside(self, identity: Identity) -> bool:
         """Whether a dead letter says that the input is settled; the topic is asked once for each source."""

@@ -13,6 +13,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.functions.backlog import Row
 from seqdedupe.functions.identity import Identity
 from seqdedupe.functions.outputs import Callback, Output
+from seqdedupe.functions.process import ending
 from seqdedupe.functions.publisher import Publisher
 from seqdedupe.functions.settings import Settings
 
@@ -166,11 +167,12 @@ class Pipeline:
             self._end_because(e)
 
     def _end_because(self, e: BaseException) -> None:
-        if isinstance(e, SeqdedupeError):
-            self._process.end(f"{e} {e.hint}", failed=True)
-        else:
+        if self._process.is_stopping:
+            # Pulsar's runtime closes its consumers first: nothing can be acknowledged any more.
+            self._process.end("the instance was told to stop", failed=False)
+        if not isinstance(e, SeqdedupeError):
             logger.error("a defect in the wrapper", exc_info=e)
-            self._process.end(f"a defect in the wrapper: {e!r}", failed=True)
+        self._process.end(ending(e), failed=True)
 
     def _publisher(self, topic: str) -> Publisher:
         found = self._publishers.get(topic)

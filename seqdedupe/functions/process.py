@@ -5,9 +5,25 @@ import os
 import sys
 from typing import Any
 
+from seqdedupe.errors import SeqdedupeError
+
 logger = logging.getLogger("seqdedupe.functions")
 
 FAILED = 1
+
+
+def text_of(e: BaseException) -> str:
+    """An error's kind and text. Raises nothing: an error's text may be code that fails in its turn."""
+    try:
+        said = str(e)
+    except BaseException as again:  # noqa: BLE001 (it is the wrapped function's code)
+        said = f"its text cannot be had, it raises {type(again).__name__}"
+    return f"{type(e).__name__}: {said}"
+
+
+def ending(e: BaseException) -> str:
+    """An error as the reason why an instance ends: with what to do about it, where it says that."""
+    return f"{text_of(e)} {e.hint}" if isinstance(e, SeqdedupeError) else text_of(e)
 
 
 class InstanceProcess:

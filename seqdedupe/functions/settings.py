@@ -107,7 +107,13 @@ def check_deployment(details: Any) -> None:
             "come late would be taken for duplicates, and lost",
             "Deploy it with retainOrdering: true (--retain-ordering).",
         )
-    source = details.source
+    source, sink = details.source, details.sink
+    if sink.serDeClassName or sink.schemaType:
+        raise _invalid(
+            f"the function is deployed with {sink.serDeClassName or sink.schemaType} for its outputs, which are not "
+            "published by Pulsar's runtime",
+            "Deploy it without output SerDe and schema, and name a SerDe as output_serde in userConfig.",
+        )
     if source.timeoutMs:
         raise _invalid(
             f"the function has an ack timeout of {source.timeoutMs} ms: inputs that wait for their outputs come again "
@@ -117,6 +123,11 @@ def check_deployment(details: Any) -> None:
     if source.topicsToSerDeClassName and any(source.topicsToSerDeClassName.values()):
         raise _serde("an input SerDe")
     for topic, spec in source.inputSpecs.items():
+        if topic.startswith("non-persistent:"):
+            raise _invalid(
+                f"{topic} is not persistent: its messages never come again, and nothing tells one from another",
+                "Take the input from a persistent topic.",
+            )
         if spec.isRegexPattern:
             raise _invalid(f"{topic} is a pattern of topics", "Name each input topic.")
         if spec.serdeClassName:

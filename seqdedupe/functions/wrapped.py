@@ -6,9 +6,10 @@ from types import ModuleType
 from typing import Any
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.functions.context import GatheringContext, Serialize, Source
+from seqdedupe.functions.context import GatheringContext, Serialize, payload_of
 from seqdedupe.functions.outputs import Output, check_fits
 from seqdedupe.functions.settings import Settings
+from seqdedupe.functions.source import Source
 
 _OF_PULSAR = "serde."
 """Pulsar's own SerDes are known by this, short for `pulsar.functions.serde`."""
@@ -77,10 +78,11 @@ class Wrapped:
             self._serializers[name] = _made(name).serialize
         return self._serializers[name]
 
-    def outputs(self, payload: bytes, context: Any) -> list[Output]:
+    def outputs(self, payload: bytes, context: Any, source: Source) -> list[Output]:
         """Runs the function once. Raises what it raises, and what keeps its outputs from being published."""
-        source = Source(context)
-        gathering = GatheringContext(context, source, self._serialize_for)
+        if source.unreadable is not None:
+            raise source.unreadable
+        gathering = GatheringContext(context, source, self._serialize_for, self._output_topic)
         value = self._deserialize(payload)
         try:
             result = self._process(value, gathering) if self._takes_context else self._process(value)
@@ -90,7 +92,7 @@ class Wrapped:
         if result is not None:
             if not self._output_topic:
                 raise error("INVALID_FUNCTION", "the function returns something, and output_topic is not set")
-            outputs = [*outputs, source.output(self._output_topic, bytes(self._serialize(result)))]
+            outputs = [*outputs, source.output(self._output_topic, payload_of(self._serialize, result))]
         by_topic: dict[str, list[Output]] = {}
         for output in outputs:
             by_topic.setdefault(output.topic, []).append(output)

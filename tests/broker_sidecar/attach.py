@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 from seqdedupe.v1 import dedupe_pb2 as pb
 from seqdedupe.v1.dedupe_pb2_grpc import DedupeServiceStub
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 120.0
 NOT_DUP, DUP, UNKNOWN = 1, 2, 3
 
 

@@ -62,7 +62,7 @@ class Publisher(threading.Thread):
     def finish(self) -> None:
         """Makes nothing new; returns when all has a receipt."""
         self._stopping.set()
-        self.join(60)
+        self.join(120)
         assert not self.is_alive()
         assert self.failure is None, self.failure
 

@@ -170,7 +170,7 @@ def test_every_key_has_a_default_of_its_type_and_a_meaning() -> None:
 
 def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "broker_sidecar", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_draining_ends_attachments_after_a_last_snapshot(for_brokers: Sidecar) -
         stopping = threading.Thread(target=lambda: status.append(for_brokers.stop()))
         stopping.start()
         assert broker.ended().reason == "DRAINING"
-        stopping.join(60)
+        stopping.join(120)
     assert status == [0]
     for_brokers.start()
     with attached(for_brokers.address, "t", "a") as broker:
@@ -302,7 +302,7 @@ def test_the_command_shows_topics_and_producers(for_brokers: Sidecar, tmp_path: 
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=120,
             cwd=tmp_path,
         ).stdout
 

@@ -142,7 +142,7 @@ def test_calls_while_draining(held: tuple[Sidecar, Gate]) -> None:
     # The stores are closed by and by; whoever asks now may be refused, but not by a defect.
     while psutil.pid_exists(sidecar.pid) and psutil.Process(sidecar.pid).status() != psutil.STATUS_ZOMBIE:
         for call in (
-            lambda: list(client.reading.ReadStream(read_pb2.ReadStreamRequest(topic="t"), timeout=10)),
+            lambda: list(client.reading.ReadStream(read_pb2.ReadStreamRequest(topic="t"), timeout=TIMEOUT_SECONDS)),
             lambda: client.topic("t"),
             lambda: client.end_index("t"),
             lambda: client.reading.Locate(read_pb2.LocateRequest(topic="t", publish_time_ms=5)),

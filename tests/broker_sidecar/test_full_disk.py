@@ -17,7 +17,7 @@ from tests.broker_sidecar.health import health_of
 DISK_BYTES = 48 * 1024 * 1024
 BALLAST_BYTES = 16 * 1024 * 1024
 PAYLOAD_BYTES = 200_000
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -25,7 +25,7 @@ from tests.broker_sidecar.calls import (
 from tests.broker_sidecar.gate import Gate
 
 LARGE_PAYLOAD_BYTES = 1_900_000
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")

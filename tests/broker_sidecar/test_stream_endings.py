@@ -13,8 +13,9 @@ from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 
 METHOD = "/test.Service/Stream"
-TIMEOUT_SECONDS = 5.0
-"""The control arm waits so long."""
+TIMEOUT_SECONDS = 60.0
+LOST_SECONDS = 1.0
+"""So long a control arm waits for what never comes."""
 
 
 async def _fail_in_mid_write(_requests: Any, _context: Context, stream: Stream) -> None:
@@ -25,9 +26,9 @@ async def _fail_in_mid_write(_requests: Any, _context: Context, stream: Stream) 
     raise error("INVALID_REQUEST", "no")
 
 
-async def _code(address: str) -> grpc.StatusCode:
+async def _code(address: str, seconds: float) -> grpc.StatusCode:
     async with grpc.aio.insecure_channel(address) as channel:
-        call: Any = channel.stream_stream(METHOD)(timeout=TIMEOUT_SECONDS)
+        call: Any = channel.stream_stream(METHOD)(timeout=seconds)
         with contextlib.suppress(grpc.aio.AioRpcError):
             while await call.read() is not grpc.aio.EOF:
                 pass
@@ -55,7 +56,7 @@ def _without_metadata(streams: Streams) -> Any:
     return without
 
 
-async def _code_of(handler: Any) -> grpc.StatusCode:
+async def _code_of(handler: Any, lost: bool) -> grpc.StatusCode:
     """With which code a call of this handler ends."""
     server = grpc.aio.server()
     methods: dict[str, Any] = {"Stream": grpc.stream_stream_rpc_method_handler(handler)}
@@ -63,15 +64,15 @@ async def _code_of(handler: Any) -> grpc.StatusCode:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        return await _code(f"127.0.0.1:{port}")
+        return await _code(f"127.0.0.1:{port}", LOST_SECONDS if lost else TIMEOUT_SECONDS)
     finally:
         await server.stop(0)
 
 
 @pytest.mark.parametrize("make", [_as_it_is, _without_metadata])
 async def test_a_stream_that_fails_while_its_first_message_is_written_says_why(make: Any) -> None:
-    code = await _code_of(make(Streams(10)))
     lost = make is _without_metadata
+    code = await _code_of(make(Streams(10)), lost)
     assert code is (grpc.StatusCode.DEADLINE_EXCEEDED if lost else grpc.StatusCode.INVALID_ARGUMENT)
 
 
@@ -104,6 +105,6 @@ def _with_metadata_given_up(_streams: Streams) -> Any:
 @pytest.mark.parametrize("make", [_ended_before_it_has_begun, _with_metadata_given_up])
 async def test_a_stream_that_is_ended_before_it_has_begun_says_why(make: Any) -> None:
     """As one that gives way on a connection that takes nothing for a while."""
-    code = await _code_of(make(Streams(10)))
     lost = make is _with_metadata_given_up
+    code = await _code_of(make(Streams(10)), lost)
     assert code is (grpc.StatusCode.DEADLINE_EXCEEDED if lost else grpc.StatusCode.UNAVAILABLE)

@@ -11,7 +11,7 @@ import pytest
 from seqdedupe.testing import Sidecar
 
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 120.0
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 

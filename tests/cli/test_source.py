@@ -100,7 +100,7 @@ for record in Source(STANDARD_INPUT):
     if record.number == 0:
         threading.Timer(0.5, write_the_rest).start()
 """
-    assert subprocess.check_output([sys.executable, "-c", program], timeout=60) == b"one\ntwo\n"
+    assert subprocess.check_output([sys.executable, "-c", program], timeout=120) == b"one\ntwo\n"
 
 
 def test_no_lines_are_no_records_and_a_header_alone_none_either(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.testing import Sidecar
 from tests.client.proxy import Proxy
 
-HANG_SECONDS = 60.0
+HANG_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")

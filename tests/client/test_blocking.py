@@ -34,8 +34,8 @@ def test_what_is_sent_is_read_back(shared_sidecar: Sidecar, topic: str) -> None:
             receipts = [
                 producer.send(b"%d" % i, key=f"k{i}", event_time=i + 1, properties={"i": str(i)}) for i in range(2500)
             ]
-            result = producer.send_batch([b"a", None], [9000, 9001]).result(30)
-            published = [receipt.result(30) for receipt in receipts]
+            result = producer.send_batch([b"a", None], [9000, 9001]).result(120)
+            published = [receipt.result(120) for receipt in receipts]
             assert all(receipt.done() for receipt in receipts)
             assert producer.last_sequence_id == 9001
             assert result.indexes.tolist() == [2500, 2501]
@@ -81,7 +81,7 @@ def test_a_batch_that_lingers_goes_by_itself(shared_sidecar: Sidecar, topic: str
         for _ in range(30):
             receipts = [producer.send(b"") for _ in range(5)]
             for receipt in receipts:
-                receipt.result(30)
+                receipt.result(120)
 
 
 def test_kill_9_in_mid_flow(sidecar: Sidecar) -> None:
@@ -106,10 +106,10 @@ def test_failures_come_as_typed_errors(shared_sidecar: Sidecar, topic: str) -> N
     with blocking.Client(shared_sidecar.address) as client:
         older = client.producer(topic, "p")
         older.open()
-        older.send(b"").result(30)
+        older.send(b"").result(120)
         with client.producer(topic, "p"):
             with pytest.raises(FencedError):
-                older.send(b"").result(30)
+                older.send(b"").result(120)
             with pytest.raises(FencedError):
                 older.send(b"")
         with pytest.raises(FencedError):
@@ -133,7 +133,7 @@ def test_an_abort_ends_the_waiting(sidecar: Sidecar) -> None:
     with blocking.Client(sidecar.address) as client:
         producer = client.producer("t", "p", ProducerConfig(max_batch_rows=1, max_in_flight_batches=2))
         producer.open()
-        producer.send(b"").result(30)
+        producer.send(b"").result(120)
         sidecar.kill()
         receipts = [producer.send(b"") for _ in range(2)]
         ends: list[type[BaseException]] = []
@@ -151,11 +151,11 @@ def test_an_abort_ends_the_waiting(sidecar: Sidecar) -> None:
         with pytest.raises(OutcomeUnknownError, match=r"0\.05 seconds"):
             receipts[0].result(0.05)
         producer.abort()
-        stuck.join(30)
+        stuck.join(120)
         assert len(ends) == 1
         for receipt in receipts:
             with pytest.raises(OutcomeUnknownError):
-                receipt.result(30)
+                receipt.result(120)
 
 
 def test_closing_a_reader_ends_the_wait_of_another_thread(shared_sidecar: Sidecar, topic: str) -> None:
@@ -173,9 +173,9 @@ def test_closing_a_reader_ends_the_wait_of_another_thread(shared_sidecar: Sideca
 
         thread = threading.Thread(target=read)
         thread.start()
-        assert first.wait(30)
+        assert first.wait(120)
         reader.close()
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
         assert seen == [0]
 
@@ -185,11 +185,11 @@ def test_a_gap_ends_the_producer(shared_sidecar: Sidecar, topic: str) -> None:
         client.admin.create_topic(topic)
         ended = client.producer(topic, "p")
         ended.open()
-        ended.send(b"", 5).result(30)
+        ended.send(b"", 5).result(120)
         client.admin.set_policy(topic, admin_pb2.TopicPolicy(gap=admin_pb2.GAP_POLICY_REJECT))
-        ended.send(b"", 6).result(30)
+        ended.send(b"", 6).result(120)
         with pytest.raises(InvalidRequestError, match="leaves sequence ID 7 out") as gap:
-            ended.send(b"", 8).result(30)
+            ended.send(b"", 8).result(120)
         assert (gap.value.reason, gap.value.numbers["expected_sequence_id"]) == ("GAP", "7")
         with pytest.raises(InvalidRequestError, match="GAP"):
             ended.send(b"", 9)
@@ -198,7 +198,7 @@ def test_a_gap_ends_the_producer(shared_sidecar: Sidecar, topic: str) -> None:
         assert client.admin.producer(topic, "p").persisted == 6
         # Opened again it goes on where it was.
         with client.producer(topic, "p") as producer:
-            producer.send(b"", 7).result(30)
+            producer.send(b"", 7).result(120)
 
 
 def test_admin(shared_sidecar: Sidecar, topic: str) -> None:
@@ -231,10 +231,10 @@ def test_a_process_ends_quietly_with_everything_left_open(shared_sidecar: Sideca
     program = (
         "import sys; from seqdedupe.client import blocking\n"
         "client = blocking.Client(sys.argv[1]); producer = client.producer(sys.argv[2], 'p'); producer.open()\n"
-        "producer.send(b'').result(30); next(iter(client.reader(sys.argv[2], follow=True)))\n"
+        "producer.send(b'').result(120); next(iter(client.reader(sys.argv[2], follow=True)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, shared_sidecar.address, topic], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, shared_sidecar.address, topic], capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -277,7 +277,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(before, 0)[1]) == 0
 client = Client(sys.argv[1])
 producer = client.producer("forks", "p")
 producer.open()
-producer.send(b"first").result(30)
+producer.send(b"first").result(120)
 receipt = producer.send(b"parent")
 reader = client.reader("forks")
 next(reader)
@@ -289,7 +289,7 @@ if not child:
     )
     os._exit(sum(not refused(act) for act in acts))
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-receipt.result(30)
+receipt.result(120)
 producer.close()
 sys.exit(status)
 """
@@ -301,7 +301,7 @@ def test_a_forked_process_says_so_at_the_first_call(shared_sidecar: Sidecar) -> 
         [sys.executable, "-W", "ignore", "-c", FORKS, shared_sidecar.address],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
 
@@ -346,6 +346,6 @@ def test_programs_are_started_while_messages_are_under_way(
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == status, done.stderr

@@ -18,7 +18,7 @@ def test_the_programs_run(sidecar: Sidecar) -> None:
     for program in PROGRAMS:
         assert "127.0.0.1:6660" in program
         program = program.replace("127.0.0.1:6660", sidecar.address)
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout.splitlines())
     publish, read, threads = printed

@@ -18,7 +18,7 @@ from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 
-LONG_SECONDS = 30.0
+LONG_SECONDS = 120.0
 STEPS_FROM_ONE_TO_THE_NEXT = 5
 """Of the steps of a send, so many are passed over: the first is another one in each kind of send."""
 

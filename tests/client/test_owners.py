@@ -115,7 +115,7 @@ async def test_a_topic_moves_under_load(three: list[Front], shared_sidecar: Side
             now = dict(load.sent) | {f"read {kind}": len(read) for kind, read in load.read.items()}
             return all(now[what] > count + 20 for what, count in before.items())
 
-        await until(has, timeout_seconds=60)
+        await until(has)
 
     async def moves() -> None:
         move(three, first)
@@ -204,7 +204,7 @@ async def unanswered_then_moved(three: list[Front], sidecar: Sidecar, topic: str
 
 
 async def until_index(client: Client, topic: str, index: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while (await client.ends(topic)).last.index < index:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

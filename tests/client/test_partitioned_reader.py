@@ -108,11 +108,11 @@ async def test_it_follows(start_sidecar: Callable[..., Sidecar], topic: str) -> 
         async with client.partitioned_reader(topic, follow=True) as reader:
             reading = asyncio.ensure_future(read(60))
             await publish(client, topic, 0, 60)
-            await asyncio.wait_for(reading, 60)
+            await asyncio.wait_for(reading, 120)
             await asyncio.to_thread(sidecar.restart)
             reading = asyncio.ensure_future(read(100))
             await publish(client, topic, 60, 40)
-            await asyncio.wait_for(reading, 60)
+            await asyncio.wait_for(reading, 120)
             position = reader.position
         check(messages, 100)
         # What was published before is not the latest.

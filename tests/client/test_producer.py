@@ -120,7 +120,7 @@ async def test_flush_and_linger(shared_sidecar: Sidecar, topic: str) -> None:
         async with client.producer(topic, "q", ProducerConfig(linger_ms=1)) as producer:
             receipts = [await producer.send(b"") for _ in range(3)]
             for receipt in receipts:  # nobody flushes
-                await asyncio.wait_for(wait_for(receipt), 30)
+                await asyncio.wait_for(wait_for(receipt), 120)
 
 
 async def test_send_waits_while_too_much_is_in_flight(shared_sidecar: Sidecar, topic: str) -> None:
@@ -299,7 +299,7 @@ async def test_nor_does_a_cancelled_abort(shared_sidecar: Sidecar, topic: str) -
         with pytest.raises(asyncio.CancelledError):
             await aborting
         with pytest.raises(OutcomeUnknownError):
-            await asyncio.wait_for(receipt, 30)
+            await asyncio.wait_for(receipt, 120)
 
 
 async def test_the_delivery_timeout_ends_the_waiting(shared_sidecar: Sidecar, topic: str) -> None:
@@ -362,7 +362,7 @@ async def test_a_client_that_does_not_read_its_receipts_disturbs_nobody(shared_s
         proxy.stall()
         for _ in range(1000):
             await deaf.send(b"x" * 1000)
-        async with asyncio.timeout(30), direct.producer(topic, "other") as other:
+        async with asyncio.timeout(120), direct.producer(topic, "other") as other:
             for _ in range(20):
                 assert (await (await other.send(b""))).verdict is Verdict.NOT_DUP
         proxy.go_on()

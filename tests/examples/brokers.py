@@ -16,7 +16,7 @@ import pytest
 import redis
 
 ROOT = Path(__file__).parent.parent.parent
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 WINDOW = 200
 """Messages that a producer sends without an answer."""
 

@@ -18,7 +18,7 @@ def test_the_program_runs(start_sidecar: StartSidecar) -> None:
     sidecar = start_sidecar(log="broker")
     [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     program = program.replace("127.0.0.1:6660", sidecar.address)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.stdout.splitlines() == [
         "shop 1 NOT_DUP",
         "shop 2 NOT_DUP",
@@ -33,7 +33,7 @@ async def test_the_dialogue(start_sidecar: StartSidecar, tmp_path: Path) -> None
     broker = BrokerProcess("examples.broker.broker", str(tmp_path / "log"), "--sidecar", sidecar.address)
     try:
         broker.start()
-        assert await asyncio.to_thread(broker.attached.acquire, timeout=60)
+        assert await asyncio.to_thread(broker.attached.acquire, timeout=240)
         host, _, port = broker.address.rpartition(":")
         dialogues = re.findall(r"^\$ printf '(.*)' \| send\n((?:\d.*\n)+)", README.read_text(), re.MULTILINE)
         assert len(dialogues) == 2
@@ -45,7 +45,7 @@ async def test_the_dialogue(start_sidecar: StartSidecar, tmp_path: Path) -> None
             writer.close()
         broker.kill()
         show = [sys.executable, "-m", "examples.broker.broker", str(tmp_path / "log"), "--print"]
-        shown = (await asyncio.to_thread(subprocess.check_output, show, text=True, cwd=ROOT, timeout=60)).strip()
+        shown = (await asyncio.to_thread(subprocess.check_output, show, text=True, cwd=ROOT, timeout=240)).strip()
         assert shown in README.read_text()
         assert len(shown.splitlines()) == 3
     finally:

@@ -40,5 +40,5 @@ def test_it_goes_on_from_what_came_before() -> None:
 
 def test_it_is_the_same_without_the_processors_instruction() -> None:
     environment = os.environ | {"NUMBA_CPU_NAME": "generic"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")

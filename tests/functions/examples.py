@@ -68,7 +68,7 @@ class Late(pulsar.Function):  # type: ignore[misc]
         returned = threading.Event()
 
         def publish() -> None:
-            returned.wait(10)
+            returned.wait(120)
             try:
                 context.publish("out", input)
             except Exception as e:  # noqa: BLE001

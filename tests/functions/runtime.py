@@ -10,10 +10,11 @@ from typing import Any
 
 import pulsar
 
+from seqdedupe.functions import entries
 from seqdedupe.functions.instance import Instance
 
 TOPIC = "persistent://public/default/in"
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 120.0
 
 MANUAL = 3
 
@@ -62,6 +63,13 @@ def inputs(count: int, first: int = 0) -> list[Message]:
     return [Message(b"%d" % i, Id(i)) for i in range(first, first + count)]
 
 
+def written(index: int, kind: str = "", *, term: int = 3, incarnation: int = 99) -> dict[str, str]:
+    """Properties of what a sidecar has written."""
+    number = max(index, 0)
+    properties = {entries.ENTRY: f"1:{incarnation}:{term}:{term:016x}:{number}:{index}"}
+    return properties | ({entries.KIND: kind} if kind else {})
+
+
 def details(**changes: Any) -> SimpleNamespace:
     """`FunctionDetails` of a function that is deployed as it should be."""
     values = {
@@ -71,7 +79,7 @@ def details(**changes: Any) -> SimpleNamespace:
         "processingGuarantees": MANUAL,
         "retainOrdering": True,
         "source": source(),
-        "sink": SimpleNamespace(topic="out"),
+        "sink": SimpleNamespace(topic="out", serDeClassName="", schemaType=""),
     }
     return SimpleNamespace(**(values | changes))
 

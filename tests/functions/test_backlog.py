@@ -18,7 +18,7 @@ _epochs = count(1)
 
 
 def row(sequence_id: int, told: list[int], name: str = "p", size: int = 1) -> Row:
-    return Row(name, sequence_id, Output("t", bytes(size), "", 0, {}), lambda: told.append(sequence_id))
+    return Row(name, sequence_id, Output("t", bytes(size), None, 0, {}), lambda: told.append(sequence_id))
 
 
 def open_all(backlog: Backlog, persisted: int = -1) -> None:
@@ -206,7 +206,7 @@ def test_whatever_happens_on_the_way_each_output_is_stored_once_and_settled_when
                 assert key in log
                 settled[key] += 1
 
-            rows.append(Row(name, added, Output("t", b"x", "", 0, {}), told))
+            rows.append(Row(name, added, Output("t", b"x", None, 0, {}), told))
         backlog.add(rows)
         added += 1
 

@@ -55,6 +55,6 @@ def test_a_process_ends_though_nobody_reads_its_output() -> None:
             stdout=nobody,
             stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": ""},
-            timeout=110,
+            timeout=400,
         )
     assert done.returncode == 1, done.stderr

@@ -9,13 +9,13 @@ import pytest
 
 from seqdedupe.client import blocking
 from seqdedupe.client.blocking import Message as Stored
-from seqdedupe.functions import identity, publisher
+from seqdedupe.functions import entries, publisher
 from seqdedupe.testing import Sidecar
 from tests.client.fronts import addresses, fronts, move
 from tests.client.proxy import Proxy
 from tests.conftest import StartSidecar
 from tests.functions import examples
-from tests.functions.runtime import TOPIC, Ended, Id, Message, Runtime, details, inputs
+from tests.functions.runtime import TOPIC, Ended, Id, Message, Runtime, details, inputs, written
 
 OF_ME = "tests.functions.examples"
 
@@ -76,7 +76,7 @@ def test_an_instance_that_begins_again_doubles_nothing(start: Start, shared_side
 
 def test_bytes_key_time_and_properties_pass_unchanged(start: Start, shared_sidecar: Sidecar, topic: str) -> None:
     runtime = start()
-    given = Message(b" 7 \xff", Id(0), key="k", event_time_ms=77, properties={"a": "b", identity.ENTRY: "x"})
+    given = Message(b" 7 \xff", Id(0), key="k", event_time_ms=77, properties={"a": "b", entries.ENTRY: "x"})
     runtime.give([given])
     runtime.until_acknowledged(1)
     (message,) = stored(shared_sidecar, topic)
@@ -118,7 +118,7 @@ def test_markers_and_control_records_are_acknowledged_unseen(start: Start, share
     runtime = start()
     kinds = ["marker", None, "control", None]
     runtime.give(
-        [Message(b"%d" % i, Id(i), properties={identity.KIND: kind} if kind else {}) for i, kind in enumerate(kinds)]
+        [Message(b"%d" % i, Id(i), properties=written(i, kind) if kind else {}) for i, kind in enumerate(kinds)]
     )
     runtime.until_acknowledged(4)
     assert runtime.entries == [0, 1, 2, 3]
@@ -128,17 +128,14 @@ def test_markers_and_control_records_are_acknowledged_unseen(start: Start, share
 def test_a_topic_of_packed_batches_is_refused(start: Start) -> None:
     runtime = start()
     with pytest.raises(Exception, match="packed"):
-        runtime.give([Message(b"", Id(0), properties={identity.KIND: "batch"})])
+        runtime.give([Message(b"", Id(0), properties=written(0, "batch"))])
 
 
 def test_by_index_ledgers_do_not_matter(start: Start, shared_sidecar: Sidecar, topic: str) -> None:
-    def entry(i: int) -> dict[str, str]:
-        return {identity.ENTRY: f"1:99:3:00000000000000aa:5:{i}"}
-
     first, second = start(identity="index"), start(identity="index")
-    first.give([Message(b"%d" % i, Id(i), properties=entry(i)) for i in range(10)])
+    first.give([Message(b"%d" % i, Id(i), properties=written(i)) for i in range(10)])
     first.until_acknowledged(10)
-    second.give([Message(b"%d" % i, Id(i, ledger_id=8), properties=entry(i)) for i in range(5, 15)])
+    second.give([Message(b"%d" % i, Id(i, ledger_id=8), properties=written(i)) for i in range(5, 15)])
     second.until_acknowledged(10)
     assert payloads(shared_sidecar, topic) == [b"%d" % i for i in range(15)]
     with pytest.raises(Exception, match="written by no sidecar"):
@@ -171,7 +168,7 @@ def test_publishing_after_the_return_raises_in_the_function(start: Start) -> Non
     runtime = start("Late")
     runtime.give(inputs(1))
     runtime.until_acknowledged(1)
-    assert examples.Late.done.wait(20)
+    assert examples.Late.done.wait(120)
     assert "after process()" in str(examples.Late.raised)
 
 
@@ -344,7 +341,7 @@ def test_data_loss_ends_the_process(start: Start, start_sidecar: StartSidecar, t
     with blocking.Client(sidecar.address) as client:
         client.admin.delete_topic(topic)
     runtime.give(inputs(1, first=5))
-    assert runtime.process.ended.wait(60)
+    assert runtime.process.ended.wait(120)
     assert runtime.process.failed
     assert runtime.process.why
     assert len(runtime.acks) == 5
@@ -353,7 +350,7 @@ def test_data_loss_ends_the_process(start: Start, start_sidecar: StartSidecar, t
 def test_it_waits_for_a_sidecar_and_gives_up_by_ending_the_process(start: Start) -> None:
     runtime = start(address="127.0.0.1:1", give_up_after_seconds=1.0)
     runtime.give(inputs(1))
-    assert runtime.process.ended.wait(60)
+    assert runtime.process.ended.wait(120)
     assert runtime.process.failed
     assert "has waited for 1 seconds" in runtime.process.why
     assert "UNREACHABLE" in runtime.process.why

@@ -35,7 +35,7 @@ def unpacked(folder: Path) -> Path:
 
 def run(folder: Path, script: str, *more: str) -> "subprocess.CompletedProcess[str]":
     whole = _BLOCK.format(unpacked=str(unpacked(folder)), more=more) + script
-    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=folder, timeout=110)
+    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=folder, timeout=400)
 
 
 def test_the_wrapper_needs_nothing_but_the_wheel_and_what_the_documentation_lists(tmp_path: Path) -> None:

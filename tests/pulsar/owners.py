@@ -161,7 +161,7 @@ class Owner:
             {"address": self.instance_name},
             self._settle,
         )
-        writer.append(Message(marker, {}))
+        writer.append([Message(marker, {})])
         self.was_read(writer, [await self.doubt()])
         return writer
 
@@ -200,6 +200,8 @@ class Owner:
         assert asyncio.get_running_loop()
         assert self.failure is None, "something is settled after a failure"
         assert not (settled.confirmed and self.doubtful), "something is confirmed beyond a doubt"
-        self.confirmed += settled.confirmed
+        if settled.confirmed is not None:
+            entries, first = settled.confirmed
+            self.confirmed += [MessageId(first.ledger_id, first.entry_id + k) for k in range(entries)]
         self.doubtful = settled.doubtful or self.doubtful
         self.failure = settled.failure

@@ -26,7 +26,7 @@ async def split(
     Client k gets it `openings[k]` times, else as often as it likes; after that it opens as it would. In the mode
     `Shared` they live for certain, with fencing after some races. Returns how often each client still gets it.
     """
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         producers = await _living(topic, clients, mode)
     kept = {client: _Kept(producer) for client, producer in zip(clients, producers, strict=True)}
     left = dict(zip(clients, openings or [2**30] * len(clients), strict=True))
@@ -74,7 +74,7 @@ async def _open(client: pulsar.asyncio.Client, topic: str, name: str, mode: puls
 async def _take(producers: list[Any]) -> bool:
     """Whether each is answered that its message is stored, after all have been let in, and twice."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             for producer in producers * 2:
                 await producer.send(b"who lives?")
     except (pulsar.asyncio.PulsarException, TimeoutError):

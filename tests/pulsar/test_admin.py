@@ -16,7 +16,7 @@ from seqdedupe.log.pulsar.policies import ensure_safe
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 120
 
 UNSAFE = [
     ("deduplicationEnabled", False, "set-deduplication --enable"),

@@ -56,8 +56,7 @@ async def test_what_was_written_is_read_from_any_place_on(
     ]
     async with Owner(cluster.service_url, topic) as owner:
         writer = await owner.open()
-        for message in messages:
-            writer.append(message)
+        writer.append(messages)
         await owner.until_confirmed(1 + len(messages))
         await writer.close()
 
@@ -153,8 +152,7 @@ async def test_cut_lines_and_unloaded_topics_are_read_on_without_a_gap(
     await cluster.create(topic)
     async with Owner(cluster.service_url, topic) as owner, Line(broker) as line:
         writer = await owner.open()
-        for number in range(3000):
-            writer.append(Message(b"%d" % number, {ENTRY: "x"}))
+        writer.append([Message(b"%d" % number, {ENTRY: "x"}) for number in range(3000)])
         await owner.until_confirmed(3001)
         await writer.close()
         client = pulsar.asyncio.Client(line.service_url, logger=quiet())

@@ -14,11 +14,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from examples.pulsar.messages import Received, Topic, messages
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker, free_port
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
 from seqdedupe.client import Client, Producer, ProducerConfig, blocking
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.http import AdminUrl
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import Sidecar, reserved_port
 from seqdedupe.v1 import admin_pb2
 from tests import warm
 from tests.broker_sidecar.calls import Client as RawClient
@@ -42,9 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ports() -> tuple[int, int]:
+def ports() -> Iterator[tuple[int, int]]:
     """For TLS: of messages, and of admin calls."""
-    return free_port(), free_port()
+    with reserved_port() as messages, reserved_port() as calls:
+        yield messages.getsockname()[1], calls.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ class Load:
 
 
 def run(*command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 def restart(broker: Broker) -> None:
@@ -244,7 +245,7 @@ async def test_every_message_is_there_once_whatever_is_killed(made: Start, broke
 def health(address: str, topic: str = "") -> str:
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=topic)
-        found = health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)  # type: ignore[attr-defined]
+        found = health_pb2_grpc.HealthStub(channel).Check(request, timeout=120)  # type: ignore[attr-defined]
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(found.status))
 
 

@@ -29,7 +29,7 @@ from tests.log.batches import encoded_batch
 from tests.log.conformance import Owner
 from tests.pulsar.owners import Cluster, quiet, until
 
-pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 2)
+pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 OF_LOG = 1_700_000_000_000_000
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)

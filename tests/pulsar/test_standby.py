@@ -1,6 +1,7 @@
 """Two sidecars and a topic on a real broker: it changes hands whatever ends its owner; nothing is lost or doubled."""
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ from seqdedupe.log.pulsar import evicting, guarding, waiting
 from seqdedupe.log.pulsar.admin import Admin, TopicStats
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.topic.state import State
+from tests.pulsar.crashes import KEEP_ALIVE_SECONDS, Faults, Scene
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, until
+from tests.pulsar.producing import FORGETS
 from tests.pulsar.publishers import Process
 from tests.topic.publisher import Publisher, stored
 
@@ -23,8 +26,6 @@ pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
 
-KEEP_ALIVE_SECONDS = 5
-"""The broker's own: one that answers nothing is out after twice as long."""
 MANY = 1_000_000
 SLOW_MACHINE = 4
 
@@ -99,9 +100,13 @@ async def two(
             await asyncio.wait([two.publishing])
 
 
-def told(what: str, seconds: float, goal_seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
+def print_outage(what: str, seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        print(f"\nwithout service after {what}: {seconds:.2f} s (goal: {goal_seconds} s)")
+        print(f"\nwithout service after {what}: {seconds:.2f} s")
+
+
+def told(what: str, seconds: float, goal_seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
+    print_outage(f"{what} (goal: {goal_seconds} s)", seconds, capsys)
     assert seconds < SLOW_MACHINE * goal_seconds
 
 
@@ -243,3 +248,18 @@ async def test_a_wait_that_is_cancelled_never_gets_the_topic(
 
 async def _left(_: Any) -> None:
     pass
+
+
+@pytest.mark.timeout(600)
+async def test_three_processes_and_what_ends_or_stops_them(
+    broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The control, a topic that does not deduplicate, has doubles afterwards."""
+    async with Scene(broker, tmp_path) as scene:
+        faults = Faults(scene, random.Random(1))
+        for fault in (faults.kill_producer, faults.kill_owner, faults.unload, faults.freeze_owner):
+            with scene.timed() as seconds:
+                await fault()
+            print_outage(fault.__name__, max(seconds.values()), capsys)
+        await scene.finish()
+    assert scene.doubled >= FORGETS

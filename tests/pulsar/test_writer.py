@@ -1,6 +1,7 @@
 """The exclusive producer on a real broker: what it confirms stands there once, in order, and nobody else's between."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import pulsar
@@ -10,11 +11,12 @@ import pytest
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import writer as writers
+from seqdedupe.log.pulsar.client_thread import keep_state
 from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.writer import PRODUCER_NAMES, open_writer
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line
-from tests.pulsar.owners import Cluster, Owner, until
+from tests.pulsar.owners import Cluster, Owner, quiet, until
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
@@ -26,8 +28,7 @@ def numbered(first: int, entries: int) -> list[bytes]:
 
 
 def append(writer: writers.Writer, payloads: list[bytes]) -> None:
-    for payload in payloads:
-        writer.append(Message(payload, {}))
+    writer.append([Message(payload, {}) for payload in payloads])
 
 
 @pytest.fixture
@@ -61,8 +62,7 @@ async def test_a_message_is_as_a_stock_consumer_expects_it(cluster: Cluster, top
     client = pulsar.Client(cluster.service_url)
     async with Owner(cluster.service_url, topic) as owner:
         writer = await owner.open()
-        writer.append(Message(None, {"a": "b", "ü": "ö"}, "käy", 1_700_000_000_123))
-        writer.append(Message(b"", {}))
+        writer.append([Message(None, {"a": "b", "ü": "ö"}, "käy", 1_700_000_000_123), Message(b"", {})])
         await owner.until_confirmed(3)
         await writer.close()
     reader = await asyncio.to_thread(client.create_reader, topic, pulsar.MessageId.earliest)
@@ -337,6 +337,27 @@ async def test_no_more_is_in_flight_than_the_bounds_say(
                 await owner.until_confirmed(before + 10)
                 assert stored == before + 3
         await writer.close()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_clients_thread_keeps_its_state_of_python(broker: Broker, topic: str, keeps: bool) -> None:
+    """What is local to the thread is still there with the next answer. The control arm keeps nothing."""
+    local = threading.local()
+    counted: list[int] = []
+
+    def answer(*_: object) -> None:
+        if keeps:
+            keep_state()
+        local.answers = getattr(local, "answers", 0) + 1
+        counted.append(local.answers)
+
+    client = pulsar.Client(broker.service_url, logger=quiet())
+    producer = client.create_producer(topic)
+    for _ in range(3):
+        producer.send_async(b"x", answer)
+        producer.flush()
+    client.close()
+    assert counted == ([1, 2, 3] if keeps else [1, 1, 1])
 
 
 async def test_a_closed_writer_settles_nothing_more(cluster: Cluster, line: Line, topic: str) -> None:

@@ -141,7 +141,7 @@ class Gate:
             return
         self.stop_here()
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 240.0) -> int:
         """Until somebody has stopped; the ID of the process."""
         deadline = time.monotonic() + seconds
         while not (self.folder / "reached").exists():

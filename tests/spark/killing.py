@@ -88,4 +88,4 @@ def wake(zombies: Sequence[tuple[Gate, int]]) -> None:
     for gate, pid in zombies:
         gate.open()
         if psutil.pid_exists(pid):
-            assert psutil.wait_procs([psutil.Process(pid)], timeout=30)[0]
+            assert psutil.wait_procs([psutil.Process(pid)], timeout=120)[0]

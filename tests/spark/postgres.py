@@ -20,7 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 import pytest
 
-START_TIMEOUT_SECONDS = 30.0
+START_TIMEOUT_SECONDS = 120.0
 _VARIABLE = "TEST_POSTGRES"
 
 

@@ -42,7 +42,7 @@ class Driver:
 
     def wait(self) -> str:
         """What it has printed when it has ended: how many messages it read and rows it wrote, or an error's reason."""
-        return self.process.communicate(timeout=60)[0].strip()
+        return self.process.communicate(timeout=240)[0].strip()
 
 
 def run_with_checkpoint(spark: SparkSession, job: ReaderJob, checkpoint: Path) -> None:

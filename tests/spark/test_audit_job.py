@@ -162,7 +162,7 @@ async def write_logs(folder: Path, histories: dict[int, list[Told]]) -> None:
         for told in history:
             one = batch(told.rows, links=told.links)
             log.append(one.encode(), len(one), len(replace(one, payloads=Binary()).encode()))
-        await asyncio.wait_for(done.wait(), 30)
+        await asyncio.wait_for(done.wait(), 120)
     await logs.close()
 
 

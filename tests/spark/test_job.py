@@ -501,7 +501,7 @@ def test_trimmed_messages_are_an_error_or_skipped(
         given = replace(config(address, database, topic, maxOffsetsPerTrigger=5), deduplicate=True)
         assert ReaderJob(SESSION, given, without_value).run_round().read == 5
         client.admin.snapshot(topic)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while not (first := client.ends(topic).first_index):
             assert time.monotonic() < until
             time.sleep(0.01)

@@ -85,6 +85,6 @@ def test_an_executor_is_lost_and_each_message_is_written_once(
     assert read == written == sum(BOTH.values())
     all_are_there(database)
     gate.open()
-    assert psutil.wait_procs([stalled], timeout=30)[0]
+    assert psutil.wait_procs([stalled], timeout=120)[0]
     all_are_there(database)
     assert all(list((tmp_path / str(number)).glob("app-*/*")) for number in range(2))

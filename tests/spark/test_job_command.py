@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -115,8 +116,9 @@ def test_follows_as_a_streaming_query_until_it_is_told_to_stop(
     publish(sidecar.address, "events", 50, first=100)
     while len(database.indexes(topic)) < 150:
         assert process.poll() is None
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     found = json.loads(out)
     assert (found["read"], found["written"], found["lag"], list(found["topics"])) == (150, 150, 0, [topic])
@@ -135,7 +137,7 @@ def test_sigterm_ends_a_job_whose_sidecar_is_away(sidecar: Sidecar, tmp_path: Pa
         if "waiting: no connection to the sidecar" in line:
             break
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert json.loads(out)["written"] == 10
 
@@ -235,13 +237,15 @@ def test_the_help_names_the_jobs_of_their_own() -> None:
 
 def test_sigterm_before_the_sidecar_was_reached(tmp_path: Path) -> None:
     flags = ["--address", "127.0.0.1:9", "--topic", "events", "--store", "sqlite:///out.db", "--table", TABLE]
-    process = start(tmp_path, "run", "--job", JOB, *flags, "--json", "--master", "local[2]")
+    process = start(
+        tmp_path, "run", "--job", JOB, *flags, "--json", "--master", "local[2]", JAVA_TOOL_OPTIONS=QUICK_JVM
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if "waiting: no connection to the sidecar" in line:
             break
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 1, err
     assert (json.loads(out)["lag"], json.loads(out)["read"]) == (None, 0)
 

@@ -11,7 +11,7 @@ from tests.spark.killing import a_successor_finishes, kill_drivers
 from tests.spark.killing import address as address
 from tests.spark.killing import gates as gates
 
-pytestmark = pytest.mark.timeout(240)  # several drivers start one after the other
+pytestmark = pytest.mark.timeout(1200)  # several drivers start one after the other
 
 
 def test_killed_with_a_checkpoint_and_started_again_with_it(

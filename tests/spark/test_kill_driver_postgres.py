@@ -18,7 +18,7 @@ from tests.spark.killing import gates as gates
 from tests.spark.postgres import postgres_url as postgres_url
 from tests.spark.run_job import Driver
 
-pytestmark = pytest.mark.timeout(240)  # several drivers start one after the other
+pytestmark = pytest.mark.timeout(1200)  # several drivers start one after the other
 
 
 def test_killed_without_a_checkpoint_and_with_one_that_is_deleted(

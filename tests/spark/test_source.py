@@ -398,7 +398,7 @@ def trimmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Source, 
                     producer.flush()  # a segment is left behind between two writes
                 producer.send_batch([value + bytes(PAYLOAD_BYTES) for value in numbers(first, first + 2)])
         client.admin.snapshot("t")
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while not client.ends("t").first_index:
             assert time.monotonic() < until
             time.sleep(0.01)

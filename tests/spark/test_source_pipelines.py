@@ -12,7 +12,7 @@ from seqdedupe.client import blocking
 from seqdedupe_spark.session import workers_path
 from tests.spark.conftest import REPOSITORY
 
-TIMEOUT_SECONDS = 110
+TIMEOUT_SECONDS = 400
 
 SPEC = """
 name: check

@@ -230,7 +230,7 @@ async def test_a_policy_that_could_not_be_stored_is_stored_when_the_store_is_bac
     with pytest.raises(UnavailableError):
         await topic.set_policy(REJECT)
     store.fail_at = 0
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while (loaded := Snapshots(store, incarnation).load()) is None or not loaded.policy:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert start(store, incarnation).policy == REJECT
@@ -291,7 +291,7 @@ class Process:
 
     async def until_attached(self, broker: Broker) -> None:
         """What cannot be written now is tried again in the background."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     broker.attach(await self.topics.get_or_create(NAME))

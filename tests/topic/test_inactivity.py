@@ -84,7 +84,7 @@ class Scene:
             await self.topic.inactivity.look()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not holds():  # noqa: ASYNC110 (the topic's tasks go on beside)
                 await asyncio.sleep(0.001)
 
@@ -676,7 +676,7 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
     for part in range(4):
         await send("filler", filler, 1 + 10 * part, 10, stream)
         await topic.snapshot()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while topic.log.first_index < 10 * part:  # noqa: ASYNC110 (retention goes on beside the snapshot)
                 await asyncio.sleep(0.01)
         expected = {"filler": 10 * part + 10, "old": 2, "again": 1}

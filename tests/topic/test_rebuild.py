@@ -83,7 +83,7 @@ async def test_a_rebuilt_store_knows_all_that_was_in_force(logs: EmbeddedLogs, t
         assert isinstance(await publish(topic, "filler", filler, i, i - 1), Receipt)
     term = topic.term
     await topic.snapshot()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while topic.log.first_index < 20:  # noqa: ASYNC110 (retention goes on beside the snapshot)
             await asyncio.sleep(0.01)
     await topic.close("")
@@ -152,7 +152,7 @@ async def test_open_works_while_the_store_is_down_and_a_failed_one_fences_nobody
         await opening
     with pytest.raises(UnavailableError):
         await resuming
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while topic.state is not State.SERVING:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert (await open_sessions(topic, ["p"], [epoch])).refusals == {}

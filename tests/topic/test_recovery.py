@@ -87,7 +87,7 @@ async def publish(topic: Topic, *ids: int) -> list[Receipt | Refusal]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

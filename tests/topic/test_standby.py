@@ -14,7 +14,7 @@ from seqdedupe.errors import OutcomeUnknownError, SeqdedupeError, UnavailableErr
 from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import recovery
+from seqdedupe.topic import recovery, trimming
 from seqdedupe.topic.keeping_away import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import message_state, reset_producer
@@ -23,11 +23,12 @@ from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import check_index, end_index, read_on
 from seqdedupe.topic.recovery import Ownership
 from seqdedupe.topic.state import State
+from seqdedupe.topic.trimming import state_again
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.publisher import FRAME_ROWS, Publisher, stored
 
 INCARNATION = 5
-LIMIT_SECONDS = 30
+LIMIT_SECONDS = 120
 ENTRIES_INTERVAL = 5
 
 
@@ -278,6 +279,49 @@ async def test_a_topic_that_is_closed_does_not_wait_any_more(standbys: Two) -> N
     for _ in range(1000):
         await asyncio.sleep(0)
     assert standbys.other.log.opened == tried
+
+
+async def with_one_that_is_silent(two: Two) -> None:
+    """The producer "old" has published, and does not any more; the standby's retention drops what it may."""
+    await Publisher("old", lambda: (two.one.topic,)).publish(FRAME_ROWS)
+    two.other.log.retention = True
+    await two.publisher.publish(60)
+    await until(lambda: two.other.topic.snapshot_index >= 60 - 3 * ENTRIES_INTERVAL)
+
+
+async def known_from_the_log(two: Two, folder: Path) -> dict[str, int]:
+    """The highest persisted IDs, for one that has nothing but what is left in the log."""
+    third = Sidecar(two.storage, folder / "third", "third:6680", is_standby=True)
+    await third.topic.recover()
+    await until(lambda: third.topic.confirmed_index == two.one.topic.confirmed_index)
+    producers = third.topic.producers
+    numbers = {name.decode(): producers.number(name) for name in (b"old", b"p")}
+    known = {name: int(producers.numbers[k, PERSISTED]) for name, k in numbers.items() if k is not None}
+    await third.close()
+    return known
+
+
+async def test_a_standby_lets_nothing_go_that_is_stated_nowhere_else(standbys: Two, tmp_path: Path) -> None:
+    await with_one_that_is_silent(standbys)
+    await trimming.trim(standbys.other.topic)
+    assert standbys.storage.first_index == 0
+    # To say it again is the owner's, who does so before it lets go of anything itself.
+    await state_again(standbys.one.topic, 40)
+    await standbys.publisher.publish(120)
+    await until(lambda: standbys.other.topic.snapshot_index >= 120 - 3 * ENTRIES_INTERVAL)
+    await trimming.trim(standbys.other.topic)
+    assert standbys.storage.first_index > 0
+    assert await known_from_the_log(standbys, tmp_path) == {"old": FRAME_ROWS - 1, "p": 119}
+
+
+async def test_a_standby_that_lets_go_of_what_its_snapshot_covers_loses_what_is_in_force(
+    standbys: Two, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trimming, "_stated_from", lambda topic, first_index: first_index)
+    await with_one_that_is_silent(standbys)
+    await trimming.trim(standbys.other.topic)
+    assert standbys.storage.first_index > 0
+    assert await known_from_the_log(standbys, tmp_path) == {"p": 59}
 
 
 async def times_served(two: Two, until_seconds: float, most: int) -> int:

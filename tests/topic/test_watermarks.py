@@ -217,7 +217,7 @@ async def test_a_log_that_fails_at_any_record(stores: Callable[[], Store], at: i
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 

@@ -8,7 +8,7 @@ remove, by its own retention.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,10 +22,10 @@ from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Reco
 from seqdedupe.log.pulsar import entries, place_bytes, plain
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Message, Owner, Part, Settings
+from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Owner, Part, Settings
 from seqdedupe.log.pulsar.evicting import Answers, evicting
 from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, guard
-from seqdedupe.log.pulsar.opening import Opening
+from seqdedupe.log.pulsar.opening import Opening, Record
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
 from seqdedupe.log.pulsar.waiting import Connect, wait_until_free
@@ -155,40 +155,32 @@ class PulsarLog:
     def check(self, batch: bytes) -> None:
         if len(batch) <= SURELY_TAKEN_BYTES:
             return
-        for _ in self._messages(
-            _WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, entries.encoded(batches.decode(batch))
-        )[1]:
-            pass
+        part = entries.encoded(batches.decode(batch))
+        self._records(_WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, part)
 
-    def _messages(
-        self, owner: Owner, number: int, index: int, now_ms: int, part: Part
-    ) -> tuple[list[int], Iterator[Message]]:
-        """How many messages each entry of a batch has, and the entries."""
+    def _records(self, owner: Owner, number: int, index: int, now_ms: int, part: Part) -> list[Record]:
+        """What becomes of a batch. Raises MESSAGE_TOO_LARGE."""
         if self._is_plain:
-            return [1] * part.rows, plain.messages_of(owner, number, index, part.encoded)
-        parts = entries.split(part)
-
-        def packed() -> Iterator[Message]:
-            at = index
-            for k, one in enumerate(parts):
-                yield entries.packed(owner, number + k, at, now_ms, one)._replace(event_time_ms=now_ms)
-                at += one.rows
-
-        return [one.rows for one in parts], packed()
+            return [Record(list(plain.messages_of(owner, number, index, part.encoded)), 1, is_batch=False)]
+        records: list[Record] = []
+        for one in entries.split(part):
+            message = entries.packed(owner, number + len(records), index, now_ms, one)
+            records.append(Record([message._replace(event_time_ms=now_ms)], one.rows, is_batch=True))
+            index += one.rows
+        return records
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms, part = self._now_ms(), Part(batch, rows, column_bytes)
-        each, messages = self._messages(opening.owner, opening.next_number, opening.next_index, now_ms, part)
-        opening.append(messages, each, now_ms)
+        opening.append(self._records(opening.owner, opening.next_number, opening.next_index, now_ms, part), now_ms)
 
     def append_control(self, body: bytes) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms = self._now_ms()
         message = entries.control(opening.owner, opening.next_number, opening.next_index, body)
-        opening.append([message._replace(event_time_ms=now_ms)], [0], now_ms)
+        opening.append([Record([message._replace(event_time_ms=now_ms)], 0, is_batch=False)], now_ms)
 
     def _open_now(self) -> Opening:
         if self._opening is None:
@@ -221,7 +213,7 @@ class PulsarLog:
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
             marker = entries.marker(self.incarnation, term, token, self._settings, self._end.next_index)
-            writer.append(marker._replace(event_time_ms=self._now_ms()))
+            writer.append([marker._replace(event_time_ms=self._now_ms())])
             receipt = await marked
             if not failed:
                 await self._content.read_on(receipt)
@@ -281,7 +273,7 @@ class PulsarLog:
         """What the writer of an opening tells."""
         if opening is not self._opening or opening.failed:
             return
-        if settled.confirmed:
+        if settled.confirmed is not None:
             opening.confirm(settled.confirmed, self._shared.clock_ms())
             opening.tell()
         if settled.failure is not None:

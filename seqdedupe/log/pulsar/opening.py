@@ -1,27 +1,41 @@
 """One opening of a topic for writing: appends become entries, and confirmed entries settle their appends."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.pulsar.content import Found
 from seqdedupe.log.pulsar.entries import Message, Owner
-from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch, size_of
+from seqdedupe.log.pulsar.places import Places, Point, size_of
 from seqdedupe.log.pulsar.terms import Standing
+from seqdedupe.log.pulsar.unsettled import Confirmed
 from seqdedupe.log.pulsar.writer import Writer
 from seqdedupe.message_id import MessageId
 
 
-class _Sent(NamedTuple):
-    """An entry that is not confirmed yet."""
+class Record(NamedTuple):
+    """What becomes one stored record: the rows of a batch that are an entry each, or one entry for all of them."""
 
+    entries: Sequence[Message]
     rows: int
-    size_bytes: int
-    publish_time_ms: int
-    begins_record: bool
+    """In each entry: one, or those of its batch, or none of a control record."""
     is_batch: bool
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A record of which not all entries are confirmed."""
+
+    sizes_bytes: list[int]
+    """Of those that are not."""
+    rows: int
+    is_batch: bool
+    publish_time_ms: int
     ends_append: bool
+    is_whole: bool = True
+    """Whether none of its entries is confirmed."""
 
 
 class Opening:
@@ -43,36 +57,40 @@ class Opening:
         self.settled = places.end
         """Before it are the appends that are confirmed whole."""
 
-    def append(self, messages: Iterable[Message], rows: Sequence[int], publish_time_ms: int) -> None:
-        """Hands over the entries of one append, with so many messages in each."""
-        left = len(rows)
-        for message, count in zip(messages, rows, strict=True):
+    def append(self, records: Sequence[Record], publish_time_ms: int) -> None:
+        """Hands over the entries of one append."""
+        left = len(records)
+        for entries, rows, is_batch in records:
             left -= 1
-            begins, several = begins_record(message), is_batch(message)
-            self._sent.append(_Sent(count, size_of(message), publish_time_ms, begins, several, ends_append=not left))
-            self.writer.append(message)
-        self.next_number += len(rows)
-        self.next_index += sum(rows)
+            sizes = [size_of(message) for message in entries]
+            self._sent.append(_Sent(sizes, rows, is_batch, publish_time_ms, ends_append=not left))
+            self.writer.append(entries)
+            self.next_number += len(entries)
+            self.next_index += len(entries) * rows
 
-    def confirm(self, message_ids: Sequence[MessageId], now_ms: int) -> None:
+    def confirm(self, confirmed: Confirmed, now_ms: int) -> None:
         """So many of the oldest entries are confirmed by their receipts. `tell` has to follow."""
-        for message_id in message_ids:
+        left, (ledger_id, entry_id) = confirmed.entries, confirmed.first[:2]
+        while left:
             sent, end = self._sent[0], self._places.end
+            entries = min(left, len(sent.sizes_bytes))
+            left -= entries
+            entry_id += entries
             _, number, index = end.standing
             to = end.after(
-                Standing(self.owner, number + 1, index + sent.rows),
-                message_id,
+                Standing(self.owner, number + entries, index + entries * sent.rows),
+                MessageId(ledger_id, entry_id - 1),
                 sent.publish_time_ms,
                 now_ms,
-                sent.size_bytes,
+                sum(sent.sizes_bytes[:entries]),
             )
-            runs = self._places.advance(to, begins_record=sent.begins_record, is_batch=sent.is_batch)
-            self._take(runs, to)
+            runs = self._places.advance(to, begins_record=sent.is_whole, is_batch=sent.is_batch)
+            self._take(entries, runs, to)
 
     def found(self, several: Sequence[Found]) -> None:
         """The oldest entries were read. `tell` has to follow."""
         for one in several:
-            self._take(one.runs, one.after)
+            self._take(1, one.runs, one.after)
 
     def tell(self) -> None:
         """Settles the appends of which all is confirmed."""
@@ -86,15 +104,21 @@ class Opening:
             self.failed = True
             self._settle(Outcome([], Failure.UNKNOWN, why))
 
-    def _take(self, runs: Runs, after: Point) -> None:
-        """The oldest entry is confirmed; its append is, if it was the last one of it."""
+    def _take(self, entries: int, runs: Runs, after: Point) -> None:
+        """So many of the oldest record's entries are confirmed; its append is, if they were the last ones of it."""
         for run in runs:
             last = self._runs[-1] if self._runs else None
             if last and run.batch_index < 0 and last.message_id(last.rows) == run.message_id(0):
                 self._runs[-1] = last._replace(rows=last.rows + run.rows)
             else:
                 self._runs.append(run)
-        if self._sent.popleft().ends_append:
+        sent = self._sent[0]
+        del sent.sizes_bytes[:entries]
+        sent.is_whole = False
+        if sent.sizes_bytes:
+            return
+        self._sent.popleft()
+        if sent.ends_append:
             self._confirmed.append(tuple(self._runs))
             self._runs = []
             self.settled = after

@@ -80,7 +80,8 @@ class Places:
         return self._points[0]
 
     def advance(self, to: Point, *, begins_record: bool, is_batch: bool) -> Runs:
-        """The next valid entry stands there, and `to` is the point after it. Its rows' message IDs."""
+        """The next valid entries stand there, one after the other, and `to` is the point after them. Their rows'
+        message IDs. Several are rows of one record, and an entry each."""
         end, self.end = self.end, to
         if end.message_id == NOWHERE:
             self._points[0] = end._replace(message_id=MessageId(to.message_id.ledger_id, NOWHERE.entry_id))
@@ -93,7 +94,8 @@ class Places:
                 self._last_record = end
         if not rows:
             return ()
-        run = Run(rows, to.message_id.ledger_id, to.message_id.entry_id, 0 if is_batch else -1)
+        ledger_id, entry_id, _ = to.message_id
+        run = Run(rows, ledger_id, entry_id, 0) if is_batch else Run(rows, ledger_id, entry_id - rows + 1)
         self._recent.append((end.next_index, run))
         return (run,)
 

@@ -9,6 +9,7 @@ import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.entries import ENTRY, Entry, Message
+from seqdedupe.log.pulsar.unwanted import opened
 from seqdedupe.message_id import MessageId
 
 READ_STEP_ENTRIES = 500
@@ -96,19 +97,8 @@ async def open_reader(client: pulsar.asyncio.Client, topic: str, start: MessageI
 
 
 async def _opened(client: pulsar.asyncio.Client, topic: str, place: pulsar.MessageId, queue_entries: int) -> Any:
-    opening = asyncio.ensure_future(
-        client.create_reader(topic, place, receiver_queue_size=queue_entries, start_message_id_inclusive=True)
-    )
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        opening.add_done_callback(_close_unwanted)
-        raise
-
-
-def _close_unwanted(opening: "asyncio.Future[Any]") -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result()._reader.close_async(lambda _: None)
+    opening = client.create_reader(topic, place, receiver_queue_size=queue_entries, start_message_id_inclusive=True)
+    return await opened(opening, lambda reader: reader._reader.close_async(lambda _: None))
 
 
 def _entry(native: Any) -> Entry:

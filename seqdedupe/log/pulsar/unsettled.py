@@ -2,9 +2,17 @@
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from seqdedupe.log.pulsar.terms import Receipts
 from seqdedupe.message_id import MessageId
+
+
+class Confirmed(NamedTuple):
+    """So many of the oldest appends, which stand one after the other in one ledger."""
+
+    entries: int
+    first: MessageId
 
 
 class Unsettled:
@@ -26,12 +34,16 @@ class Unsettled:
         else:
             self._receipts.append(receipt)
 
-    def confirm(self) -> list[MessageId]:
-        """Takes out what is confirmed now: so many of the oldest appends, and where they stand."""
-        confirmed = []
-        while self._rule is not None and self._receipts and self._rule.confirms(self._receipts[0]):
-            confirmed.append(self._receipts.popleft())
-        return confirmed
+    def confirm(self) -> Confirmed | None:
+        """Takes out what is confirmed now."""
+        receipts, rule = self._receipts, self._rule
+        if rule is None or not receipts:
+            return None
+        first, entries = receipts[0], 0
+        while receipts and rule.confirms(receipts[0]):
+            receipts.popleft()
+            entries += 1
+        return Confirmed(entries, first) if entries else None
 
     @property
     def doubtful(self) -> MessageId | None:

@@ -31,7 +31,7 @@ from tests.log.conformance import Owner, parsed
 from tests.log.pulsar.test_log import BOTH, TOPIC, StandInHarness
 from tests.log.pulsar.topics import INCARNATION, marker, stock
 
-LIMIT_SECONDS = 30
+LIMIT_SECONDS = 120
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from seqdedupe.log.pulsar.unsettled import Unsettled
+from seqdedupe.log.pulsar.unsettled import Confirmed, Unsettled
 from seqdedupe.message_id import MessageId
 
 MARKER = MessageId(7, 3)
@@ -13,9 +13,9 @@ def unsettled() -> Unsettled:
     """Whose marker was read."""
     unsettled = Unsettled()
     unsettled.add(MARKER)
-    assert (unsettled.confirm(), unsettled.doubtful) == ([], MARKER), "the first receipt proves something"
+    assert (unsettled.confirm(), unsettled.doubtful) == (None, MARKER), "the first receipt proves something"
     unsettled.was_read([MARKER])
-    assert (unsettled.confirm(), unsettled.doubtful) == ([], None)
+    assert (unsettled.confirm(), unsettled.doubtful) == (None, None)
     return unsettled
 
 
@@ -23,8 +23,8 @@ def test_what_follows_is_confirmed(unsettled: Unsettled) -> None:
     ids = [MessageId(7, entry) for entry in range(4, 9)]
     for message_id in ids:
         unsettled.add(message_id)
-    assert (unsettled.confirm(), unsettled.doubtful) == (ids, None)
-    assert unsettled.confirm() == [], "confirmed twice"
+    assert (unsettled.confirm(), unsettled.doubtful) == (Confirmed(len(ids), ids[0]), None)
+    assert unsettled.confirm() is None, "confirmed twice"
 
 
 @pytest.mark.parametrize(
@@ -37,18 +37,18 @@ def test_what_does_not_follow_holds_up_all_that_comes_later(unsettled: Unsettled
     later = [MessageId(9, entry) for entry in range(1, 4)]
     for message_id in later:
         unsettled.add(message_id)
-    assert (unsettled.confirm(), unsettled.doubtful) == ([MessageId(7, 4)], doubtful)
-    assert (unsettled.confirm(), unsettled.doubtful) == ([], doubtful)
+    assert (unsettled.confirm(), unsettled.doubtful) == (Confirmed(1, MessageId(7, 4)), doubtful)
+    assert (unsettled.confirm(), unsettled.doubtful) == (None, doubtful)
 
     unsettled.was_read([MessageId(9, 0)])
-    assert (unsettled.confirm(), unsettled.doubtful) == (later, None)
+    assert (unsettled.confirm(), unsettled.doubtful) == (Confirmed(len(later), later[0]), None)
 
 
 def test_a_receipt_that_comes_when_its_append_was_read_says_nothing_new(unsettled: Unsettled) -> None:
     unsettled.add(MessageId(-1, -1))
     read = [MessageId(8, entry) for entry in range(3)]
     unsettled.was_read(read)
-    assert (unsettled.confirm(), unsettled.doubtful) == ([], None)
+    assert (unsettled.confirm(), unsettled.doubtful) == (None, None)
     for message_id in [MessageId(-1, -1), MessageId(8, 2), MessageId(8, 3)]:
         unsettled.add(message_id)
-    assert (unsettled.confirm(), unsettled.doubtful) == ([MessageId(8, 3)], None)
+    assert (unsettled.confirm(), unsettled.doubtful) == (Confirmed(1, MessageId(8, 3)), None)

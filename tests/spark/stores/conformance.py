@@ -26,7 +26,7 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory
 
-LIMIT_SECONDS = 30
+LIMIT_SECONDS = 120
 """Nothing here takes so long."""
 
 JOB = "nightly"

@@ -1,0 +1,212 @@
+"""Inputs, functions and deployments that are awkward, and none of which may cost a message or bring all to a halt."""
+
+import base64
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from seqdedupe.errors import ConfigurationError
+from seqdedupe.functions import DedupeFunction, entries, function
+from seqdedupe.functions.settings import check_deployment
+from seqdedupe.testing import Sidecar
+from tests.functions.awkward import Untold
+from tests.functions.runtime import TOPIC, Context, Id, Message, Runtime, TestProcess, details, inputs, source, written
+from tests.functions.test_instance import Start, payloads, start, stored
+
+__all__ = ["start"]
+
+OURS = "tests.functions.awkward"
+
+
+class Unreadable(Context):
+    """Its message has a property that is no text: Pulsar takes that, and its client raises."""
+
+    def get_message_properties(self) -> dict[str, str]:
+        return {"a": b"\xff".decode()}
+
+
+def give_unreadable(runtime: Runtime, message: Message) -> None:
+    context = Unreadable(runtime)
+    context.message = message
+    assert runtime.instance is not None
+    runtime.instance.take(context)
+
+
+# -- functions -----------------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_cannot_say_what_it_is_is_set_aside_as_others(
+    start: Start, shared_sidecar: Sidecar, topic: str
+) -> None:
+    runtime = start(f"{OURS}.RaisesUntold", dead_letter_topic=f"dead-{topic}", max_message_retries=0.0)
+    runtime.give(inputs(3))
+    runtime.until_acknowledged(3)
+    (letter,) = stored(shared_sidecar, f"dead-{topic}")
+    assert letter.properties["dedupe.error"].startswith("Untold: ")
+    assert payloads(shared_sidecar, topic) == [b"0", b"2"]
+
+
+def test_whatever_an_error_says_of_itself_nothing_is_raised_into_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = TestProcess()
+    monkeypatch.setattr(process, "end", lambda why, *, failed: setattr(process, "why", why))
+    monkeypatch.setattr(function, "InstanceProcess", lambda: process)
+
+    def fails(context: object, process: object) -> None:
+        raise Untold(7)
+
+    monkeypatch.setattr(function, "_instance", fails)
+    DedupeFunction().process(b"", None)
+    assert process.why.startswith("Untold: ")
+
+
+def test_the_output_topic_is_told_to_the_function(start: Start, shared_sidecar: Sidecar, topic: str) -> None:
+    runtime = start(f"{OURS}.ToItsOutputTopic")
+    runtime.give(inputs(3))
+    runtime.until_acknowledged(3)
+    assert payloads(shared_sidecar, topic) == [b"0", b"1", b"2"]
+
+
+def test_a_serde_that_makes_no_bytes_is_the_functions_failure(
+    start: Start, shared_sidecar: Sidecar, topic: str
+) -> None:
+    dead = f"dead-{topic}"
+    runtime = start(output_serde=f"{OURS}.NumberSerDe", dead_letter_topic=dead, max_message_retries=0.0)
+    runtime.give(inputs(1))
+    runtime.until_acknowledged(1)
+    (letter,) = stored(shared_sidecar, dead)
+    assert "a SerDe has made int" in letter.properties["dedupe.error"]
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "config", "said"),
+    [
+        ("Copy", {"output_topic": ""}, "output_topic is not set"),
+        (f"{OURS}.NoSuchSerDe", {}, "Missing cannot be imported"),
+    ],
+)
+def test_what_is_wrong_for_every_message_sets_none_aside(
+    start: Start, topic: str, wrapped: str, config: dict[str, Any], said: str
+) -> None:
+    deployed = details(name=topic, sink=SimpleNamespace(topic="", serDeClassName="", schemaType=""))
+    runtime = start(wrapped, deployed=deployed, dead_letter_topic=f"dead-{topic}", **config)
+    with pytest.raises(ConfigurationError, match=said):
+        runtime.give(inputs(1))
+    assert runtime.acks == []
+
+
+# -- inputs --------------------------------------------------------------------------------------------------------
+
+
+def test_an_event_time_that_cannot_be_kept_is_a_dead_letter_without(
+    start: Start, shared_sidecar: Sidecar, topic: str
+) -> None:
+    runtime = start(dead_letter_topic=f"dead-{topic}", max_message_retries=0.0)
+    runtime.give([Message(b"0", Id(0), key="k", event_time_ms=2**63), *inputs(1, first=1)])
+    runtime.until_acknowledged(2)
+    (letter,) = stored(shared_sidecar, f"dead-{topic}")
+    assert (letter.payload, letter.key, letter.event_time_ms) == (b"0", b"k", 0)
+    assert "event time" in letter.properties["dedupe.error"]
+    assert payloads(shared_sidecar, topic) == [b"1"]
+
+
+def test_properties_that_are_no_text_make_a_dead_letter_without_them(
+    start: Start, shared_sidecar: Sidecar, topic: str
+) -> None:
+    runtime = start(dead_letter_topic=f"dead-{topic}", max_message_retries=0.0)
+    runtime.give(inputs(1))
+    give_unreadable(runtime, Message(b"1", Id(1)))
+    runtime.give(inputs(1, first=2))
+    runtime.until_acknowledged(3)
+    (letter,) = stored(shared_sidecar, f"dead-{topic}")
+    assert letter.payload == b"1"
+    assert "UnicodeDecodeError" in letter.properties["dedupe.error"]
+    assert payloads(shared_sidecar, topic) == [b"0", b"2"]
+
+
+def test_a_message_of_somebody_else_is_no_marker_whatever_it_calls_itself(
+    start: Start, shared_sidecar: Sidecar, topic: str
+) -> None:
+    runtime = start()
+    runtime.give([Message(b"0", Id(0), properties={entries.KIND: "marker"})])
+    runtime.until_acknowledged(1)
+    assert payloads(shared_sidecar, topic) == [b"0"]
+
+
+def test_what_pulsar_could_not_have_as_it_was_comes_out_as_it_was(
+    start: Start, shared_sidecar: Sidecar, topic: str
+) -> None:
+    key = base64.b64encode(b"\xff\x00").decode()
+    own = {entries.KEY_BASE64: key, entries.EVENT_TIME_MS: "-5", f"{entries.USER}seqdedupe.own": "mine", "a": "b"}
+    runtime = start()
+    runtime.give([Message(b"0", Id(0), key=key, properties=written(0) | own)])
+    runtime.until_acknowledged(1)
+    (message,) = stored(shared_sidecar, topic)
+    assert (message.key, message.event_time_ms) == (b"\xff\x00", -5)
+    assert message.properties == {"seqdedupe.own": "mine", "a": "b"}
+
+
+@pytest.mark.parametrize("identity", ["index", "message_id"])
+def test_what_an_owner_wrote_when_another_one_had_taken_over_counts_for_nobody(
+    start: Start, shared_sidecar: Sidecar, topic: str, identity: str
+) -> None:
+    """Its producer sent it again, to the new owner: by then it could have another index, and that index another one."""
+    given = [
+        Message(b"a", Id(0), properties=written(0)),
+        Message(b"", Id(1), properties=written(-1, "marker", term=4)),
+        Message(b"lost", Id(2), properties=written(1)),
+        Message(b"b", Id(3), properties=written(1, term=4)),
+        Message(b"lost", Id(4), properties=written(2)),
+        Message(b"c", Id(5), properties=written(2, term=4)),
+    ]
+    runtime = start(identity=identity)
+    runtime.give(given)
+    runtime.give(given)  # all come again
+    runtime.until_acknowledged(12)
+    assert payloads(shared_sidecar, topic) == [b"a", b"b", b"c"]
+
+
+def test_a_topic_that_was_made_anew_begins_with_any_term() -> None:
+    owners = entries.Owners()
+    places = [
+        (written(5, term=7), 1),
+        (written(0, term=1, incarnation=100), 2),
+        (written(1, term=1, incarnation=100), 3),
+    ]
+    for properties, entry_id in places:
+        place = entries.place_of(properties[entries.ENTRY], TOPIC)
+        assert place is not None
+        assert not owners.is_void(place, 7, entry_id)
+
+
+# -- deployments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["persistent://public/default/flüge nach süden", "public/default/in", "in", TOPIC])
+def test_an_input_topic_has_any_name_that_pulsar_takes(start: Start, topic: str, name: str) -> None:
+    full = name if "://" in name else f"persistent://{name if '/' in name else f'public/default/{name}'}"
+    spec = SimpleNamespace(isRegexPattern=False, serdeClassName="", schemaType="")
+    runtime = start(deployed=details(name=topic, source=source(inputSpecs={name: spec})))
+    runtime.give([Message(b"0", Id(0), f"{full}-partition-3"), Message(b"1", Id(1), full)])
+    runtime.until_acknowledged(2)
+    assert {given for given, _ in runtime.acks} == {name}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sink": SimpleNamespace(topic="out", serDeClassName="x.Y", schemaType="")}, "x.Y for its outputs"),
+        ({"sink": SimpleNamespace(topic="out", serDeClassName="", schemaType="avro")}, "avro for its outputs"),
+        ({"source": source(inputSpecs={"non-persistent://public/default/in": None})}, "not persistent"),
+    ],
+)
+def test_what_would_be_left_out_in_silence_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        check_deployment(details(**changes))
+
+
+def test_names_that_are_too_long_are_said_to_be_the_functions_and_the_topics(start: Start, topic: str) -> None:
+    runtime = start(deployed=details(name=topic + "x" * 200))
+    with pytest.raises(ConfigurationError, match="bytes long") as failure:
+        runtime.give(inputs(1))
+    assert "Shorten the function's name or the topic's" in failure.value.hint
