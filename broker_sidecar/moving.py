@@ -27,14 +27,14 @@ class Moves:
         self._under_way: dict[str, asyncio.Task[str]] = {}
 
     async def move(self, topic: Topic, to: str, shared: "Shared") -> str:
-        """Gives up a topic and answers at which address it is served then.
+        """Gives up a topic, unless it is to be where it is; answers at which address it is served then.
 
-        Raises NOT_OWNER and why else it is not served here, INVALID_REQUEST, INVALID_ADDRESS, MOVE_FAILED.
+        Raises NOT_OWNER and why else it is not served here, INVALID_ADDRESS, MOVE_FAILED.
         """
         topic.check_serving()
         to = str(SidecarAddress.parse(to)) if to else ""
         if to == shared.address:
-            raise error("INVALID_REQUEST", f"the sidecar at {to} owns the topic {topic.name} already")
+            return to
         if topic.name in self._under_way:
             raise error("MOVE_FAILED", f"topic {topic.name} is being moved already")
         return await shielded(self._under_way, topic.name, _move(topic, to, shared))

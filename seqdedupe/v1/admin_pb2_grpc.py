@@ -366,9 +366,10 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def MoveTopic(self, request, context):
-        """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it. Nothing is taken
-        meanwhile; what is in flight settles, or is sent again to the new owner, which knows. Errors: `NOT_OWNER`,
-        `INVALID_REQUEST`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it again.
+        """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
+        repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
+        which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
+        takes it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

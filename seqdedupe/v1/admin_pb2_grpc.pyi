@@ -126,9 +126,10 @@ class AdminServiceStub:
     not be removed: the others are, and the same call removes what is left.
     """
     MoveTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveTopicRequest, _admin_pb2.MoveTopicResponse]
-    """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it. Nothing is taken
-    meanwhile; what is in flight settles, or is sent again to the new owner, which knows. Errors: `NOT_OWNER`,
-    `INVALID_REQUEST`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it again.
+    """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
+    repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
+    which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
+    takes it again.
     """
     TakeTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]
     """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
@@ -235,9 +236,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     not be removed: the others are, and the same call removes what is left.
     """
     MoveTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveTopicRequest, _admin_pb2.MoveTopicResponse]  # type: ignore[assignment]
-    """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it. Nothing is taken
-    meanwhile; what is in flight settles, or is sent again to the new owner, which knows. Errors: `NOT_OWNER`,
-    `INVALID_REQUEST`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it again.
+    """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
+    repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
+    which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
+    takes it again.
     """
     TakeTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]  # type: ignore[assignment]
     """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
@@ -485,9 +487,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.MoveTopicRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.MoveTopicResponse, _abc.Awaitable[_admin_pb2.MoveTopicResponse]]:
-        """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it. Nothing is taken
-        meanwhile; what is in flight settles, or is sent again to the new owner, which knows. Errors: `NOT_OWNER`,
-        `INVALID_REQUEST`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it again.
+        """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
+        repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
+        which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
+        takes it again.
         """
 
     @_abc_1.abstractmethod
