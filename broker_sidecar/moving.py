@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from broker_sidecar import neighbours
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.owner import ADDRESS
+from seqdedupe.log.pulsar.owner import owner_of
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.shielded import shielded
 from seqdedupe.v1 import admin_pb2
@@ -46,7 +45,7 @@ async def _move(topic: Topic, to: str, shared: "Shared") -> str:
     await topic.hand_over(to, AWAY_SECONDS)
     try:
         async with asyncio.timeout(neighbours.TAKE_SECONDS):
-            address = to or await _next_owner(topic, shared.admin, shared.address)
+            address = to or await _next_owner(topic, shared)
             await _taken(topic.name, address)
     except (SeqdedupeError, TimeoutError) as e:
         why = str(e) or f"nobody has taken it within {neighbours.TAKE_SECONDS:.0f} s"
@@ -71,13 +70,11 @@ async def _check_can_have(topic: Topic, address: str) -> None:
         raise error("MOVE_FAILED", f"topic {topic.name} stays here: at {address} it is {state}: {known.why}")
 
 
-async def _next_owner(topic: Topic, admin: Admin, own_address: str) -> str:
+async def _next_owner(topic: Topic, shared: "Shared") -> str:
     """The address of who has the topic, when another one does."""
-    while True:
-        for publisher in (await admin.stats(topic.name)).publishers:
-            if (address := publisher.metadata.get(ADDRESS, own_address)) != own_address:
-                return address
+    while (address := await owner_of(topic.name, shared.admin)) in ("", shared.address):
         await asyncio.sleep(POLL_SECONDS)
+    return address
 
 
 async def _taken(name: str, address: str) -> None:

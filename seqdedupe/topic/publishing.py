@@ -26,7 +26,7 @@ from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.standby import first_of, until_worth_trying
+from seqdedupe.topic.standby import first_of, until_asked, until_free
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -97,8 +97,8 @@ class Topic(LoggedTopic):
         """Before it is tried again."""
         self._tried.tell()
         if self.state is State.STANDBY:
-            follow = self._follow if self._is_standby else None
-            await first_of(self.wanted.wait(), until_worth_trying(self, follow, self._keeping_away))
+            until = until_free if self._is_standby else until_asked
+            await first_of(self.wanted.wait(), until(self, self._follow, self._keeping_away))
             self.wanted.clear()
         else:
             await asyncio.sleep(delay_seconds)
