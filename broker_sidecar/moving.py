@@ -72,7 +72,7 @@ async def _check_can_have(topic: Topic, address: str) -> None:
 
 async def _next_owner(topic: Topic, shared: "Shared") -> str:
     """The address of who has the topic, when another one does."""
-    while (address := await owner_of(topic.name, shared.admin)) in ("", shared.address):
+    while (address := await owner_of(topic.name, shared.admin)) in ("", shared.address):  # noqa: ASYNC110 (nobody tells)
         await asyncio.sleep(POLL_SECONDS)
     return address
 
