@@ -39,7 +39,8 @@ class Seen:
 
 
 async def sidecars(admin: Admin, namespaces: Sequence[str]) -> list[Seen]:
-    """The sidecars that have to do with a topic of these namespaces, by name. All or an error: raises as `Admin`."""
+    """The sidecars that have a subscription or a producer in these namespaces, by name. All or an error: raises as
+    `Admin`."""
     seen: dict[str, Seen] = {}
 
     def of(name: str, address: str | None) -> Seen:
@@ -60,7 +61,8 @@ async def sidecars(admin: Admin, namespaces: Sequence[str]) -> list[Seen]:
                 one.subscribed.append(topic)
                 one.kept_entries += subscription.backlog_entries
                 one.kept_bytes += subscription.backlog_bytes
-    return [seen[name] for name in sorted(seen)]
+    # A job's subscription is named like one of theirs, but has no address.
+    return [seen[name] for name in sorted(seen) if seen[name].addresses]
 
 
 async def _stats(admin: Admin, namespaces: Sequence[str]) -> dict[str, TopicStats]:

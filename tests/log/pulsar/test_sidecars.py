@@ -54,7 +54,7 @@ class FakeAdmin(Admin):
 
 
 def cluster() -> FakeAdmin:
-    """`one` owns a topic, `two-1` only follows, `three` is gone."""
+    """`one` owns a topic, `two-1` only follows, `three` is gone; somebody had deleted one of its subscriptions."""
     return FakeAdmin(
         b1=TopicStats(
             (writes("seqdedupe-one-7", "one:1"),),
@@ -65,11 +65,12 @@ def cluster() -> FakeAdmin:
                 kept("seqdedupe-two-1", "two:1", 7, 70),
                 kept("seqdedupe-three", "three:1", 1, 2),
                 kept("a-job", "", 1000, 1000),
+                kept("seqdedupe-job-1", "", 1000, 1000),
                 kept("pulsar.dedup"),
             ),
         ),
         b2=TopicStats((writes("somebody", None),), 0, True, (kept("seqdedupe-one", "one:1", 1, 10),)),
-        c1=TopicStats((writes("seqdedupe-somebody-1", None),), 0, True, (kept("seqdedupe-three", "three:1", 3, 4),)),
+        c1=TopicStats((writes("seqdedupe-somebody-1", None),), 0, True, (kept("seqdedupe-three", "", 3, 4),)),
     )
 
 
@@ -115,7 +116,7 @@ async def test_the_subscriptions_of_a_sidecar_that_is_gone_are_removed_and_no_ot
         await forget(admin, NAMESPACES, "three", nobody)
 
 
-@pytest.mark.parametrize("name", ["two", "two-", "", "job", "somebody"])
+@pytest.mark.parametrize("name", ["two", "two-", "", "job", "job-1", "somebody"])
 async def test_who_is_no_sidecar_is_not_forgotten(name: str) -> None:
     admin = cluster()
     with pytest.raises(NotFoundError, match="SIDECAR_NOT_FOUND"):
