@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote_plus
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.log.pulsar.http import AdminUrl
@@ -18,6 +18,18 @@ class Publisher(NamedTuple):
     """What it was opened with as its properties."""
 
 
+class Subscription(NamedTuple):
+    """A subscription of a topic."""
+
+    name: str
+    properties: dict[str, str]
+    backlog_entries: int
+    """What it keeps."""
+    backlog_bytes: int
+    consumers: int
+    """That are connected."""
+
+
 class TopicStats(NamedTuple):
     """What a topic's broker says of it just now."""
 
@@ -26,6 +38,18 @@ class TopicStats(NamedTuple):
     """Those that wait to be the exclusive one."""
     deduplicates: bool
     """Whether Pulsar's own deduplication is in force."""
+    subscriptions: tuple[Subscription, ...] = ()
+
+
+class Storage(NamedTuple):
+    """What a topic has stored, and what it keeps for a subscription."""
+
+    ledgers: Ledgers
+    first_ledger: int
+    """The oldest one that is left; it may have no entry."""
+    let_go: MessageId | None
+    """The last entry that the subscription does not need any more, -1 before a ledger's first one; None if there is no
+    such subscription."""
 
 
 class Admin:
@@ -49,6 +73,15 @@ class Admin:
         except InvalidRequestError as e:
             if e.reason != "TOPIC_EXISTS":
                 raise
+
+    async def set_subscription_properties(self, topic: str, name: str, properties: Mapping[str, str]) -> None:
+        """Sets what a subscription shows to others. Raises TOPIC_NOT_FOUND, also if there is none of this name."""
+        await self._url.call("PUT", f"{_path(topic)}/subscription/{quote(name, safe='')}/properties", dict(properties))
+
+    async def delete_subscription(self, topic: str, name: str) -> None:
+        """Deletes a subscription. Raises TOPIC_NOT_FOUND, also if there is none of this name; TOPIC_IN_USE if somebody
+        consumes by it."""
+        await self._url.call("DELETE", f"{_path(topic)}/subscription/{quote(name, safe='')}")
 
     async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
         """Moves a durable subscription: Pulsar keeps this entry for it, and all after it."""
@@ -91,7 +124,7 @@ class Admin:
         return _texts(await self._url.get(path) or {}, path)
 
     async def stats(self, topic: str) -> TopicStats:
-        """Who writes to a topic. It is loaded by its broker for that."""
+        """Who writes to a topic, and what is kept for whom. It is loaded by its broker for that."""
         path = f"{_path(topic)}/stats"
         answer = await self._url.get(path)
         try:
@@ -99,28 +132,45 @@ class Admin:
                 tuple(Publisher(str(p["producerName"]), _texts(p["metadata"], path)) for p in answer["publishers"]),
                 int(answer["waitingPublishers"]),
                 answer["deduplicationStatus"] == "Enabled",
+                tuple(_subscription(name, one, path) for name, one in answer["subscriptions"].items()),
             )
-        except (KeyError, TypeError, ValueError) as e:
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
     async def ledgers(self, topic: str) -> Ledgers:
         """The ledgers of a topic, up to its last entry. It is loaded by its broker for that."""
         path = f"{_path(topic)}/internalStats"
+        return _ledgers(await self._url.get(path), path)
+
+    async def storage(self, topic: str, subscription: str) -> Storage:
+        """The same, and where a subscription is."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        ledgers = _ledgers(answer, path)
+        try:
+            # Pulsar writes the names of cursors as URLs have them.
+            cursors = {unquote_plus(name): cursor["markDeletePosition"] for name, cursor in answer["cursors"].items()}
+            let_go = MessageId(*map(int, cursors[subscription].split(":"))) if subscription in cursors else None
+            return Storage(ledgers, int(answer["ledgers"][0]["ledgerId"]), let_go)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+            raise _not_pulsar(path) from e
+
+    async def headers(self, topic: str, entry: MessageId) -> Mapping[str, str]:
+        """What a broker says of an entry, whether or not it gives it to readers: `x-pulsar-…`, in lower case.
+
+        Raises TOPIC_NOT_FOUND also if the entry is not there.
+        """
+        answer = await self._url.call("GET", f"{_path(topic)}/ledger/{entry.ledger_id}/entry/{entry.entry_id}")
+        return answer.headers
+
+    async def first_since(self, topic: str, publish_time_ms: int) -> MessageId:
+        """The first entry published then or later; where the next one will stand if there is none."""
+        path = f"{_path(topic)}/messageid/{publish_time_ms}"
         answer = await self._url.get(path)
         try:
-            # What stands in the list of the ledger that is written is not kept up to date.
-            last_ledger, last_entry = map(int, answer["lastConfirmedEntry"].split(":"))
-            written = int(answer["currentLedgerSize"])
-            listed = [(int(one["ledgerId"]), int(one["entries"]), int(one["size"])) for one in answer["ledgers"]]
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            return MessageId(int(answer["ledgerId"]), int(answer["entryId"]))
+        except (KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
-        return Ledgers(
-            [
-                Ledger(ledger_id, last_entry + 1 if ledger_id == last_ledger else entries, size or written)
-                for ledger_id, entries, size in listed
-                if ledger_id <= last_ledger
-            ]
-        )
 
     async def has_had_entries(self, topic: str) -> bool:
         """Whether something was stored in a topic and is trimmed, as far as its cursors remember."""
@@ -166,6 +216,30 @@ def _path(topic: str) -> str:
     domain, _, name = topic.partition("://")
     tenant, namespace, local = name.split("/", 2)
     return f"{domain}/{tenant}/{namespace}/{quote(local, safe='')}"
+
+
+def _subscription(name: str, answer: Any, path: str) -> Subscription:
+    properties = _texts(answer["subscriptionProperties"], path)
+    return Subscription(
+        name, properties, int(answer["msgBacklog"]), int(answer["backlogSize"]), len(answer["consumers"])
+    )
+
+
+def _ledgers(answer: Any, path: str) -> Ledgers:
+    try:
+        # What stands in the list of the ledger that is written is not kept up to date.
+        last_ledger, last_entry = map(int, answer["lastConfirmedEntry"].split(":"))
+        written = int(answer["currentLedgerSize"])
+        listed = [(int(one["ledgerId"]), int(one["entries"]), int(one["size"])) for one in answer["ledgers"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise _not_pulsar(path) from e
+    return Ledgers(
+        [
+            Ledger(ledger_id, last_entry + 1 if ledger_id == last_ledger else entries, size or written)
+            for ledger_id, entries, size in listed
+            if ledger_id <= last_ledger
+        ]
+    )
 
 
 def _texts(answer: object, path: str) -> dict[str, str]:
