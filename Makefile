@@ -51,6 +51,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
+	$(BIN)/python -m tests.pulsar.functions_campaign --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.crashes --faults $(CRASHES) --seed $(SEED)
 
 proto: $(READY)

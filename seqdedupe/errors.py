@@ -255,8 +255,9 @@ REASONS: dict[str, Reason] = {
         "subscription, a TTL, or a subscription that was deleted? Bring a snapshot that reaches past the gap."
     ),
     "NO_STATE": _damaged(
-        "Nothing was changed: the topic is neither read nor taken over from what is left of it. Import a snapshot from "
-        "a sidecar that has one (seqdedupe export, seqdedupe import)."
+        "Nothing was changed: the topic is neither read nor taken over from what is left of it. The sidecar fetches "
+        "its owner's snapshot as soon as there is an owner; else import one from a sidecar that has one "
+        "(seqdedupe export, seqdedupe import)."
     ),
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "

@@ -20,6 +20,8 @@ from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 FULL_FRAME_BYTES = 128 * 1024
 """Inputs that are ready together go in one frame until it is as large as this."""
 MAX_FRAME_ROWS = 4096
+MANY_NAMES = 10_000
+"""When there are so many, those with nothing under way are forgotten: each ledger of an input has names of its own."""
 
 
 class Row(NamedTuple):
@@ -74,6 +76,8 @@ class Backlog:
 
     def __init__(self) -> None:
         self._names: dict[str, _Name] = {}
+        self._unopened: dict[str, None] = {}
+        self._many_names = MANY_NAMES
         self._unsent: deque[Sequence[Row]] = deque()
         self._frames: deque[Frame] = deque()
         self._answered: set[int] = set()
@@ -84,7 +88,7 @@ class Backlog:
         """The outputs of one input for this topic."""
         group = []
         for row in rows:
-            name = self._names.setdefault(row.name, _Name())
+            name = self._name(row.name)
             if row.sequence_id <= name.settled:
                 row.settled()
                 continue
@@ -97,18 +101,28 @@ class Backlog:
 
     def ask(self, name: str, answer: Callable[[int], None]) -> None:
         """Answers the highest sequence ID that the log holds under a name, once its session has started."""
-        found = self._names.setdefault(name, _Name())
+        found = self._name(name)
         if found.epoch == NO_EPOCH:
             found.opened.append(answer)
         else:
             answer(found.settled)
+
+    def _name(self, name: str) -> _Name:
+        found = self._names.get(name)
+        if found is None:
+            if len(self._names) >= self._many_names:
+                self.forget_idle()
+                self._many_names = max(MANY_NAMES, 2 * len(self._names))
+            found = self._names[name] = _Name()
+            self._unopened[name] = None
+        return found
 
     # -- sessions ----------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether there is anything to send or to ask."""
-        return bool(self._unsent or self._frames) or any(name.opened for name in self._names.values())
+        return bool(self._unsent or self._frames) or any(self._names[name].opened for name in self._unopened)
 
     @property
     def waits_for_answers(self) -> bool:
@@ -116,18 +130,21 @@ class Backlog:
         return bool(self._frames)
 
     def rewind(self) -> None:
-        """The stream is gone: all that is not settled is to be sent again, when its names are opened."""
+        """The stream is gone: all that is not settled is to be sent again, when its sessions are resumed."""
         for frame in reversed(self._frames):
             self._unsent.extendleft(reversed(frame.groups))
         self._frames.clear()
         self._answered.clear()
-        # Of a name that is let go of nothing is left to be sent: a session may have told that it is settled.
+
+    def forget_idle(self) -> None:
+        """Lets go of the names with nothing under way. Who uses one again opens it, which tells what was settled."""
+        # Of such a name nothing is left to be sent: a session may have told that it is settled.
         unsettled = (
             [row for row in group if row.sequence_id > self._names[row.name].settled] for group in self._unsent
         )
         self._unsent = deque(group for group in unsettled if group)
-        # They are opened anew when they are used again, which tells what was settled.
         self._names = {name: state for name, state in self._names.items() if not state.is_idle}
+        self._unopened = {name: None for name in self._unopened if name in self._names}
 
     def sessions(self) -> dict[str, int]:
         """The epochs of the names that have a session."""
@@ -135,11 +152,13 @@ class Backlog:
 
     def unopened(self) -> list[str]:
         """The names that have none."""
-        return [name for name, state in self._names.items() if not state.epoch]
+        return list(self._unopened)
 
-    def lost(self, name: str) -> None:
-        """Another process has taken the name over: it needs a new session."""
+    def lost(self, name: str) -> bool:
+        """Another process has taken the name over. Whether it is needed here: then it needs a new session."""
         self._names[name].epoch = NO_EPOCH
+        self._unopened[name] = None
+        return not self._names[name].is_idle
 
     def opened(self, name: str, epoch: int, persisted: int, *, is_forgotten: bool = False) -> None:
         """A session has started or was resumed. What is at or below `persisted` is settled.
@@ -156,6 +175,7 @@ class Backlog:
                 f"acknowledged {state.settled}",
             )
         state.epoch, state.sent, state.has_sent = epoch, persisted, False
+        self._unopened.pop(name, None)
         state.settle_up_to(persisted)
         answers, state.opened = state.opened, []
         for answer in answers:

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,6 @@ from seqdedupe.names import topic_name
 
 logger = logging.getLogger("seqdedupe.functions")
 
-REPORT_SECONDS = 1.0
-"""Metrics are recorded so often."""
 MAX_ERROR_CHARACTERS = 1000
 """Of the error's text in a dead letter."""
 
@@ -56,14 +55,14 @@ class Instance:
         self._function = f"{details.tenant}/{details.namespace}/{details.name}"
         self._given_topics: dict[str, str] = {_full_name(str(topic)): topic for topic in context.get_input_topics()}
         self._wrapped = Wrapped(settings, settings.output_topic or str(details.sink.topic or ""))
-        self._pipeline = Pipeline(settings, process)
         self._lanes: dict[str, Owners] = {}
         """The input's topics and partitions."""
-        self._set_aside: dict[str, int] = {}
-        """By the source of dead letters: up to which sequence ID inputs need not be run."""
-        self._counts: Counter[str] = Counter()
+        self._set_aside: dict[str, Identity] = {}
+        """By the input's topic or partition: the last dead letter of the ledger from which inputs come."""
+        self._counts = Counter(retries=0, dead_letters=0, void=0)
         self._reported: Counter[str] = Counter()
-        self._report_at = 0.0
+        self._record_metric: Callable[[str, float], None] = context.record_metric
+        self._pipeline = Pipeline(settings, process, self._report)
 
     @property
     def in_flight(self) -> int:
@@ -91,7 +90,7 @@ class Instance:
             self._pipeline.add(one, Identity(source.topic, 0), ())
             return
         identity = self._identity(source, message_id)
-        if self._is_set_aside(identity):
+        if self._is_set_aside(source.topic, identity):
             self._pipeline.add(one, identity, ())
             return
         outputs, is_dead = self._run(context, source)
@@ -100,11 +99,10 @@ class Instance:
             # A barrier on both sides: a dead letter says that all before it is settled; and were a later output settled
             # first, and the instance ended, the message would be run again, and what it gives taken for a duplicate.
             self._pipeline.settle()
-            self._set_aside[identity.source] = identity.sequence_id
+            self._set_aside[source.topic] = identity
         self._pipeline.add(one, identity, outputs)
         if is_dead:
             self._pipeline.settle()
-        self._report(context)
 
     def _given_topic(self, topic: str) -> str:
         """What an input topic is called where the function is deployed: by that name Pulsar acknowledges."""
@@ -115,6 +113,7 @@ class Instance:
         if source.place is None:
             return False
         if self._lanes[source.topic].is_void(source.place, message_id.ledger_id(), message_id.entry_id()):
+            self._counts["void"] += 1
             logger.warning("%s of %s counts for nobody: its sidecar had lost the topic", message_id, source.topic)
             return True
         if source.kind == BATCH:
@@ -162,15 +161,17 @@ class Instance:
         }
         return [source.dead_letter(self._settings.dead_letter_topic, payload, told)], True
 
-    def _is_set_aside(self, identity: Identity) -> bool:
-        """Whether a dead letter says that the input is settled; the topic is asked once for each source."""
+    def _is_set_aside(self, lane: str, identity: Identity) -> bool:
+        """Whether a dead letter says that the input is settled; its topic is asked when inputs of a ledger begin."""
         if not self._settings.dead_letter_topic:
             return False
         of_letter = identity.of_dead_letter()
-        if of_letter.source not in self._set_aside:
+        known = self._set_aside.get(lane)
+        if known is None or known.source != of_letter.source:
             topic = topic_name(self._settings.dead_letter_topic)
-            self._set_aside[of_letter.source] = self._pipeline.persisted(topic, of_letter.producer_name(0))
-        return identity.sequence_id <= self._set_aside[of_letter.source]
+            persisted = self._pipeline.persisted(topic, of_letter.producer_name(0))
+            known = self._set_aside[lane] = Identity(of_letter.source, persisted)
+        return identity.sequence_id <= known.sequence_id
 
     def _sleep(self, seconds: float) -> None:
         """For so long, or until the process is to stop."""
@@ -181,13 +182,10 @@ class Instance:
                 self._process.end("the instance was told to stop", failed=False)
             waiting.wait(min(left, 0.1))
 
-    def _report(self, context: Any) -> None:
-        """Records metrics, at most once in REPORT_SECONDS."""
-        if (now := time.monotonic()) < self._report_at:
-            return
-        self._report_at = now + REPORT_SECONDS
-        counts = self.counts
+    def _report(self, of_outputs: dict[str, int], in_flight: int) -> None:
+        """Records metrics, in the pipeline's thread."""
+        counts = self._counts + Counter(of_outputs)
         for name, count in (counts - self._reported).items():
-            context.record_metric(f"dedupe_{name}", count)
+            self._record_metric(f"dedupe_{name}", count)
         self._reported = counts
-        context.record_metric("dedupe_in_flight", self.in_flight)
+        self._record_metric("dedupe_in_flight", in_flight)

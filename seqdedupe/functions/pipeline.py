@@ -21,8 +21,12 @@ logger = logging.getLogger("seqdedupe.functions")
 
 LOOK_SECONDS = 0.1
 """Whoever waits looks so often whether the process is to stop."""
+REPORT_SECONDS = 1.0
 INPUT_BYTES = 512
 """What an input takes beside its outputs."""
+
+Report = Callable[[dict[str, int], int], None]
+"""Told what outputs came to, as `Pipeline.counts` does, and how many inputs are not acknowledged."""
 
 
 class Process(Protocol):
@@ -54,9 +58,11 @@ class Input:
 class Pipeline:
     """What a function's inputs have under way. `add`, `settle` and `persisted` belong to the thread of `process`."""
 
-    def __init__(self, settings: Settings, process: Process) -> None:
+    def __init__(self, settings: Settings, process: Process, report: Report) -> None:
+        """`report` is called again and again in the pipeline's thread, whatever waits."""
         self._settings = settings
         self._process = process
+        self._report = report
         self._sidecars = Sidecars.parse(settings.sidecar_address)
         self._loop = asyncio.new_event_loop()
         self._publishers: dict[str, Publisher] = {}
@@ -105,18 +111,20 @@ class Pipeline:
 
         asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
         asked.add_done_callback(lambda _: self._notify())
-        began = time.monotonic()
-        self._wait_until(lambda: asked.done() or self._is_too_late(began))
-        if not asked.done():
-            self._give_up()
+        self._wait_until(asked.done)
         return asked.result()
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Waits for inputs that are under way already, or for a question. Does not rest on the pipeline's thread alone:
+        a callback of the function's may keep that."""
+        began = time.monotonic()
         with self._room:
             while not is_so():
                 self._room.wait(LOOK_SECONDS)
                 if self._process.is_stopping:
                     self._process.end("the instance was told to stop", failed=False)
+                if self._is_too_late(began):
+                    self._give_up()
 
     def _is_too_late(self, since_seconds: float) -> bool:
         return time.monotonic() - since_seconds > self._settings.give_up_after_seconds
@@ -234,15 +242,17 @@ class Pipeline:
             self._room.notify_all()
 
     async def _watch(self) -> None:
-        """Ends the process when an input has waited for too long."""
+        """Reports, and ends the process when an input has waited for too long."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS * 5)
+            await asyncio.sleep(REPORT_SECONDS)
+            self._report(self.counts(), self._inputs)
             oldest = min((inputs[0].since_seconds for inputs in self._lanes.values() if inputs), default=None)
             if oldest is not None and self._is_too_late(oldest):
                 self._give_up()
 
     def _give_up(self) -> None:
-        trouble = next((one.trouble for one in self._publishers.values() if one.trouble is not None), None)
+        waiting = [one for one in list(self._publishers.values()) if one.backlog.has_work]
+        trouble = next((one.trouble for one in waiting if one.trouble is not None), None)
         why = trouble or error("OUTCOME_UNKNOWN", "no output has been settled")
         self._process.end(
             f"an input has waited for {self._settings.give_up_after_seconds} seconds: {why} {why.hint}", failed=True

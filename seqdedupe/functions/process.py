@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import threading
 from typing import Any
 
 from seqdedupe.errors import SeqdedupeError
@@ -10,6 +11,8 @@ from seqdedupe.errors import SeqdedupeError
 logger = logging.getLogger("seqdedupe.functions")
 
 FAILED = 1
+LOG_TOPIC_SECONDS = 2.0
+"""The end of a process waits so long until the log topic has its last lines."""
 
 
 def text_of(e: BaseException) -> str:
@@ -24,6 +27,15 @@ def text_of(e: BaseException) -> str:
 def ending(e: BaseException) -> str:
     """An error as the reason why an instance ends: with what to do about it, where it says that."""
     return f"{text_of(e)} {e.hint}" if isinstance(e, SeqdedupeError) else text_of(e)
+
+
+def _send_log_topic() -> None:
+    """The runtime's handler for a log topic sends in the background, and has no flush; a broker may be away."""
+    producers = [getattr(handler, "producer", None) for handler in logging.getLogger().handlers]
+    for producer in filter(None, producers):
+        sending = threading.Thread(target=producer.flush, daemon=True)
+        sending.start()
+        sending.join(LOG_TOPIC_SECONDS)
 
 
 class InstanceProcess:
@@ -44,6 +56,7 @@ class InstanceProcess:
         try:
             logger.log(logging.CRITICAL if failed else logging.INFO, "the instance ends: %s", why)
             logging.shutdown()
+            _send_log_topic()
             sys.stdout.flush()
             sys.stderr.flush()
         finally:  # also where nobody reads the output any more, and flushing it fails

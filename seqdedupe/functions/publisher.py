@@ -101,6 +101,7 @@ class Publisher:
         async with new_channel(self._route.address, is_one=self._route.is_one) as channel:
             stub = PublishServiceStub(channel)
             await self._resume(stub)
+            self.backlog.forget_idle()
             await self._open(stub)
             self._answered_at = time.monotonic()
             await exchange(
@@ -127,8 +128,7 @@ class Publisher:
                     is_forgotten = place in answer.forgotten
                     self.backlog.opened(name, answer.epochs[place], answer.persisted[place], is_forgotten=is_forgotten)
                 elif refused[place].reason == "FENCED":
-                    self.backlog.lost(name)
-                    fenced = True
+                    fenced |= self.backlog.lost(name)
                 else:
                     raise self._lost(refused[place].message)
         if fenced:
@@ -188,7 +188,9 @@ class Publisher:
                 raise error("RECOVERING", "a copy of an output is under way, and its outcome not known yet")
             self._backoff.reset()
             self._route.goes_well()
-            self.trouble = None
+            if self.trouble is not None:
+                logger.info("publishing to %s goes on", self._topic)
+                self.trouble = None
         if not self.backlog.waits_for_answers:
             self._work.set()  # what begins under a new name has waited for this
         for refusal in answer.refusals:

@@ -21,6 +21,15 @@ PACKAGE = Path(__file__).parents[1]
 PARTS = ("*.py", "py.typed", "client/**/*.py", "functions/**/*.py", "v1/**/*.py")
 """Of this package: what the wrapper imports."""
 
+RUNTIME_MODULES = frozenset(
+    (
+        *("Function_pb2", "InstanceCommunication_pb2", "InstanceCommunication_pb2_grpc", "contextimpl"),
+        *("function_stats", "log", "prometheus_client_fix", "python_instance", "python_instance_main"),
+        *("secretsprovider", "server", "state_context", "util"),
+    )
+)
+"""Of Pulsar's Python runtime: one of such a name is never imported, the runtime's is there already."""
+
 _FIRST_TIME = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o644 << 16
 
@@ -34,6 +43,8 @@ def _files(code: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
         root = given.resolve()
         if root.stem == PACKAGE.name:
             raise error("INVALID_FUNCTION", f"{given} has the name of this package: name it otherwise")
+        if root.stem in RUNTIME_MODULES:
+            raise error("INVALID_FUNCTION", f"{given} has the name of a module of Pulsar's runtime: name it otherwise")
         if root.suffix == ".py" and root.is_file():
             yield root.name, root.read_bytes()
         elif (root / "__init__.py").is_file():
@@ -46,7 +57,9 @@ def _files(code: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
 
 
 def build(code: Sequence[Path], output: Path) -> None:
-    """Writes the wheel. Raises INVALID_FUNCTION for what is no module, or two of one name; OSError."""
+    """Writes the wheel. Raises INVALID_FUNCTION for what is no module, two of one name or no .whl; OSError."""
+    if output.suffix != ".whl":
+        raise error("INVALID_FUNCTION", f"{output} is no name of a wheel: Pulsar tells by .whl what it has to unpack")
     version = metadata.version("seqdedupe")
     info = f"{output.stem.split('-')[0]}-{version}.dist-info"
     files = list(_files(code))

@@ -24,7 +24,7 @@ from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.standby import until_free
+from seqdedupe.topic.standby import until_asked, until_free
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -92,8 +92,7 @@ class Topic(LoggedTopic):
         if self._is_standby:
             await until_free(self, self._follow, self._keeping_away)
         else:
-            await asyncio.sleep(self._keeping_away.left_seconds)
-            await self.asked.wait()
+            await until_asked(self, self._follow, self._keeping_away)
 
     async def _has_recovered(self) -> bool:
         """Tries once. Whether there is nothing left to try."""

@@ -14,6 +14,7 @@ import grpc.aio
 
 from broker_sidecar.rpc import Context, status_of
 from seqdedupe import rendezvous
+from seqdedupe.client.receipts import NO_INDEX
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import is_namespace, topic_name
 from seqdedupe.v1 import admin_pb2, publish_pb2, read_pb2
@@ -41,6 +42,12 @@ class Front:
         """The methods of the calls that came, refused ones too."""
         self.swallows_receipts = False
         """What the sidecar answers on publish streams gets lost."""
+        self.swallowed = 0
+        """Such answers."""
+        self.doubts: Callable[[publish_pb2.Frame], bool] | None = None
+        """Which frames get the verdict Unknown, and reach nobody."""
+        self.doubted = 0
+        """Such frames."""
         self.refuses_frames = False
         """It answers frames of topics that it has lost one by one, and leaves the streams open."""
         self._target = target
@@ -129,8 +136,12 @@ class Front:
                 if is_publishing and (why := self.not_owner(topic)) is not None:
                     async with turn:
                         await context.write(_refusals(request, why, self._opened[topic]))
-                else:
-                    await call.write(request)
+                    continue
+                if is_publishing and self.doubts is not None and (doubted := self._take_doubted(request)):
+                    async with turn:
+                        await context.write(_unknown(doubted, self._opened[topic]))
+                    continue
+                await call.write(request)
             await call.done_writing()
 
         asking = asyncio.create_task(ask())
@@ -138,9 +149,11 @@ class Front:
             while isinstance(answer := await call.read(), bytes):  # until grpc.aio.EOF
                 if method.endswith("/Open"):
                     self._opened[topic] = publish_pb2.OpenResponse.FromString(answer)
-                if not (is_publishing and self.swallows_receipts):
-                    async with turn:
-                        await context.write(answer)
+                if is_publishing and self.swallows_receipts:
+                    self.swallowed += 1
+                    continue
+                async with turn:
+                    await context.write(answer)
             if (code := await call.code()) is not grpc.StatusCode.OK:
                 raise grpc.aio.AioRpcError(
                     code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
@@ -150,6 +163,23 @@ class Front:
             call.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await asking
+
+    def _take_doubted(self, request: bytes) -> list[publish_pb2.Frame]:
+        """The message's frames, if one of them is to be doubted; else none."""
+        frames = list(publish_pb2.PublishStreamRequest.FromString(request).frames)
+        if self.doubts is None or not any(map(self.doubts, frames)):
+            return []
+        self.doubted += len(frames)
+        return frames
+
+
+def _unknown(frames: list[publish_pb2.Frame], opened: publish_pb2.OpenResponse) -> bytes:
+    """The answer to frames whose rows are under way already, as it says."""
+    response = publish_pb2.PublishStreamResponse(incarnation=opened.incarnation, term=opened.term)
+    for frame in frames:
+        verdicts = [publish_pb2.VERDICT_UNKNOWN] * len(frame.batch.sequence_ids)
+        response.receipts.add(frame=frame.number, verdicts=verdicts, first_index=NO_INDEX)
+    return response.SerializeToString()
 
 
 def _refusals(request: bytes, why: SeqdedupeError, opened: publish_pb2.OpenResponse) -> bytes:

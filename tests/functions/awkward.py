@@ -1,5 +1,6 @@
 """Functions that are hard to serve."""
 
+import threading
 from typing import Any
 
 import pulsar
@@ -36,3 +37,12 @@ class NumberSerDe:
 class NoSuchSerDe(pulsar.Function):  # type: ignore[misc]
     def process(self, input: bytes, context: Any) -> None:
         context.publish(context.get_output_topic(), input, "tests.functions.awkward.Missing")
+
+
+class CallsBackForever(pulsar.Function):  # type: ignore[misc]
+    """Until it is let go of."""
+
+    go_on = threading.Event()
+
+    def process(self, input: bytes, context: Any) -> None:
+        context.publish(context.get_output_topic(), input, callback=lambda result, message: self.go_on.wait())

@@ -123,7 +123,7 @@ class Context(pulsar.Context):  # type: ignore[misc]
         return list(self._runtime.details.source.inputSpecs)
 
     def record_metric(self, metric_name: str, metric_value: float) -> None:
-        self._runtime.metrics.append((metric_name, metric_value))
+        self._runtime.on_metric(metric_name, metric_value)
 
     def ack(self, msgid: Id, topic: str) -> None:
         self._runtime.acknowledged(msgid, topic)
@@ -157,7 +157,8 @@ class Runtime:
     def __init__(self, address: str, wrapped: str, *, deployed: SimpleNamespace | None = None, **config: Any) -> None:
         self.details = deployed or details()
         self.user_config: dict[str, Any] = {"wrapped": wrapped, "sidecar_address": address, **config}
-        self.metrics: list[tuple[str, float]] = []
+        self.on_metric: Callable[[str, float], object] = lambda name, value: None
+        """Called in the instance's threads with what it records."""
         self.acks: list[tuple[str, Id]] = []
         self._acked = threading.Condition()
         self.process = TestProcess()

@@ -1,6 +1,7 @@
 """Inputs, functions and deployments that are awkward, and none of which may cost a message or bring all to a halt."""
 
 import base64
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,21 @@ from seqdedupe.errors import ConfigurationError
 from seqdedupe.functions import DedupeFunction, entries, function
 from seqdedupe.functions.settings import check_deployment
 from seqdedupe.testing import Sidecar
-from tests.functions.awkward import Untold
-from tests.functions.runtime import TOPIC, Context, Id, Message, Runtime, TestProcess, details, inputs, source, written
+from tests.functions import examples
+from tests.functions.awkward import CallsBackForever, Untold
+from tests.functions.runtime import (
+    TOPIC,
+    Context,
+    Ended,
+    Id,
+    Message,
+    Runtime,
+    TestProcess,
+    details,
+    inputs,
+    source,
+    written,
+)
 from tests.functions.test_instance import Start, payloads, start, stored
 
 __all__ = ["start"]
@@ -93,6 +107,61 @@ def test_what_is_wrong_for_every_message_sets_none_aside(
     with pytest.raises(ConfigurationError, match=said):
         runtime.give(inputs(1))
     assert runtime.acks == []
+
+
+def test_a_callback_that_never_returns_does_not_hold_the_instance_for_ever(start: Start) -> None:
+    runtime = start(f"{OURS}.CallsBackForever", max_in_flight_messages=1.0, give_up_after_seconds=1.0)
+    CallsBackForever.go_on.clear()
+    try:
+        with pytest.raises(Ended, match="has waited for 1 seconds"):
+            runtime.give(inputs(2))
+    finally:
+        CallsBackForever.go_on.set()
+
+
+def test_what_was_set_aside_stays_so_when_inputs_of_another_ledger_have_come(
+    start: Start, shared_sidecar: Sidecar, topic: str
+) -> None:
+    runtime = start("Fails", bad="3", max_message_retries=0.0, dead_letter_topic=f"dead-{topic}")
+    runtime.give(inputs(5))
+    runtime.give([Message(b"9", Id(0, ledger_id=8))])
+    calls = examples.Fails.calls
+    runtime.give([Message(b"3", Id(3))])
+    runtime.give([Message(b"10", Id(1, ledger_id=8))])
+    runtime.until_acknowledged(8)
+    assert examples.Fails.calls - calls == 1
+    assert payloads(shared_sidecar, f"dead-{topic}") == [b"3"]
+
+
+# -- the end -------------------------------------------------------------------------------------------------------
+
+
+def test_told_to_stop_it_does_not_call_it_a_failure_that_nothing_can_be_acknowledged(start: Start) -> None:
+    """Pulsar's runtime closes its consumers before it ends."""
+    runtime = start()
+    runtime.process.is_stopping = True
+
+    def closed(message_id: Id, topic: str) -> None:
+        raise RuntimeError("AlreadyClosed")
+
+    runtime.acknowledged = closed  # type: ignore[method-assign]
+    runtime.give(inputs(1))
+    assert runtime.process.ended.wait(60)
+    assert not runtime.process.failed
+    assert "told to stop" in runtime.process.why
+
+
+def test_metrics_are_recorded_while_it_waits_too(start: Start) -> None:
+    runtime = start(address="127.0.0.1:1")
+    recorded = threading.Event()
+
+    def record(name: str, value: float) -> None:
+        if name == "dedupe_resumes" and value > 0:
+            recorded.set()
+
+    runtime.on_metric = record
+    runtime.give(inputs(1))
+    assert recorded.wait(60)
 
 
 # -- inputs --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from seqdedupe.client.receipts import Verdict
 from seqdedupe.errors import DataLossError
+from seqdedupe.functions import backlog as backlogs
 from seqdedupe.functions.backlog import FULL_FRAME_BYTES, Backlog, Frame, Row
 from seqdedupe.functions.outputs import Output
 
@@ -156,6 +157,8 @@ def test_names_with_nothing_under_way_are_let_go_of_with_the_stream() -> None:
     backlog.receipt(sent(backlog).number, ALL_NEW)
     backlog.add([row(1, told, "new")])
     backlog.rewind()
+    assert list(backlog.sessions()) == ["old"]
+    backlog.forget_idle()
     assert backlog.sessions() == {}
     assert backlog.unopened() == ["new"]
 
@@ -167,9 +170,56 @@ def test_what_a_session_has_settled_is_not_looked_for_once_its_name_is_let_go_of
     backlog.opened("a", next(_epochs), 1)
     assert told == [1]
     backlog.rewind()
+    backlog.forget_idle()
     assert backlog.unopened() == ["b"]
     open_all(backlog)
     assert sent(backlog).batch.sequence_ids.tolist() == [2]
+
+
+def test_a_name_with_nothing_under_way_is_asked_for_all_the_same_before_it_is_let_go_of() -> None:
+    """Else a sidecar that was restored to an older state while the function was idle would not be found out."""
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(7, told)])
+    open_all(backlog)
+    backlog.receipt(sent(backlog).number, ALL_NEW)
+    backlog.add([row(8, told, "new")])
+    backlog.rewind()
+    (name,) = backlog.sessions()
+    with pytest.raises(DataLossError):
+        backlog.opened(name, next(_epochs), 5)
+
+
+def test_a_name_that_somebody_else_has_taken_is_needed_again_while_something_is_under_way() -> None:
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(1, told, "idle"), row(1, told, "busy")])
+    open_all(backlog)
+    backlog.receipt(sent(backlog).number, ALL_NEW)
+    backlog.add([row(2, told, "busy")])
+    backlog.rewind()
+    assert not backlog.lost("idle")
+    assert backlog.lost("busy")
+    backlog.forget_idle()
+    assert backlog.unopened() == ["busy"]
+
+
+def test_names_of_old_ledgers_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlogs, "MANY_NAMES", 10)
+    backlog, told = Backlog(), list[int]()
+    backlog.add([row(0, told, "busy")])
+    for ledger in range(100):
+        backlog.add([row(ledger, told, f"{ledger}/{k}") for k in range(3)])
+        open_all(backlog)
+        while (frame := backlog.next_frame()) is not None:
+            backlog.receipt(frame.number, ALL_NEW)
+        backlog.add([row(ledger + 1, told, "busy")])  # not sent yet
+    assert len(backlog.sessions()) < 20
+    assert sent(backlog).batch.names() == ["busy"]
+    # One that comes again under a name that was forgotten is opened again, and found to be settled.
+    told.clear()
+    backlog.add([row(0, told, "0/0")])
+    assert backlog.unopened() == ["0/0"]
+    open_all(backlog, persisted=0)
+    assert told == [0]
 
 
 def test_a_question_is_answered_once_its_name_is_opened() -> None:
@@ -245,6 +295,7 @@ def test_whatever_happens_on_the_way_each_output_is_stored_once_and_settled_when
                 backlog.rewind()
                 for name in backlog.sessions():
                     backlog.opened(name, next(_epochs), highest(name))
+                backlog.forget_idle()
     assert len(log) == len(set(log)) == len(settled)
     assert set(settled.values()) == {1}
     for name in {name for name, _ in log}:

@@ -4,11 +4,13 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 
 import pytest
 
 from seqdedupe.testing import Sidecar
-from tests.functions.runtime import Id, Message, details, inputs
+from tests.functions.runtime import TIMEOUT_SECONDS, Ended, Id, Message, details, inputs
 from tests.functions.test_instance import Start, payloads, start
 
 __all__ = ["start"]
@@ -26,6 +28,23 @@ def test_whatever_a_function_gives_or_raises_is_a_dead_letter(
     assert payloads(shared_sidecar, f"dead-{topic}") == [b"1"]
     assert payloads(shared_sidecar, topic) == [b"0", b"2"]
     assert not runtime.process.ended.is_set()
+
+
+def test_an_input_that_fits_no_dead_letter_ends_the_process_and_is_not_acknowledged(start: Start, topic: str) -> None:
+    runtime = start("Copy", dead_letter_topic=f"dead-{topic}", max_message_retries=0.0)
+
+    def give() -> None:
+        with suppress(Ended):
+            runtime.give([Message(bytes(6 * 1024 * 1024), Id(0))])
+
+    giving = threading.Thread(target=give)
+    giving.start()
+    assert runtime.process.ended.wait(TIMEOUT_SECONDS)
+    runtime.process.is_stopping = True
+    giving.join()
+    assert runtime.process.failed
+    assert "MESSAGE_TOO_LARGE" in runtime.process.why
+    assert runtime.entries == []
 
 
 def test_a_callback_that_would_end_its_thread_is_a_failed_callback(start: Start, topic: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -377,6 +378,13 @@ def test_what_is_in_flight_is_bounded_by_bytes_too(start: Start) -> None:
 
 def test_metrics_are_recorded(start: Start) -> None:
     runtime = start()
-    runtime.give(inputs(1))
-    runtime.until_acknowledged(1)
-    assert "dedupe_in_flight" in {name for name, _ in runtime.metrics}
+    recorded, total = threading.Event(), Counter[str]()
+
+    def record(name: str, value: float) -> None:
+        total[name] += int(value)
+        if total["dedupe_not_dup"] == 3:
+            recorded.set()
+
+    runtime.on_metric = record
+    runtime.give(inputs(3))
+    assert recorded.wait(60)

@@ -82,3 +82,18 @@ def test_what_is_no_module_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigurationError):
         build([given], tmp_path / "x-1-py3-none-any.whl")
     assert not (tmp_path / "x-1-py3-none-any.whl").exists()
+
+
+@pytest.mark.parametrize("name", ["log.py", "util.py", "server.py"])
+def test_a_module_that_pulsars_runtime_would_hide_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigurationError, match="Pulsar's runtime"):
+        build([tmp_path / name], tmp_path / "x-1-py3-none-any.whl")
+
+
+@pytest.mark.parametrize("name", ["mine.zip", "mine", "mine.whl.bak"])
+def test_what_pulsar_would_not_unpack_is_refused(tmp_path: Path, name: str) -> None:
+    """A .zip it unpacks, and looks for the code elsewhere in it."""
+    with pytest.raises(ConfigurationError, match="no name of a wheel"):
+        build([code(tmp_path)], tmp_path / name)
+    assert not (tmp_path / name).exists()

@@ -1,11 +1,13 @@
-"""The wrapper in Pulsar's own Python runtime, on a real broker, killed and restarted."""
+"""The wrapper in Pulsar's own Python runtime, on a real broker, through whatever can go wrong around it."""
 
+import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,218 +18,44 @@ import pytest
 from pulsar_broker.instance import FULL_NAME, Instance, details
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
-from seqdedupe.errors import NotFoundError
-from seqdedupe.functions.wheel import build
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from tests.pulsar.admin import call
+from tests.pulsar.deployed import arrival
+from tests.pulsar.flights import LIMIT_SECONDS, Result, flights, give, read
+from tests.pulsar.functions import Case, Work, pulsar_keys, stored, until, wheel_in
+from tests.pulsar.owners import quiet
 
-MESSAGES = 4000
-TIMEOUT_SECONDS = 240.0
-
-CODE = '''
-import os
-import time
-
-import pulsar
-
-import seqdedupe.functions.instance as instances
-from seqdedupe.functions import DedupeFunction
-
-
-class Copy(pulsar.Function):
-    """Slowly enough to be killed within."""
-
-    def process(self, input, context):
-        time.sleep(0.0005)
-        return input
-
-
-class Two(Copy):
-    def process(self, input, context):
-        context.publish(context.get_user_config_value("other"), input)
-        return super().process(input, context)
-
-
-class Unchecked(DedupeFunction):
-    """A control arm: takes any subscription."""
-
-    def process(self, input, context):
-        instances.check_deployment = lambda details: None
-        return super().process(input, context)
-'''
-
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    (folder / "mine.py").write_text(CODE)
-    build([folder / "mine.py"], folder / "mine-1-py3-none-any.whl")
-    return folder / "mine-1-py3-none-any.whl"
+    return wheel_in(tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.fixture
-def client(broker: Broker) -> Iterator[pulsar.Client]:
-    client = pulsar.Client(broker.service_url)
-    yield client
-    client.close()
-
-
-def give(client: pulsar.Client, topic: str, first: int, count: int, *, batched: bool = True) -> None:
-    """Numbers, under the key by which a partitioned topic spreads them."""
-    producer = client.create_producer(topic, batching_enabled=batched, block_if_queue_full=True)
-    for i in range(first, first + count):
-        producer.send_async(b"%d" % i, None, partition_key=str(i % 16))
-    producer.flush()
-    producer.close()
-
-
-def published(sidecar: Sidecar, topic: str) -> list[int]:
-    with blocking.Client(sidecar.address) as client:
-        try:
-            with client.reader(topic) as reader:
-                return [int(message.payload or b"") for message in reader]
-        except NotFoundError:
-            return []
-
-
-def until(is_so: Callable[[], bool], *instances: Instance) -> None:
-    """Waits for what no event tells of."""
-    give_up_at = time.monotonic() + TIMEOUT_SECONDS
-    while not is_so():
-        if time.monotonic() > give_up_at:
-            raise TimeoutError("\n".join(instance.log[-3000:] for instance in instances))
-        time.sleep(0.1)
-
-
-def until_published(sidecar: Sidecar, topic: str, count: int, *instances: Instance) -> None:
-    until(lambda: len(published(sidecar, topic)) >= count, *instances)
-
-
-def wrapped(name: str, topic: str, sidecar: Sidecar, **config: Any) -> dict[str, Any]:
-    given = {"wrapped": "mine.Copy", "sidecar_address": sidecar.address, "output_topic": f"{name}-out"} | config
-    return details(name, topic, class_name=FULL_NAME, userConfig=json.dumps(given))
-
-
-def test_killed_terminated_and_unloaded_it_publishes_each_result_once_and_in_order(
-    broker: Broker,
-    pulsar_home: Path,
-    client: pulsar.Client,
-    start_sidecar: Any,
-    topic: str,
-    tmp_path: Path,
-    wheel: Path,
+async def test_each_result_is_there_once_and_in_order(
+    broker: Broker, pulsar_home: Path, topic: str, tmp_path: Path, wheel: Path
 ) -> None:
-    sidecar = start_sidecar()
-    name = topic.rpartition("/")[2]
-    function = wrapped(name, topic, sidecar, wrapped="mine.Two", other=f"{name}-other", max_in_flight_messages=200)
-    give(client, topic, 0, MESSAGES // 2)
-    give(client, topic, MESSAGES // 2, MESSAGES // 2, batched=False)
-    with Instance(pulsar_home, tmp_path, broker.service_url, wheel, function) as instance:
-        for kill in range(4):
-            until_published(sidecar, f"{name}-out", MESSAGES * kill // 6 + 1, instance)
-            instance.kill()
-        call(broker, "PUT", f"{topic.replace('://', '/')}/unload")
-        sidecar.kill()
-        starts = instance.starts
-        until(lambda: "waiting to publish" in instance.log, instance)
-        instance.terminate()
-        until(lambda: instance.starts > starts, instance)
-        sidecar.start()
-        until_published(sidecar, f"{name}-out", MESSAGES, instance)
-        until(lambda: backlog(broker, topic, function) == 0, instance)
-        assert instance.starts == 6
-    assert published(sidecar, f"{name}-out") == published(sidecar, f"{name}-other") == list(range(MESSAGES))
+    case = Case(flights=3000, has_several=True, pause_ms=0.5)
+    async with Work(pulsar_home, broker, tmp_path, wheel, topic.rpartition("/")[2], case) as work:
+        kills = [work.kill] * 3
+        await work.through(
+            [
+                *(*kills, work.doubt, *kills, work.lose_receipts, *kills, work.unload_input),
+                *(work.kill_sidecar, work.unload_output, work.kill, work.terminate),
+            ]
+        )
+        assert work.differences() == {}
 
 
-def backlog(broker: Broker, topic: str, function: dict[str, Any]) -> int:
-    """Inputs that are not acknowledged."""
-    stats = call(broker, "GET", f"{topic.replace('://', '/')}/stats?getPreciseBacklog=true")
-    return int(stats["subscriptions"][f"public/default/{function['name']}"]["msgBacklog"])
-
-
-def test_the_same_function_unwrapped_doubles(
-    broker: Broker, pulsar_home: Path, client: pulsar.Client, topic: str, tmp_path: Path, wheel: Path
+async def test_four_partitions_two_instances_and_a_broker_that_is_killed(
+    mortal_broker: Broker, pulsar_home: Path, topic: str, tmp_path: Path, wheel: Path
 ) -> None:
-    name = topic.rpartition("/")[2]
-    function = details(name, topic, class_name="mine.Copy", output=f"{topic}-out", processingGuarantees="ATLEAST_ONCE")
-    give(client, topic, 0, MESSAGES)
-    reader = client.create_reader(f"{topic}-out", pulsar.MessageId.earliest)
-    seen: Counter[int] = Counter()
-    with Instance(pulsar_home, tmp_path, broker.service_url, wheel, function) as instance:
-        for kill in range(3):
-            while len(seen) < MESSAGES * (kill + 1) // 5:
-                seen[int(reader.read_next(60_000).data())] += 1
-            instance.kill()
-        while len(seen) < MESSAGES:
-            seen[int(reader.read_next(60_000).data())] += 1
-    assert max(seen.values()) > 1
-
-
-def test_four_partitions_and_two_instances(
-    broker: Broker,
-    pulsar_home: Path,
-    client: pulsar.Client,
-    start_sidecar: Any,
-    topic: str,
-    tmp_path: Path,
-    wheel: Path,
-) -> None:
-    sidecar = start_sidecar()
-    name = topic.rpartition("/")[2]
-    call(broker, "PUT", f"{topic.replace('://', '/')}/partitions", body=b"4")
-    function = wrapped(name, topic, sidecar) | {"parallelism": 2}
-    give(client, topic, 0, MESSAGES)
-    out = f"{name}-out"
-    with (
-        Instance(pulsar_home, tmp_path, broker.service_url, wheel, function, 0) as first,
-        Instance(pulsar_home, tmp_path, broker.service_url, wheel, function, 1) as second,
-    ):
-        for kill, instance in enumerate((first, second, first)):
-            until_published(sidecar, out, MESSAGES * kill // 5 + 1, first, second)
-            instance.kill()
-        until_published(sidecar, out, MESSAGES, first, second)
-    found = published(sidecar, out)
-    assert sorted(found) == list(range(MESSAGES))
-    for key in range(16):
-        of_key = [i for i in found if i % 16 == key]
-        assert of_key == sorted(of_key)
-
-
-def test_without_its_checks_a_shared_subscription_loses(
-    broker: Broker,
-    pulsar_home: Path,
-    client: pulsar.Client,
-    start_sidecar: Any,
-    topic: str,
-    tmp_path: Path,
-    wheel: Path,
-) -> None:
-    sidecar = start_sidecar()
-    name = topic.rpartition("/")[2]
-    function = wrapped(name, topic, sidecar) | {
-        "className": "mine.Unchecked",
-        "retainOrdering": False,
-        "parallelism": 2,
-    }
-    function["source"]["subscriptionType"] = "SHARED"
-    with (
-        Instance(pulsar_home, tmp_path, broker.service_url, wheel, function, 0) as first,
-        Instance(pulsar_home, tmp_path, broker.service_url, wheel, function, 1) as second,
-    ):
-        until(lambda: consumers(broker, topic, name) == 2, first, second)
-        give(client, topic, 0, MESSAGES, batched=False)
-        until(lambda: backlog(broker, topic, function) == 0, first, second)
-    assert len(set(published(sidecar, f"{name}-out"))) < MESSAGES
-
-
-def consumers(broker: Broker, topic: str, name: str) -> int:
-    try:
-        stats = call(broker, "GET", f"{topic.replace('://', '/')}/stats")
-    except OSError:
-        return 0
-    return len(stats["subscriptions"].get(f"public/default/{name}", {}).get("consumers", ()))
+    case = Case(flights=1500, partitions=4, instances=2, pause_ms=0.5)
+    async with Work(pulsar_home, mortal_broker, tmp_path, wheel, topic.rpartition("/")[2], case) as work:
+        await work.through([work.kill, work.kill_broker, work.kill, work.kill])
+        assert work.differences() == {}
 
 
 @pytest.mark.parametrize(
@@ -237,10 +65,9 @@ def consumers(broker: Broker, topic: str, name: str) -> int:
         ({"retainOrdering": False, "source": {"subscriptionType": "SHARED"}}, "retainOrdering: true"),
     ],
 )
-def test_a_deployment_that_cannot_work_ends_the_process_and_says_what_to_set(
+async def test_a_deployment_that_cannot_work_ends_the_process_and_says_what_to_set(
     broker: Broker,
     pulsar_home: Path,
-    client: pulsar.Client,
     shared_sidecar: Sidecar,
     topic: str,
     tmp_path: Path,
@@ -248,12 +75,39 @@ def test_a_deployment_that_cannot_work_ends_the_process_and_says_what_to_set(
     changes: dict[str, Any],
     said: str,
 ) -> None:
-    function = wrapped(topic.rpartition("/")[2], topic, shared_sidecar)
+    config = {"wrapped": "deployed.One", "sidecar_address": shared_sidecar.address, "output_topic": "never"}
+    function = details(topic.rpartition("/")[2], topic, class_name=FULL_NAME, userConfig=json.dumps(config))
     function["source"] |= changes.pop("source", {})
-    give(client, topic, 0, 3)
+    give(broker.service_url, topic, flights(3), batched=True)
     with Instance(pulsar_home, tmp_path, broker.service_url, wheel, function | changes) as instance:
-        until(lambda: instance.starts > 1, instance)
+        await until(lambda: instance.starts > 1, instance)
         assert said in instance.log
+
+
+async def test_a_log_topic_has_the_reason_why_the_instance_ended(
+    broker: Broker, pulsar_home: Path, shared_sidecar: Sidecar, topic: str, tmp_path: Path, wheel: Path
+) -> None:
+    """Which is the last line before the process is gone."""
+    config = {"wrapped": "deployed.Missing", "sidecar_address": shared_sidecar.address}
+    function = details(
+        topic.rpartition("/")[2],
+        topic,
+        class_name=FULL_NAME,
+        userConfig=json.dumps(config),
+        logTopic=f"{topic}-log",
+    )
+    give(broker.service_url, topic, flights(3), batched=True)
+    client = pulsar.Client(broker.service_url, logger=quiet())
+    try:
+        reader = client.create_reader(f"{topic}-log", pulsar.MessageId.earliest)
+        with Instance(pulsar_home, tmp_path, broker.service_url, wheel, function) as instance:
+            await until(lambda: instance.starts > 1, instance)
+            line = await asyncio.to_thread(reader.read_next, int(LIMIT_SECONDS * 1000))
+            while b"the instance ends" not in line.data():
+                line = await asyncio.to_thread(reader.read_next, int(LIMIT_SECONDS * 1000))
+        assert b"deployed.Missing cannot be imported" in line.data()
+    finally:
+        client.close()
 
 
 def deploy(broker: Broker, wheel: Path, function: dict[str, Any]) -> None:
@@ -294,24 +148,66 @@ def answers(broker: Broker, path: str) -> bool:
     return True
 
 
-def test_deployed_by_a_worker_over_a_sidecar_on_pulsar_a_stock_consumer_sees_each_result_once(
+@contextmanager
+def run(command: Sequence[str], environment: dict[str, str], printed: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A command, which is killed with all that it has started when the block ends."""
+    with printed.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def test_run_locally_by_pulsars_own_command(
+    broker: Broker, pulsar_home: Path, shared_sidecar: Sidecar, topic: str, tmp_path: Path, wheel: Path
+) -> None:
+    name, some = topic.rpartition("/")[2], flights(100)
+    output = f"{name}-output"
+    config = {"wrapped": "deployed.One", "sidecar_address": shared_sidecar.address, "output_topic": output}
+    command = [
+        *(str(pulsar_home / "bin" / "pulsar-admin"), "functions", "localrun"),
+        *("--broker-service-url", broker.service_url, "--name", name, "--inputs", topic),
+        *("--py", str(wheel), "--classname", FULL_NAME, "--user-config", json.dumps(config)),
+        *("--processing-guarantees", "MANUAL", "--retain-ordering", "--subs-position", "Earliest"),
+    ]
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PULSAR_LOG_DIR": str(tmp_path),
+    }
+    give(broker.service_url, topic, some, batched=True)
+    with run(command, environment, tmp_path / "printed") as process:
+        await until(lambda: process.poll() is not None or len(stored(shared_sidecar, output)) >= len(some))
+        expected = [Result(one.key, arrival(one.fields)) for one in some]
+        assert stored(shared_sidecar, output) == expected, (tmp_path / "printed").read_text()
+
+
+async def test_deployed_by_a_worker_over_a_sidecar_on_pulsar_a_stock_consumer_sees_each_result_once(
     pulsar_home: Path, tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    name, topic = "deployed", "persistent://public/default/given"
+    name, topic, output = "deployed", "persistent://public/default/given", "persistent://public/default/output"
+    some = flights(2000)
     with (
         Broker(pulsar_home, with_functions=True) as broker,
-        Sidecar(
-            tmp_path / "sidecar",
-            log="pulsar",
-            pulsar_service_url=broker.service_url,
-            pulsar_admin_url=broker.admin_url,
-            pulsar_manage_topic_policies=True,
-        ) as sidecar,
+        Sidecar(tmp_path / "sidecar", **pulsar_keys(broker, "public/default")) as sidecar,
+        blocking.Client(sidecar.address) as client,
     ):
-        client = pulsar.Client(broker.service_url)
-        give(client, topic, 0, MESSAGES)
-        config = {"wrapped": "mine.Copy", "sidecar_address": sidecar.address, "output_topic": f"{name}-out"}
+
+        def published() -> int:
+            try:
+                return client.ends(output).last.index + 1
+            except SeqdedupeError:
+                return 0
+
+        config = {"wrapped": "deployed.One", "sidecar_address": sidecar.address, "output_topic": output, "pause_ms": 1}
         function = {
             "tenant": "public",
             "namespace": "default",
@@ -324,19 +220,13 @@ def test_deployed_by_a_worker_over_a_sidecar_on_pulsar_a_stock_consumer_sees_eac
             "retainOrdering": True,
             "userConfig": config,
         }
-        until(lambda: answers(broker, "worker/cluster/leader"))
+        give(broker.service_url, topic, some, batched=True)
+        await until(lambda: answers(broker, "worker/cluster/leader"))
         deploy(broker, wheel, function)
         for kill in range(2):
-            until_published(sidecar, f"{name}-out", MESSAGES * kill // 3 + 1)
-            until(lambda: len(instances_of(broker, name)) == 1)
+            await until(lambda kill=kill: published() > len(some) * kill // 3)  # type: ignore[misc]
+            await until(lambda: len(instances_of(broker, name)) == 1)
             for process in instances_of(broker, name):
                 process.kill()
-        until_published(sidecar, f"{name}-out", MESSAGES)
-        reader = client.create_reader(f"persistent://public/default/{name}-out", pulsar.MessageId.earliest)
-        seen = []
-        while reader.has_message_available():
-            message = reader.read_next(60_000)
-            if "seqdedupe.kind" not in message.properties():
-                seen.append(int(message.data()))
-        client.close()
-    assert seen == list(range(MESSAGES))
+        await until(lambda: published() >= len(some))
+        assert read(broker.service_url, output) == [Result(one.key, arrival(one.fields)) for one in some]
