@@ -76,8 +76,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: a third of the time a worker waits for a process, a disk or a clock."""
-    return (os.cpu_count() or 1) + 1
+    """Two more than there are cores: much of the time a worker waits for a process, a disk or a clock."""
+    return (os.cpu_count() or 1) + 2
 
 
 @pytest.fixture(scope="session")
