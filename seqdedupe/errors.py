@@ -320,6 +320,9 @@ REASONS: dict[str, Reason] = {
     "UNSUPPORTED_PLAN": _configuration(
         "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
     ),
+    "UNSUPPORTED_MESSAGE": _configuration(
+        "Read this topic with Pulsar's own client: encrypted and chunked messages are not read here."
+    ),
     "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark-stores.md says what each can do."),
     "JOB_CHANGED": _configuration(
         "Run the job as it was begun, or give it another name (and table): then it reads from the start."

@@ -13,7 +13,7 @@ from typing import Any
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, TERM
 from seqdedupe.format.records import body_of
-from seqdedupe.log.contract import Failure, Log, Outcome, last_of
+from seqdedupe.log.contract import Failure, Log, Outcome, Runs, last_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import admission, earlier, recovery, trimming
@@ -241,11 +241,12 @@ class Topic(LoggedTopic):
 
     def _settle(self, outcome: Outcome) -> None:
         """The log tells what became of the oldest appends in flight."""
-        confirmed = [self.flight.take() for _ in range(outcome.stored)]
+        confirmed = [self.flight.take() for _ in outcome.runs]
         rows = 0
+        last: Runs = ()
         for item, runs in zip(confirmed, outcome.runs, strict=True):
             if isinstance(item, Admitted):
-                item.receipt.runs = runs
+                item.receipt.runs = last = runs
                 frame = item.frame
                 self.producers.persist(frame.view, frame.places, frame.producer_rows)
                 self.confirmed_index += frame.rows
@@ -254,7 +255,7 @@ class Topic(LoggedTopic):
                 self._apply(item.change, self.confirmed_index)
         if rows:
             self.last_ownership = self._own_ownership
-            self.last_message_id = last_of(next(runs for runs in reversed(outcome.runs) if runs))
+            self.last_message_id = last_of(last)
             self.confirmed.tell()
         for item in confirmed:
             self._answer(item)
