@@ -9,6 +9,7 @@ from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar import wholes
 from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, PREFIX, EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.owner import ADDRESS
 from seqdedupe.log.pulsar.policies import ensure_safe
 from seqdedupe.log.pulsar.wholes import Life, Whole
 from seqdedupe.names import namespace_of, number_of, whole_of
@@ -127,6 +128,9 @@ class PulsarLogs:
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
         # Before anything is looked for, so that it stays. Who comes new to the topic has none yet.
         await self._admin.create_subscription(topic, self._shared.subscription)
+        # So that others know whose it is, also while this sidecar owns nothing.
+        whose = {ADDRESS: self._shared.address}
+        await self._admin.set_subscription_properties(topic, self._shared.subscription, whose)
         log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties), place)
         try:
             await log.begin(covered_index)
