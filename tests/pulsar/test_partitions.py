@@ -25,8 +25,8 @@ from tests.pulsar.owners import Cluster, quiet, until
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
 PARTITIONS = 2
-CHANGES_OF_A_CREATION = 6
-"""Calls that change something: the whole, properties and subscription of each partition, and that it is announced."""
+CHANGES_OF_A_CREATION = 8
+"""Calls that change something: the whole, three for each partition (properties, subscription, whose), and the last."""
 
 MakeMember = Callable[[], Member]
 
