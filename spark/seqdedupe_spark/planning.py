@@ -257,7 +257,12 @@ class Listing:
         names = list(names)
         if isinstance(place, Mapping):
             place = self._spread(names, place, option)
-        return {name: self._resolve(name, place[name] if isinstance(place, Mapping) else place) for name in names}
+        found = {name: self._resolve(name, place[name] if isinstance(place, Mapping) else place) for name in names}
+        for name, position in found.items():
+            if option == "endingOffsets" and position.incarnation == stock.STOCK and stock.rows_read(position):
+                what = f"{option}: in {name}, {position.message_id} is one of several messages of an entry"
+                raise error("INVALID_OPTION", f"{what}, which is read whole: give ledger:entry")
+        return found
 
     def _spread(self, names: list[str], places: Mapping[str, Position | int | str], option: str) -> Mapping[str, Any]:
         partitions = _partitions(names)
