@@ -275,7 +275,13 @@ class Listing:
 
     def _resolve(self, name: str, where: Position | int | End | Time) -> Position:
         if isinstance(where, Position):
-            return stock.given(where) if isinstance(self.ends(name), StockEnds) else where
+            if isinstance(self._client, Holder) and isinstance(self.ends(name), StockEnds):
+                return stock.given(where)
+            if where.incarnation == stock.STOCK:
+                raise error(
+                    "INVALID_OPTION", f"{where} is a place in a topic that no sidecar writes, and one writes {name}"
+                )
+            return where
         if isinstance(where, Time):
             milliseconds = where.milliseconds
             return Position.before(*self._patiently(lambda: self._client.locate_time(name, milliseconds)))
