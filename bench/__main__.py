@@ -32,6 +32,8 @@ FIGURES = (
     "functions",
     "pulsar_publish",
     "pulsar_recovery",
+    "pulsar_sidecars",
+    "pulsar_spark",
     "spark_source",
     "spark_postgres",
     "spark_dedupe",

@@ -27,6 +27,12 @@ MESSAGES = 50_000
 PLAIN_ROWS, PACKED_ROWS = 250, 1_000
 PACKED_MESSAGES = 1_000_000
 NAMESPACE = "persistent://public/default"
+KEYS: dict[str, Any] = {
+    "brokerDeduplicationEnabled": "true",
+    "defaultRetentionTimeInMinutes": -1,
+    "defaultRetentionSizeInMB": -1,
+}
+"""Of the broker."""
 
 _names = itertools.count()
 
@@ -83,13 +89,8 @@ def _create(address: str, name: str, entry_format: str) -> str:
 
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
-    keys: dict[str, Any] = {
-        "brokerDeduplicationEnabled": "true",
-        "defaultRetentionTimeInMinutes": -1,
-        "defaultRetentionSizeInMB": -1,
-    }
     with (
-        WarmBroker(get(), **keys) as broker,
+        WarmBroker(get(), **KEYS) as broker,
         Sidecar(
             folder / "sidecar",
             log="pulsar",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc.aio
 import numpy as np
@@ -115,18 +115,33 @@ def frame(batch: Batch) -> bytes:
     return b"".join(wire.frame_parts(next(_frames), batch.encoded_parts()))
 
 
+class Stream(NamedTuple):
+    """A publish stream of names that were opened."""
+
+    call: Any
+    epochs: np.ndarray
+
+    async def publish(self, make: MakeBatch, count: int, in_flight: int) -> tuple[float, list[float]]:
+        """Publishes `count` batches; seconds in all, and for each receipt."""
+        window = Windowed(self.call, in_flight, _receipts)
+        frames = (frame(make(k, self.epochs)) for k in range(count))
+        return await window.send(frames, count, FULL_MESSAGE_BYTES), window.seconds
+
+
+async def opened(channel: grpc.aio.Channel, names: list[str], topic: str = TOPIC) -> Stream:
+    """Opens the names, and a stream."""
+    answer = await open_names(channel, topic, names)
+    call: Any = channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")()
+    await call.write(publish_pb2.PublishStreamRequest(topic=topic).SerializeToString())
+    return Stream(call, np.array(answer.epochs, np.int64))
+
+
 async def publish(
     address: str, names: list[str], make: MakeBatch, count: int, in_flight: int, topic: str = TOPIC
 ) -> tuple[float, list[float]]:
     """Opens the names and publishes `count` batches; seconds in all, and for each receipt."""
     async with grpc.aio.insecure_channel(address, options=LARGE) as channel:
-        opened = await open_names(channel, topic, names)
-        epochs = np.array(opened.epochs, np.int64)
-        call: Any = channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")()
-        await call.write(publish_pb2.PublishStreamRequest(topic=topic).SerializeToString())
-        window = Windowed(call, in_flight, _receipts)
-        seconds = await window.send((frame(make(k, epochs)) for k in range(count)), count, FULL_MESSAGE_BYTES)
-        return seconds, window.seconds
+        return await (await opened(channel, names, topic)).publish(make, count, in_flight)
 
 
 async def echo(

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from seqdedupe_spark.session import workers_path
 CORES = 2
 BATCH_ROWS = 256
 PAYLOAD_BYTES = 100
+PARTITIONS = ("bench-partition-0", "bench-partition-1")
 SELECTION = Selection("topic", ("persistent://public/default/bench",))
 """The two partitions that `publish` fills."""
 
@@ -36,13 +37,13 @@ def session(**keys: str) -> Iterator[SparkSession]:
         spark.stop()
 
 
-def publish(address: str, rows: int) -> None:
-    """Publishes so many messages to each of the two partitions."""
+def publish(address: str, rows: int, topics: Sequence[str] = PARTITIONS) -> None:
+    """Publishes so many messages to each of the topics."""
     payloads = [bytes(PAYLOAD_BYTES)] * BATCH_ROWS
     config = ProducerConfig(max_in_flight_batches=256, max_batch_rows=BATCH_ROWS)
     with blocking.Client(address) as client:
-        for partition in range(2):
-            with client.producer(f"bench-partition-{partition}", "p", config) as producer:
+        for topic in topics:
+            with client.producer(topic, "p", config) as producer:
                 for first in range(0, rows, BATCH_ROWS):
                     producer.send_batch(payloads[: rows - first])
 

@@ -63,8 +63,8 @@ class Share:
 
     def fits(self, size: int) -> bool:
         """Whether so much more may be taken."""
-        held = self.held_bytes
-        return held + size <= self._budget.free_bytes and held < MAX_SHARE_BYTES
+        held, budget = self.held_bytes, self._budget
+        return held + size <= budget.limit_bytes - budget.held_bytes and held < MAX_SHARE_BYTES
 
     def take(self, size: int) -> None:
         """Takes it, whether it fits or not: what has come into being is counted."""

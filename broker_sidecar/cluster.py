@@ -11,8 +11,10 @@ import pulsar
 import pulsar.asyncio
 
 from broker_sidecar.config import Config
-from broker_sidecar.neighbours import answers
+from broker_sidecar.neighbours import answers, snapshot_of
 from broker_sidecar.pulsar_config import PulsarConfig
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.credentials import OAuth2, Token, from_file, never_raises
@@ -20,13 +22,18 @@ from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.log.pulsar.log import Shared
 from seqdedupe.log.pulsar.logs import PulsarLogs
+from seqdedupe.log.pulsar.owner import owner_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.instance import Instance
+from seqdedupe.store.snapshots import Loaded
 
 OPERATION_TIMEOUT_SECONDS = 30
 """Opening a producer can take Pulsar as long: it reads what its deduplication has not in a snapshot."""
 CLOSE_TIMEOUT_SECONDS = 5.0
 """A cluster that does not answer is left without a word."""
+
+STANDBYS = 2
+"""Sidecars that follow a topic, its owner among them: clients try these first."""
 
 _client_logger = logging.getLogger("seqdedupe.pulsar.client")
 
@@ -38,6 +45,7 @@ class Cluster:
         asked, instance = config.pulsar, Instance(store)
         tls, self._token = _tls(asked), _token(asked)
         self._asked = asked
+        self._sidecars = Sidecars.parse(config.sidecars) if config.sidecars else None
         # What the client tells below that is of no use to an operator, and much.
         _client_logger.setLevel(logging.ERROR)
         self._client = self._connect()
@@ -57,6 +65,21 @@ class Cluster:
             EntryFormat(asked.entry_format),
             may_change_policies=asked.manage_topic_policies,
         )
+
+    def is_near(self, topic: str) -> bool:
+        """Whether this sidecar is the first or the second that clients try for the topic, if it knows of whom."""
+        own = SidecarAddress.parse(self.shared.address)
+        return self._sidecars is None or own in self._sidecars.in_order(topic)[:STANDBYS]
+
+    async def owner_of(self, topic: str) -> str:
+        """See `OwnerOf`."""
+        address = await owner_of(topic, self.shared.admin)
+        # A producer of its own that was lost may still be listed.
+        return "" if address == self.shared.address else address
+
+    async def snapshot_of(self, address: str, topic: str) -> tuple[int, Loaded]:
+        """See `SnapshotOf`."""
+        return await snapshot_of(address, topic, self._sidecars)
 
     def _connect(self) -> pulsar.asyncio.Client:
         asked, token = self._asked, self._token

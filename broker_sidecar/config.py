@@ -18,6 +18,7 @@ from broker_sidecar.keys import environment_of, invalid, keys_of
 from broker_sidecar.keys import key as _key
 from broker_sidecar.pulsar_config import PulsarConfig
 from seqdedupe.address import SidecarAddress
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.topic import policy
 
@@ -69,6 +70,12 @@ class Config:
         "", "Whose the producers and subscriptions in Pulsar are: no two sidecars may have one. Left out: a random one."
     )
     advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
+    sidecars: str = _key(
+        "",
+        "The addresses at which the sidecars of a cluster advertise themselves, this one too, and domains as "
+        "`*.example.org`, with commas between. A standby follows topics for which it is the first or second of the "
+        "addresses. Left out: all topics, and whoever owns one is a sidecar.",
+    )
     standby: bool = _key(
         False, "Read along the topics of a cluster that other sidecars own, and take them over as soon as nobody does."
     )
@@ -122,6 +129,7 @@ class Config:
             raise invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
         self._check_listen()
         self._check_advertised()
+        self._check_sidecars()
         if self.instance_name and not _INSTANCE_NAME.fullmatch(self.instance_name):
             raise invalid(
                 "instance_name",
@@ -146,6 +154,17 @@ class Config:
                 "authenticated yet",
                 key="listen",
             )
+
+    def _check_sidecars(self) -> None:
+        if not self.sidecars:
+            return
+        try:
+            among = Sidecars.parse(self.sidecars)
+        except SeqdedupeError as e:
+            raise invalid("sidecars", f"is {self.sidecars!r}: {e.message}") from e
+        own = SidecarAddress.parse(self.advertised_address or self.listen)
+        if self.standby and own not in among.addresses:
+            raise invalid("sidecars", f"is {self.sidecars!r}: {own}, at which this one is reached, is not among them")
 
     def _check_advertised(self) -> None:
         if not self.advertised_address:

@@ -17,6 +17,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.fetching import Fetching
 from seqdedupe.topic.of_brokers import BrokersTopics
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
 from seqdedupe.topic.published import PublishedTopics
@@ -63,6 +64,7 @@ class Data:
         self._store = store = Store.open(folder / "store")
         self._logs: EmbeddedLogs | None = None
         self._cluster: Cluster | None = None
+        self._is_standby = config.standby
         self._is_advertised = bool(config.advertised_address)
         self._scrub_bytes_per_second = config.scrub_bytes_per_second
         self.topics: Topics[Topic] | None = None
@@ -94,12 +96,15 @@ class Data:
         self.topics = Topics(
             store,
             lambda told: PublishedTopics(
-                store, logs, log=kind, on_state=told, rebuild_store=rebuild_store, is_standby=config.standby
+                store, logs, log=kind, on_state=told, rebuild_store=rebuild_store, stands_by=self._stands_by
             ),
             on_state=on_state,
             rebuild_store=rebuild_store,
             **limits,
         )
+
+    def _stands_by(self, topic: str) -> bool:
+        return self._is_standby and self._cluster is not None and self._cluster.is_near(topic)
 
     @property
     def all_topics(self) -> Topics[Any]:
@@ -110,11 +115,14 @@ class Data:
         return topics
 
     def begin_looking(self) -> None:
-        """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics."""
+        """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics
+        and for the state of those of which there is none here."""
         if self._logs is not None and self._scrub_bytes_per_second:
             self._logs.scrub(self._scrub_bytes_per_second)
         if self._cluster is not None:
             self.all_topics.in_background(_keep_looking(self.all_topics))
+            fetching = Fetching(self.all_topics, self._cluster.owner_of, self._cluster.snapshot_of)
+            self.all_topics.in_background(fetching.run())
 
     def listens(self, address: SidecarAddress) -> None:
         """Where, which is what the sidecar advertises unless it was told something else."""

@@ -1,14 +1,26 @@
 """Other sidecars, as far as this one has to do with them."""
 
+import asyncio
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from broker_sidecar.snapshot_parts import Taking, part_of_answer
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import new_channel, typed_errors
+from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.errors import error
+from seqdedupe.store.snapshots import Loaded
+from seqdedupe.v1 import admin_pb2
+
 ANSWER_SECONDS = 5.0
+SILENT_SECONDS = 30.0
+"""So long a snapshot may not go on: an owner copies it as a whole before it gives out its parts."""
 
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_EXPORT = "/seqdedupe.v1.AdminService/ExportSnapshot"
 
 
 async def answers(address: str) -> bool:
@@ -21,3 +33,33 @@ async def answers(address: str) -> bool:
         except grpc.aio.AioRpcError as e:
             return e.code() not in _NO_ANSWER
         return True
+
+
+async def snapshot_of(address: str, topic: str, among: Sidecars | None) -> tuple[int, Loaded]:
+    """The snapshot of a topic as its owner has it now, and of which incarnation it is.
+
+    With `among` only from a sidecar that is listed there, or in one of its domains. Raises INVALID_ADDRESS for any
+    other, UNREACHABLE, OUTCOME_UNKNOWN if the call breaks, what the owner refuses it for, and what `Taking` raises.
+    """
+    owner = SidecarAddress.parse(address) if among is None else among.allowed(address)
+    if owner is None:
+        raise error("INVALID_ADDRESS", f"{address!r} is none of the sidecars {among}: it is not asked")
+    taking = Taking()
+    async with new_channel(owner, is_one=False) as channel:
+        call: Any = channel.unary_stream(_EXPORT, admin_pb2.ExportSnapshotRequest.SerializeToString)
+        with typed_errors(owner):
+            coming = call(admin_pb2.ExportSnapshotRequest(topic=topic))
+            while (data := await _next(coming, owner)) is not grpc.aio.EOF:
+                taking.add(part_of_answer(data))
+    head, loaded = taking.finish()
+    if head.topic != topic:
+        raise error("INVALID_REQUEST", f"{owner} gave a snapshot of {head.topic} for one of {topic}")
+    return head.position.incarnation, loaded
+
+
+async def _next(coming: Any, owner: SidecarAddress) -> Any:
+    try:
+        async with asyncio.timeout(SILENT_SECONDS):
+            return await coming.read()
+    except TimeoutError as e:
+        raise error("UNREACHABLE", f"the sidecar at {owner} said nothing for {SILENT_SECONDS:.0f} s") from e

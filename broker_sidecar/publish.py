@@ -100,8 +100,8 @@ class _Publishing:
         if not self.topic.flight.has_room():
             await self.topic.flight.wait_for_room()
 
-    async def send(self) -> None:
-        """Sends answers that wait, as one response: all, or as many as it may hold."""
+    def take_unsent(self) -> tuple[bytes, int]:
+        """A response with all answers that wait, or as many as it may hold; and how many bytes these have."""
         taken: list[bytes] = []
         size = 0
         while self.unsent and (not taken or size + len(self.unsent[0]) <= MAX_RESPONSE_BYTES):
@@ -110,10 +110,7 @@ class _Publishing:
         topic = self.topic
         state = (3 << 3 | 1, topic.incarnation, 4 << 3 | 1, topic.term, 5 << 3 | 1, topic.confirmed_index)
         taken.append(_STATE_OF_STREAM.pack(*state))
-        try:
-            await self.stream.write(b"".join(taken))
-        finally:
-            self.stream.share.give_back(size)
+        return b"".join(taken), size
 
     async def send_all(self) -> None:
         """The one task that writes to a stream: never the reader, which would stop reading when a client does."""
@@ -121,7 +118,11 @@ class _Publishing:
             await self.news.wait()
             self.news.clear()
             while self.unsent:
-                await self.send()
+                response, size = self.take_unsent()
+                try:
+                    await self.stream.write(response)
+                finally:
+                    self.stream.share.give_back(size)
 
 
 class PublishService:

@@ -90,6 +90,12 @@ def check_small(kind: type[Message], data: bytes) -> None:
         raise error("INVALID_REQUEST", message, size_bytes=len(data), limit_bytes=MAX_CALL_BYTES)
 
 
+def columns(alias: Any, published: type[Message], data: bytes) -> Any:
+    """A request of the alias schema. Raises as `parse_small`."""
+    check_small(published, data)
+    return parse_columns(alias, published, data)
+
+
 def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
     """The handler of a unary call that takes a `kind`."""
 

@@ -87,7 +87,7 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
             name=topic.record.name,
             incarnation=topic.record.incarnation,
             state=topic.state.value,  # type: ignore[arg-type]
-            why=f"{topic.why} {topic.why.hint}" if topic.state is State.DAMAGED else str(topic.why),
+            why=f"{topic.told} {topic.why.hint}" if topic.state is State.DAMAGED else str(topic.why),
         )
     counters, damage, skipped = topic.counters, topic.damage_found, topic.skipped
     return admin_pb2.Topic(

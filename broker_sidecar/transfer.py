@@ -7,23 +7,18 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 
-from broker_sidecar.policies import policy_of
-from broker_sidecar.rpc import Context, check_small, parse, parse_columns, parse_small, unary
+from broker_sidecar.rpc import Context, columns, parse_small, unary
+from broker_sidecar.snapshot_parts import Taking, answers_of
 from broker_sidecar.steps import INT64, names_of, values
 from broker_sidecar.streams import Stream, Streams, messages
 from broker_sidecar.topics import topic_to_proto
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.message_id import Position
-from seqdedupe.store.snapshots import Loaded
-from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, look_for
 from seqdedupe.topic.renewing import renew
-from seqdedupe.topic.saved import SavedParts, parts, saved
 from seqdedupe.topic.state import TopicBase
 from seqdedupe.topic.watermarks import WatermarksImport, begin_import, watermarks
 from seqdedupe.v1 import admin_pb2
@@ -63,37 +58,22 @@ class Transfer:
 
     async def _export_snapshot(self, data: bytes, _context: Context, stream: Stream) -> None:
         topic = await find(self._topics, parse_small(admin_pb2.ExportSnapshotRequest, data).topic)
-        snapshot = saved(topic)
-        await stream.write(_head(topic, snapshot).SerializeToString())
-        for names, persisted, epochs, stated in parts(snapshot):
-            column = Binary.of_all(names)
-            answer = wire.ExportSnapshotResponse()
-            answer.part.producer_name_offsets, answer.part.producer_names = column.offsets.tobytes(), column.data
-            answer.part.persisted, answer.part.epochs = persisted.tobytes(), epochs.tobytes()
-            answer.part.stated = stated.tobytes()
-            await stream.write(answer.SerializeToString())
+        for answer in answers_of(topic):
+            await stream.write(answer)
 
     async def _import_snapshot(self, _requests: object, _context: Context, stream: Stream) -> None:
         async with _read_to_its_end(stream):
-            name = ""
-            head: admin_pb2.SnapshotHead | None = None
+            name: str | None = None
+            taking = Taking()
             async for data in messages(stream):
-                request = _columns(wire.ImportSnapshotRequest, admin_pb2.ImportSnapshotRequest, data)
-                if head is None:
-                    if not request.part.HasField("head"):
-                        raise error("INVALID_REQUEST", "the first message has the head of a snapshot")
-                    name = request.topic
-                    head = parse(admin_pb2.SnapshotHead, request.part.head.SerializeToString())
-                    taken = _parts_of(head)
-                if request.part.producer_names or request.part.persisted:
-                    columns = ("persisted", "epochs", "stated")
-                    numbers = [values(getattr(request.part, column), INT64, column) for column in columns]
-                    taken.add(names_of(request.part), *numbers)
-            if head is None:
-                raise error("INVALID_REQUEST", "nothing has come")
-            loaded = taken.finish()
+                request = columns(wire.ImportSnapshotRequest, admin_pb2.ImportSnapshotRequest, data)
+                name = request.topic if name is None else name
+                taking.add(request.part)
+            head, loaded = taking.finish()
             with _writing(stream):
-                topic = await renew(self._topics, await look_for(self._topics, name), head.position.incarnation, loaded)
+                topic = await renew(
+                    self._topics, await look_for(self._topics, name or ""), head.position.incarnation, loaded
+                )
         await stream.write(admin_pb2.ImportSnapshotResponse(topic=topic_to_proto(topic)).SerializeToString())
 
     async def _rebuild(self, request: admin_pb2.RebuildTopicRequest) -> admin_pb2.RebuildTopicResponse:
@@ -112,7 +92,7 @@ class Transfer:
         topic: TopicBase | None = None
         producers = 0
         async for data in messages(stream):
-            request = _columns(wire.ImportWatermarksRequest, admin_pb2.ImportWatermarksRequest, data)
+            request = columns(wire.ImportWatermarksRequest, admin_pb2.ImportWatermarksRequest, data)
             if importing is None:
                 topic = await find(self._topics, request.topic)
                 importing = begin_import(topic)
@@ -157,37 +137,3 @@ async def _read_to_its_end(stream: Stream) -> AsyncIterator[None]:
                 async with asyncio.timeout(SILENT_SECONDS):
                     said = await stream.read()
         raise
-
-
-def _columns(alias: Any, published: type[Message], data: bytes) -> Any:
-    """A request of the alias schema. Raises as `parse_small`."""
-    check_small(published, data)
-    return parse_columns(alias, published, data)
-
-
-def _head(topic: TopicBase, snapshot: Loaded) -> Any:
-    """The first part of a snapshot, of the alias schema."""
-    policy = admin_pb2.TopicPolicy()
-    decode_policy(snapshot.policy).fill(policy)
-    position = Position(topic.incarnation, snapshot.message_id, snapshot.next_index - 1, snapshot.ownership)
-    head = admin_pb2.SnapshotHead(
-        topic=topic.name,
-        term=snapshot.term,
-        position=position.to_proto(),
-        policy=policy,
-        broker_position=snapshot.opaque,
-        producers=len(snapshot.names),
-        has_forgotten=snapshot.has_forgotten,
-    )
-    answer = wire.ExportSnapshotResponse()
-    answer.part.head.ParseFromString(head.SerializeToString())
-    return answer
-
-
-def _parts_of(head: admin_pb2.SnapshotHead) -> SavedParts:
-    """Raises INVALID_REQUEST, INVALID_POSITION."""
-    position = Position.from_proto(head.position)
-    policy = policy_of(head.policy)
-    return SavedParts(
-        head.term, position, policy, head.broker_position, head.producers, has_forgotten=head.has_forgotten
-    )

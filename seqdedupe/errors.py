@@ -255,8 +255,9 @@ REASONS: dict[str, Reason] = {
         "subscription, a TTL, or a subscription that was deleted? Bring a snapshot that reaches past the gap."
     ),
     "NO_STATE": _damaged(
-        "Nothing was changed: the topic is neither read nor taken over from what is left of it. Import a snapshot from "
-        "a sidecar that has one (seqdedupe export, seqdedupe import)."
+        "Nothing was changed: the topic is neither read nor taken over from what is left of it. The sidecar fetches "
+        "its owner's snapshot as soon as there is an owner; else import one from a sidecar that has one "
+        "(seqdedupe export, seqdedupe import)."
     ),
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
@@ -318,6 +319,9 @@ REASONS: dict[str, Reason] = {
     "INVALID_OUTPUT": _configuration("Change the table or the transformation, so that columns and types fit."),
     "UNSUPPORTED_PLAN": _configuration(
         "Write a transformation that works row by row, or say --transaction batch: one transaction for all topics."
+    ),
+    "UNSUPPORTED_MESSAGE": _configuration(
+        "Read this topic with Pulsar's own client: encrypted and chunked messages are not read here."
     ),
     "UNSUPPORTED_STORE": _configuration("Choose another store; docs/spark-stores.md says what each can do."),
     "JOB_CHANGED": _configuration(

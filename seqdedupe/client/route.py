@@ -17,6 +17,9 @@ OWNER_ADDRESS = "owner_address"
 _LEADS_ELSEWHERE = {"NOT_OWNER", "DRAINING", "UNREACHABLE", "OUTCOME_UNKNOWN"}
 """With these another sidecar is asked; with all others the same one again, later."""
 
+_IS_DOUBTED = {"TOPIC_NOT_FOUND", "NO_STATE"}
+"""What says more of the sidecar than of the topic."""
+
 _PASSES = {"NOT_OWNER", "DRAINING"}
 """What sidecars say while a topic moves from one to another."""
 
@@ -62,9 +65,9 @@ class Route:
         return not self._is_over
 
     def doubted(self, e: SeqdedupeError) -> SeqdedupeError:
-        """What an error of `address` comes to: one that knows no such topic need not have heard of it yet, so that it
-        counts as NOT_OWNER until all that are in the list have said so."""
-        if e.reason != "TOPIC_NOT_FOUND" or self.is_one:
+        """What an error of `address` comes to: one that knows no such topic need not have heard of it yet, and one that
+        has no state of it may get it from the owner. So it counts as NOT_OWNER until all in the list have said so."""
+        if e.reason not in _IS_DOUBTED or self.is_one:
             return e
         self._unknown_to.add(self.address)
         return e if self._unknown_to.issuperset(self._order) else error("NOT_OWNER", e.message)

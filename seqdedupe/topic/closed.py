@@ -14,9 +14,21 @@ class Closed:
     record: TopicRecord
     why: SeqdedupeError
     state: State = State.RECOVERING
+    owner_address: str = ""
+    """Of the sidecar that owns it and serves, while this one has NO_STATE."""
+    note: str = ""
+    """What was tried, and is tried again."""
+
+    @property
+    def told(self) -> SeqdedupeError:
+        """Why, with what was tried."""
+        return error(self.why.reason, f"{self.why.message}; {self.note}") if self.note else self.why
 
     def error(self) -> SeqdedupeError:
         """What whoever asks for the topic is told."""
+        if self.owner_address:
+            why = f"the sidecar at {self.owner_address} owns topic {self.record.name}, of which this one has no state"
+            return error("NOT_OWNER", why, owner_address=self.owner_address)
         if self.state is State.DAMAGED:
-            return damaged_topic(self.record.name, self.why)
+            return damaged_topic(self.record.name, self.told)
         return error("RECOVERING", f"topic {self.record.name} cannot be opened now: {self.why.message}")

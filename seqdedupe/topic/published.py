@@ -15,7 +15,9 @@ from seqdedupe.topic.state import State, TopicBase
 
 
 class PublishedTopics:
-    """A `TopicKind`. `on_state` is told each change of a topic's state; `rebuild_store`: snapshots may be missing."""
+    """A `TopicKind`. `on_state` is told each change of a topic's state; `rebuild_store`: snapshots may be missing.
+
+    `stands_by` says of a topic whether it is followed, and taken over by itself, while another sidecar owns it."""
 
     def __init__(
         self,
@@ -25,14 +27,14 @@ class PublishedTopics:
         log: LogKind = LogKind.EMBEDDED,
         on_state: Callable[[Topic], None],
         rebuild_store: bool = False,
-        is_standby: bool = False,
+        stands_by: Callable[[str], bool] = lambda topic: False,
     ) -> None:
         self.log = log
         self._store = store
         self._logs = logs
         self._on_state = on_state
         self._rebuild_store = rebuild_store
-        self._is_standby = is_standby
+        self._stands_by = stands_by
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
         return await self._logs.list(without)
@@ -74,7 +76,7 @@ class PublishedTopics:
             applied=applied,
             random_bytes=secrets.token_bytes,
             on_state=self._on_state,
-            is_standby=self._is_standby,
+            is_standby=self._stands_by(record.name),
         )
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.columns import BASE_INDEX, TERM
 from seqdedupe.format.records import body_of
-from seqdedupe.log.contract import Failure, Log, Outcome, last_of
+from seqdedupe.log.contract import Failure, Log, Outcome, Runs, last_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import admission, earlier, recovery, trimming
@@ -24,7 +24,7 @@ from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.standby import until_free
+from seqdedupe.topic.standby import until_asked, until_free
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -92,8 +92,7 @@ class Topic(LoggedTopic):
         if self._is_standby:
             await until_free(self, self._follow, self._keeping_away)
         else:
-            await asyncio.sleep(self._keeping_away.left_seconds)
-            await self.asked.wait()
+            await until_asked(self, self._follow, self._keeping_away)
 
     async def _has_recovered(self) -> bool:
         """Tries once. Whether there is nothing left to try."""
@@ -242,11 +241,12 @@ class Topic(LoggedTopic):
 
     def _settle(self, outcome: Outcome) -> None:
         """The log tells what became of the oldest appends in flight."""
-        confirmed = [self.flight.take() for _ in range(outcome.stored)]
+        confirmed = [self.flight.take() for _ in outcome.runs]
         rows = 0
+        last: Runs = ()
         for item, runs in zip(confirmed, outcome.runs, strict=True):
             if isinstance(item, Admitted):
-                item.receipt.runs = runs
+                item.receipt.runs = last = runs
                 frame = item.frame
                 self.producers.persist(frame.view, frame.places, frame.producer_rows)
                 self.confirmed_index += frame.rows
@@ -255,7 +255,7 @@ class Topic(LoggedTopic):
                 self._apply(item.change, self.confirmed_index)
         if rows:
             self.last_ownership = self._own_ownership
-            self.last_message_id = last_of(next(runs for runs in reversed(outcome.runs) if runs))
+            self.last_message_id = last_of(last)
             self.confirmed.tell()
         for item in confirmed:
             self._answer(item)

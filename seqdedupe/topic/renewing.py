@@ -153,6 +153,9 @@ async def _is_saved(topics: Topics[T], topic: T) -> bool:
     """Tries to take a snapshot. Whether there is nothing left to try: it is durable, or never will be."""
     if topic.state in (State.DRAINING, State.DAMAGED):
         return True
+    if topic.state is State.STANDBY and topic.incarnation not in topics.rebuilt:
+        # What it was opened from is durable, and what comes later is the owner's to say.
+        return True
     try:
         await topic.snapshot()
     except SeqdedupeError:

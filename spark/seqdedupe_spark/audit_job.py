@@ -33,7 +33,6 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.client import TopicEnds
 from seqdedupe.client.stored import StoredBatch
 from seqdedupe.command import address_option
 from seqdedupe.errors import error
@@ -45,6 +44,7 @@ from seqdedupe_spark.audit.ranges import SUMMARY, TopicMerge, summarise
 from seqdedupe_spark.audit.report import Example, Finding, Report, TopicReport
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.losses import Ends, earliest
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import read_stored
@@ -70,7 +70,7 @@ class Target:
     """A topic to audit, from `ends.first_index` to `ends.last`."""
 
     topic: str
-    ends: TopicEnds
+    ends: Ends
     deduplication_enabled: bool
 
     @property
@@ -120,7 +120,7 @@ def audit_targets(spark: SparkSession, targets: Sequence[Target], read: Read) ->
 
 def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[Range]:
     """Ranges in the order of the targets, and each one's in the order of its messages."""
-    whole = [Range(target.topic, planning.earliest(target.ends), target.ends.last) for target in targets]
+    whole = [Range(target.topic, earliest(target.ends), target.ends.last) for target in targets]
     whole = [one for one in whole if len(one)]
     at_most = RANGES_PER_CORE * spark.sparkContext.defaultParallelism
     return split(whole, max(min(sum(map(len, whole)) // MIN_RANGE_MESSAGES, at_most), 1)) if whole else []

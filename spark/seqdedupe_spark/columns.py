@@ -11,6 +11,7 @@ from seqdedupe.batch import Binary, Int64s
 from seqdedupe.client.stored import StoredBatch
 from seqdedupe_spark.message_id_column import encoded
 from seqdedupe_spark.ranges import partition_of
+from seqdedupe_spark.stock import STOCK
 
 TIME = pa.timestamp("us", "UTC")
 
@@ -73,6 +74,11 @@ class _Rows:
 
     def __len__(self) -> int:
         return int(self.counts.sum())
+
+    @property
+    def have_indexes(self) -> bool:
+        """Whether a sidecar writes the topic."""
+        return self.stored[0].incarnation != STOCK
 
     def indexes(self) -> Int64s:
         first = np.array([one.base_index for one in self.stored])
@@ -213,7 +219,7 @@ def _sequence_ids(rows: _Rows) -> pa.Array:
 
 
 def _indexes(rows: _Rows) -> pa.Array:
-    return pa.array(rows.indexes())
+    return pa.array(rows.indexes()) if rows.have_indexes else pa.nulls(len(rows), pa.int64())
 
 
 def _partitions(rows: _Rows) -> pa.Array:
@@ -221,6 +227,8 @@ def _partitions(rows: _Rows) -> pa.Array:
 
 
 def _incarnations(rows: _Rows) -> pa.Array:
+    if not rows.have_indexes:
+        return pa.nulls(len(rows), pa.int64())
     return pa.array(np.repeat(np.array([one.incarnation for one in rows.stored]), rows.counts))
 
 

@@ -12,6 +12,7 @@ from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.settings import AUTHENTICATIONS, Cluster, Service
 
 NAMES = (
@@ -266,7 +267,7 @@ def _places(text: str, words: tuple[End, ...]) -> dict[str, Position | int | End
 
 def _place_in(name: str, value: object, words: tuple[End, ...]) -> Position | int | End:
     if isinstance(value, str):
-        return _word(value, words) or Position.parse(value)
+        return _word(value, words) or stock.parse(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT64:
         raise ValueError(f"that of {name} is neither an index from 0 up nor a text")
     return value

@@ -5,9 +5,9 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from seqdedupe.client import blocking
 from seqdedupe.client.client import Located, TopicEnds
@@ -16,19 +16,23 @@ from seqdedupe.errors import DamagedError, NotFoundError, PositionError, Seqdedu
 from seqdedupe.message_id import Position
 from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe_spark import stock
 from seqdedupe_spark.cluster import compiled
 from seqdedupe_spark.cluster.settings import Service
+from seqdedupe_spark.losses import Ends, Loss, earliest, find_loss
 from seqdedupe_spark.options import NO_LIMITS, End, Limits, Place, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, partition_of
 from seqdedupe_spark.sharing import cut, shares
+from seqdedupe_spark.stock import StockEnds
 
 PATIENCE_SECONDS = 30.0
 """A sidecar that cannot be reached is asked again for so long; one that recovers, for as long as it takes."""
 
+SUBSCRIPTION_PREFIX = "seqdedupe-job-"
+"""With the job's name the name of its durable subscription."""
+
 SAY_SECONDS = 60.0
 """So often a line says what is waited for; the first time after a twelfth of it."""
-
-_GO_ON = "To go on with what is left set failOnDataLoss to false (a reader job: --no-fail-on-data-loss)."
 
 _said: dict[str, float] = {}
 """When that was said last in this process, by reason: waits follow each other while a sidecar is away."""
@@ -56,33 +60,18 @@ class Client(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
-    def ends(self, topic: str) -> TopicEnds: ...
+    def ends(self, topic: str) -> Ends: ...
     def locate_time(self, topic: str, publish_time_ms: int) -> Located: ...
     def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located: ...
     def position_at(self, topic: str, index: int) -> Position: ...
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Why a topic cannot be read on after a position.
+@runtime_checkable
+class Holder(Protocol):
+    """A client of a cluster, with the subscription of a job."""
 
-    `next` is the position after which to go on with what is left; None if the topic is gone, or if going on would lead
-    back: a topic that ends before the position counts up to it again, with other messages under the same indexes.
-    """
-
-    topic: str
-    next: Position | None
-    reason: str
-    message: str
-
-    @property
-    def may_be_accepted(self) -> bool:
-        """Whether `failOnDataLoss=false` allows to go on. It does not allow to go back."""
-        return self.next is not None or self.reason == "TOPIC_NOT_FOUND"
-
-    def error(self) -> SeqdedupeError:
-        """To be raised where nothing may be lost."""
-        return error(self.reason, self.message, hint=_GO_ON if self.may_be_accepted else None, topic=self.topic)
+    def subscribe(self, topic: str) -> None: ...
+    def keep_from(self, topic: str, position: Position) -> None: ...
 
 
 class Waiting:
@@ -121,8 +110,16 @@ def patiently(
             time.sleep(delay)
 
 
-def open_client(service: Service, selection: Selection) -> Client:
-    """For planning what is selected. Raises INVALID_CONFIGURATION if packages for reading from brokers are missing."""
+def of_job(service: Service, job: str) -> Service:
+    """The service for a job, which has a subscription of its own in a cluster."""
+    return service if isinstance(service, str) else replace(service, subscription=SUBSCRIPTION_PREFIX + job)
+
+
+def open_client(service: Service, selection: Selection, *, may_lose: bool = False) -> Client:
+    """For planning what is selected. `may_lose` allows topics that no sidecar writes without a subscription.
+
+    Raises INVALID_CONFIGURATION if packages for reading from brokers are missing.
+    """
     if isinstance(service, str):
         return blocking.Client(service)
     try:
@@ -138,11 +135,15 @@ def open_client(service: Service, selection: Selection) -> Client:
     if pattern is None:
         names = selection.names
         return ClusterClient(
-            service, {namespace_of(n) for n in names}, lambda name: name in names or _whole(name) in names, skips=False
+            service,
+            {namespace_of(name) for name in names},
+            lambda name: name in names or _whole(name) in names,
+            skips=False,
+            may_lose=may_lose,
         )
     found = _NAMESPACE.match(pattern)
     namespace = found[1] if found else namespace_of(topic_name("_"))
-    return ClusterClient(service, [namespace], lambda name: _matches(pattern, name), skips=True)
+    return ClusterClient(service, [namespace], lambda name: _matches(pattern, name), skips=True, may_lose=may_lose)
 
 
 class Listing:
@@ -159,6 +160,8 @@ class Listing:
         listed = self._patiently(client.admin.topics)
         self._topics = {topic.name: topic for topic in listed if not topic.partitions}
         self._counts = {topic.name: topic.partitions for topic in listed if topic.partitions}
+        self._stock: dict[str, StockEnds] = {}
+        """Of the topics that no sidecar writes, what they had stored when this was asked for."""
 
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, should_stop=self._should_stop)
@@ -190,8 +193,10 @@ class Listing:
                     why = f"the topic {name} has {count} partitions, and {min(missing)} is not there"
                     raise error("TOPIC_NOT_FOUND", why, topic=name)
 
-    def ends(self, topic: str) -> TopicEnds | None:
+    def ends(self, topic: str) -> Ends | None:
         """What the topic holds; None if it is not there. Raises UnavailableError."""
+        if topic in self._stock:
+            return self._stock[topic]
         found = self._topics.get(topic)
         if found is not None and found.state == admin_pb2.TOPIC_STATE_SERVING:
             return TopicEnds(found.first_index, Position.from_proto(found.last))
@@ -201,12 +206,30 @@ class Listing:
         """The policy of a topic that is listed."""
         return self._topics[topic].policy.deduplication_enabled
 
-    def ends_now(self, topic: str) -> TopicEnds | None:
+    def ends_now(self, topic: str) -> Ends | None:
         """The same, asked for at this moment."""
+        self._stock.pop(topic, None)
         try:
-            return self._patiently(lambda: self._client.ends(topic))
+            found = self._patiently(lambda: self._client.ends(topic))
         except NotFoundError:
             return None
+        if isinstance(found, StockEnds):
+            self._stock[topic] = found
+        return found
+
+    def hold(self, topic: str, position: Position | None = None) -> bool:
+        """Has the job's subscription keep a topic that no sidecar writes: all of it, or the entry of a position and
+        what follows. Returns whether there was none, so that something may be gone since this was listed."""
+        client = self._client
+        if not isinstance(client, Holder) or not isinstance(found := self.ends(topic), StockEnds):
+            return False
+        is_new = found.let_go is None
+        if is_new:
+            self._patiently(lambda: client.subscribe(topic))
+            self.ends_now(topic)
+        elif position is not None:
+            self._patiently(lambda: client.keep_from(topic, position))
+        return is_new
 
     def find_loss(self, topic: str, position: Position) -> Loss | None:
         """Why the topic cannot be read on after this position; None if it can."""
@@ -214,7 +237,7 @@ class Listing:
         if find_loss(topic, position, self.ends(topic)) is None:
             return None
         found = self.ends_now(topic)
-        if found is not None and topic in self._topics:
+        if isinstance(found, TopicEnds) and topic in self._topics:
             self._topics[topic].first_index = found.first_index
             self._topics[topic].last.CopyFrom(found.last.to_proto())
         return find_loss(topic, position, found)
@@ -247,12 +270,14 @@ class Listing:
 
     def _resolve(self, name: str, where: Position | int | End | Time) -> Position:
         if isinstance(where, Position):
-            return where
+            return stock.given(where) if isinstance(self.ends(name), StockEnds) else where
         if isinstance(where, Time):
             milliseconds = where.milliseconds
             return Position.before(*self._patiently(lambda: self._client.locate_time(name, milliseconds)))
         found = self.ends(name) or self._patiently(lambda: self._client.ends(name))
         if isinstance(where, int):
+            if isinstance(found, StockEnds):
+                raise error("INVALID_OPTION", f"no sidecar writes {name}, it has no indexes: give a message ID")
             return Position.before(found.last.incarnation, where)
         return found.last if where == "latest" else earliest(found)
 
@@ -266,8 +291,13 @@ class Listing:
             end = self.look(topic, start)
             if isinstance(end, Loss):
                 raise end.error()
-            ranges.append(Range(topic, start, end))
+            ranges.append(self.range(topic, start, end))
         return self.within(ranges, limits)
+
+    def range(self, topic: str, start: Position, end: Position) -> Range:
+        """What there is to read between positions that were looked at."""
+        found = self._stock.get(topic)
+        return Range(topic, start, end, None if found is None else found.count(start, end))
 
     def within(self, ranges: Iterable[Range], limits: Limits) -> list[Range]:
         """The beginnings of those ranges that are not empty, within the limits.
@@ -285,10 +315,14 @@ class Listing:
                 min(count, self._messages_in(one, budget))
                 for one, count, budget in zip(ranges, counts, budgets, strict=True)
             ]
-        return [
-            one if count == len(one) else self._with_known_end(cut(one, 0, count))
-            for one, count in zip(ranges, counts, strict=True)
-        ]
+        return [one if count == len(one) else self._cut(one, count) for one, count in zip(ranges, counts, strict=True)]
+
+    def _cut(self, one: Range, count: int) -> Range:
+        """Its first messages, or entries, so many."""
+        found = self._stock.get(one.topic)
+        if found is None:
+            return self._with_known_end(cut(one, 0, count))
+        return Range(one.topic, one.start, found.advanced(one.start, count), count)
 
     def _with_known_end(self, one: Range) -> Range:
         """A range that was cut, with all that says which message it ends with: every history of the topic has one at
@@ -307,6 +341,8 @@ class Listing:
     def _messages_in(self, one: Range, size_bytes: int) -> int:
         if len(one) == 1:
             return 1
+        if found := self._stock.get(one.topic):
+            return found.entries_in(one.start, size_bytes)
         located = self._patiently(lambda: self._client.locate_bytes(one.topic, one.first_index, size_bytes))
         return max(located.index - one.first_index, 1)
 
@@ -333,33 +369,3 @@ def _matches(pattern: str, name: str) -> bool:
     names = [name] if partition_of(name) == NOT_PARTITIONED else [name, _whole(name)]
     names += [full.removeprefix(_DEFAULT_NAMESPACE) for full in names]
     return any(re.fullmatch(pattern, one) for one in names)
-
-
-def earliest(topic_ends: TopicEnds) -> Position:
-    """The position before the first message that is left."""
-    return Position.before(topic_ends.last.incarnation, topic_ends.first_index)
-
-
-def find_loss(topic: str, position: Position, found: TopicEnds | None) -> Loss | None:
-    """Why a topic with these ends cannot be read on after a position; None if it can."""
-    if found is None:
-        message = f"{topic} was deleted; what it held after index {position.index} is gone"
-        return Loss(topic, None, "TOPIC_NOT_FOUND", message)
-    first, last = found
-    if last.incarnation != position.incarnation:
-        message = (
-            f"{topic} was made anew: its incarnation is {last.incarnation}, the position is of {position.incarnation}; "
-            f"what it held after index {position.index} is gone, and it begins with index {first} now"
-        )
-        return Loss(topic, earliest(found), "POSITION_OF_ANOTHER_INCARNATION", message)
-    if last.index < position.index:
-        message = f"{topic} ends with index {last.index}: it lacks indexes {last.index + 1} to {position.index}"
-        return Loss(topic, None, "POSITION_AFTER_END", message)
-    if last.index == position.index and not last.is_same(position):
-        message = f"{topic} ends with {last} now, which is not the message of the position {position}"
-        return Loss(topic, None, "POSITION_DIVERGED", message)
-    if position.index + 1 < first:
-        gone = first - position.index - 1
-        message = f"{topic} has lost {gone} messages to retention: indexes {position.index + 1} to {first - 1}"
-        return Loss(topic, earliest(found), "POSITION_TRIMMED", message)
-    return None

@@ -27,6 +27,9 @@ class Range:
     topic: str
     start: Position
     end: Position
+    entries: int | None = None
+    """Of a topic that no sidecar writes: how many entries it has, as Pulsar stores them, which are counted there
+    instead of messages. None where indexes say how many messages there are."""
 
     @property
     def partition(self) -> int:
@@ -46,8 +49,10 @@ class Range:
         return self.end.index + 1
 
     def __len__(self) -> int:
-        """How many messages it has."""
-        return self.end.index - self.start.index
+        """How many messages it has; or entries, where these are counted."""
+        return self.end.index - self.start.index if self.entries is None else self.entries
 
     def __str__(self) -> str:
+        if self.entries is not None:
+            return f"{self.topic} after {self.start} up to {self.end}"
         return f"{self.topic} [{self.first_index}, {self.stop_index})"

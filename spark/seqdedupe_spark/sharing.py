@@ -17,12 +17,13 @@ def shares(there: list[int], limit: int) -> list[int]:
 
 
 def split(ranges: list[Range], parts: int) -> list[Range]:
-    """The same messages in at least so many ranges, if there are so many messages; each range is cut evenly."""
+    """The same messages in at least so many ranges, if there are so many messages; each range is cut evenly. One
+    whose entries are counted stays whole."""
     messages = sum(len(one) for one in ranges)
     return [
-        cut(one, len(one) * i // pieces, len(one) * (i + 1) // pieces)
+        cut(one, len(one) * i // pieces, len(one) * (i + 1) // pieces) if pieces > 1 else one
         for one in ranges
-        if (pieces := min(-(-len(one) * parts // messages), len(one)))
+        if (pieces := min(-(-len(one) * parts // messages), len(one)) if one.entries is None else min(len(one), 1))
         for i in range(pieces)
     ]
 

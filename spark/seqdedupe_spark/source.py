@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
@@ -19,8 +20,9 @@ from seqdedupe.errors import InvalidRequestError, NotFoundError, PositionError, 
 from seqdedupe.message_id import Position
 from seqdedupe_spark import options as user_options
 from seqdedupe_spark.columns import SCHEMA, plain, to_arrow
+from seqdedupe_spark.losses import Loss
 from seqdedupe_spark.options import NO_LIMITS, Options
-from seqdedupe_spark.planning import Client, Listing, Loss, open_client
+from seqdedupe_spark.planning import Client, Listing, open_client
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, read_range, read_stored
 from seqdedupe_spark.sharing import packed, split
@@ -103,7 +105,8 @@ class _Reading:
         self._told: set[str] = set()
 
     def client(self) -> Client:
-        return open_client(self.options.service, self.options.selection)
+        options = self.options
+        return open_client(options.service, options.selection, may_lose=not options.fail_on_data_loss)
 
     def ranges(self, listing: Listing, starts: Mapping[str, Position], ends: Mapping[str, Position]) -> list[Range]:
         """What is to be read between positions, as far as it is there."""
@@ -118,7 +121,7 @@ class _Reading:
             if first.incarnation != last.incarnation:
                 raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew just now: try again")
             if first.index < last.index:
-                ranges.append(Range(topic, first, last))
+                ranges.append(listing.range(topic, first, last))
         return split(ranges, self.options.min_partitions)
 
     def _left(self, listing: Listing, topic: str, position: Position) -> Position | None:
@@ -157,7 +160,7 @@ class _Reading:
         options = self.options
         while start is not None and start.incarnation == range.incarnation and start.index < range.end.index:
             try:
-                left = Range(range.topic, start, range.end)
+                left = replace(range, start=start)
                 for stored in joined(read_stored(options.service, left, options.read_timeout_seconds)):
                     start = stored[-1].position(len(stored[-1]) - 1)
                     yield to_arrow(stored, range.topic, self.schema)
@@ -229,7 +232,7 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
                     continue
                 self._ends[topic] = found
                 if (stop := self._stop(topic, found)).index > starts[topic].index:
-                    ranges.append(Range(topic, starts[topic], stop))
+                    ranges.append(listing.range(topic, starts[topic], stop))
             limits = NO_LIMITS if isinstance(limit, ReadAllAvailable) else self.options.limits
             ranges = listing.within(ranges, limits)
         return _offsets(starts | {range.topic: range.end for range in ranges})

@@ -1,16 +1,24 @@
-"""Whether another sidecar gives any answer, which decides whether its topics may be taken from it."""
+"""Whether another sidecar answers, which decides whether its topics may be taken from it; and its snapshots."""
 
 import asyncio
 import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
 from broker_sidecar import neighbours
-from broker_sidecar.neighbours import answers
+from broker_sidecar.neighbours import answers, snapshot_of
 from pulsar_broker.standalone import free_port
+from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.names import topic_name
 from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar.calls import Client, batch
 
 STOPPED_SECONDS = 0.5
 
@@ -50,3 +58,137 @@ async def test_who_refuses_the_question_answers() -> None:
         assert await answers(f"127.0.0.1:{port}")
     finally:
         await server.stop(None)
+
+
+MANY = 4000
+"""Producers: their snapshot comes in several parts."""
+
+
+@pytest.fixture
+def exported(shared_sidecar: Sidecar, topic: str) -> list[admin_pb2.ExportSnapshotResponse]:
+    """The topic's snapshot as the sidecar gives it."""
+    client = Client(shared_sidecar.address)
+    client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic=topic))
+    names = [f"p{i}" for i in range(MANY)]
+    for some in (names[:2000], names[2000:]):
+        epochs = client.epochs(topic, *some)
+        client.publish_unary(topic, batch([(name, 7) for name in some], epochs, dict.fromkeys(some, -1)))
+    answers = list(client.admin.ExportSnapshot(admin_pb2.ExportSnapshotRequest(topic=topic)))
+    assert len(answers) > 2
+    client.close()
+    return answers
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_a_snapshot_comes_whole(
+    shared_sidecar: Sidecar, topic: str, exported: list[admin_pb2.ExportSnapshotResponse], is_listed: bool
+) -> None:
+    among = Sidecars.parse(shared_sidecar.address) if is_listed else None
+    incarnation, loaded = await snapshot_of(shared_sidecar.address, topic_name(topic), among)
+    head = exported[0].part.head
+    assert (incarnation, loaded.next_index, loaded.term) == (head.position.incarnation, MANY, head.term)
+    assert sorted(loaded.names) == sorted(b"p%d" % i for i in range(MANY))
+    assert set(loaded.persisted.tolist()) == {7}
+
+
+Answers = list[admin_pb2.ExportSnapshotResponse]
+
+
+@asynccontextmanager
+async def giving(given: Answers, *, then: Callable[[], Any]) -> AsyncIterator[str]:
+    """The address of somebody who answers with these, and then does that."""
+
+    async def export(_: bytes, context: Any) -> AsyncIterator[bytes]:
+        await context.send_initial_metadata(())
+        for answer in given:
+            yield answer.SerializeToString()
+        await then()
+
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {"ExportSnapshot": grpc.unary_stream_rpc_method_handler(export)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("seqdedupe.v1.AdminService", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def ends() -> None: ...
+
+
+def without_its_end(given: Answers) -> Answers:
+    return given[:-1]
+
+
+def without_its_head(given: Answers) -> Answers:
+    return given[1:]
+
+
+def with_a_part_again(given: Answers) -> Answers:
+    return [*given, given[-1]]
+
+
+def of_another_topic(given: Answers) -> Answers:
+    given[0].part.head.topic += "-another"
+    return given
+
+
+def of_nothing(_: Answers) -> Answers:
+    return []
+
+
+def in_a_term_that_cannot_be(given: Answers) -> Answers:
+    given[0].part.head.term = 0
+    return given
+
+
+def too_large(given: Answers) -> Answers:
+    given[1].part.producer_names += bytes(2**20)
+    return given
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        without_its_end,
+        without_its_head,
+        with_a_part_again,
+        of_another_topic,
+        of_nothing,
+        in_a_term_that_cannot_be,
+        too_large,
+    ],
+)
+async def test_what_is_no_snapshot_of_the_topic_is_refused(
+    topic: str, exported: Answers, changed: Callable[[Answers], Answers]
+) -> None:
+    async with giving(exported, then=ends) as address:
+        await snapshot_of(address, topic_name(topic), None)
+    async with giving(changed(exported), then=ends) as address:
+        with pytest.raises(SeqdedupeError, match="INVALID_REQUEST"):
+            await snapshot_of(address, topic_name(topic), None)
+
+
+async def test_one_that_says_nothing_more_is_left(
+    topic: str, exported: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "SILENT_SECONDS", STOPPED_SECONDS)
+    for given in ([], exported[:-1]):
+        async with giving(given, then=asyncio.Event().wait) as address:
+            with pytest.raises(SeqdedupeError, match="UNREACHABLE"):
+                await snapshot_of(address, topic_name(topic), None)
+
+
+@pytest.mark.parametrize("among", ["127.0.0.1:1", "127.0.0.1:1,*.example.org"])
+async def test_who_is_not_listed_is_not_asked(shared_sidecar: Sidecar, topic: str, among: str) -> None:
+    with pytest.raises(SeqdedupeError, match="is not asked"):
+        await snapshot_of(shared_sidecar.address, topic_name(topic), Sidecars.parse(among))
+
+
+async def test_what_the_owner_refuses_is_told(shared_sidecar: Sidecar) -> None:
+    with pytest.raises(SeqdedupeError, match="TOPIC_NOT_FOUND"):
+        await snapshot_of(shared_sidecar.address, topic_name("nothing-of-that-name"), None)
+    with pytest.raises(SeqdedupeError, match="UNREACHABLE"):
+        await snapshot_of(f"127.0.0.1:{free_port()}", topic_name("t"), None)

@@ -122,12 +122,13 @@ def test_where_a_topic_was_found_comes_first() -> None:
     assert steps(route, why(), why(), why()) == ["a:1", "b:1", "a:1*"]
 
 
-def test_a_topic_is_unknown_when_all_say_so() -> None:
-    """One need not have heard yet of what was made at another."""
-    unknown = error("TOPIC_NOT_FOUND", "there is no topic t")
+@pytest.mark.parametrize("said", ["TOPIC_NOT_FOUND", "NO_STATE"])
+def test_a_topic_is_unknown_when_all_say_so(said: str) -> None:
+    """One need not have heard yet of what was made at another, nor have its state."""
+    unknown = error(said, "there is nothing of topic t")
     assert Route(Sidecars.parse("a:1")).doubted(unknown) is unknown
     route = Route(LISTED)
-    for reason in ("UNREACHABLE", "TOPIC_NOT_FOUND"):
+    for reason in ("UNREACHABLE", said):
         for _ in range(2):
             doubted = route.doubted(unknown)
             assert isinstance(doubted, UnavailableError)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsar_broker.distribution import get
-from pulsar_broker.standalone import Broker
+from pulsar_broker.standalone import Broker, free_port
 from seqdedupe.client import Client, ProducerConfig, Verdict
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.owner import ADDRESS
@@ -35,7 +35,7 @@ KEEP_ALIVE_SECONDS = 5
 SIDECARS = 3
 PRODUCERS = ("a", "b")
 LIMIT_SECONDS = 300.0
-FAULTS_A_SCENE = 20
+FAULTS_A_SCENE = 15
 SHORTER_THAN_KEEP_ALIVE_SECONDS = 1.0
 
 LINES_SHOWN = 200
@@ -88,27 +88,52 @@ class ProducerProcess:
         self._hearing.join()
 
 
-class Scene:
-    """The processes, their topics, and one that does not deduplicate: the control."""
+async def make_namespace(cluster: Cluster, name: str) -> None:
+    """As a sidecar wants it. A broker that has just started may need a while."""
 
-    def __init__(self, broker: Broker, folder: Path) -> None:
+    async def is_made() -> bool:
+        try:
+            await cluster.url.call(
+                "PUT", f"namespaces/{name}", {"subscription_expiration_time_minutes": 0}, "TOPIC_EXISTS"
+            )
+        except SeqdedupeError as e:
+            return e.reason == "TOPIC_EXISTS"
+        return True
+
+    await until(is_made)
+
+
+def sidecar_of(broker: Broker, namespace: str, folder: Path, **keys: Any) -> Sidecar:
+    """A standby for the topics of the namespace, not started yet."""
+    return Sidecar(
+        folder,
+        log="pulsar",
+        standby=True,
+        pulsar_service_url=broker.service_url,
+        pulsar_admin_url=broker.admin_url,
+        pulsar_namespaces=namespace,
+        pulsar_manage_topic_policies=True,
+        **keys,
+    )
+
+
+class Scene:
+    """The processes, their topics, and one that does not deduplicate: the control.
+
+    `are_listed`: each sidecar is told of the others, and two stand by for a topic; else all three do.
+    """
+
+    def __init__(self, broker: Broker, folder: Path, *, are_listed: bool) -> None:
         self.broker = broker
         self.cluster = Cluster(broker.service_url, broker.admin_url)
         self._namespace = f"public/crashes-{next(_scenes)}"
         self.topics = [f"persistent://{self._namespace}/{name}" for name in ("plain", "packed")]
         self.control = f"persistent://{self._namespace}/control"
+        addresses = [f"127.0.0.1:{free_port()}" for _ in range(SIDECARS)]
+        keys = {"deduplication_entries_interval": 100, "sidecars": ",".join(addresses) if are_listed else ""}
         self.sidecars = [
-            Sidecar(
-                folder / f"sidecar-{k}",
-                log="pulsar",
-                standby=True,
-                pulsar_service_url=broker.service_url,
-                pulsar_admin_url=broker.admin_url,
-                pulsar_namespaces=self._namespace,
-                pulsar_manage_topic_policies=True,
-                deduplication_entries_interval=100,
-            )
-            for k in range(SIDECARS)
+            sidecar_of(broker, self._namespace, folder / f"sidecar-{k}", listen=address, **keys)
+            for k, address in enumerate(addresses)
         ]
         self.producers: list[ProducerProcess] = []
         self.doubled = 0
@@ -135,37 +160,20 @@ class Scene:
                 print(" ", entry["timestamp"], entry["level"], entry["event"], entry.get("exception", ""))
 
     async def _begin(self) -> None:
-        policy = {"subscription_expiration_time_minutes": 0}
-        await self._again(lambda: self.cluster.url.call("PUT", f"namespaces/{self._namespace}", policy, "TOPIC_EXISTS"))
+        await make_namespace(self.cluster, self._namespace)
         first, *others = self.sidecars
-        first.start()
+        start(first)
         async with Client(first.address) as client:
             for topic in self.every_topic:
                 form = "packed" if topic.endswith("packed") else "plain"
                 is_control = topic == self.control
                 await client.admin.create_topic(topic, entry_format=form, deduplication_enabled=not is_control)
         # Who starts now knows all topics, and stands by.
-        for sidecar in others:
-            sidecar.spawn()
-        for sidecar in others:
-            sidecar.wait_until_serving()
+        start(*others)
         self.producers = [ProducerProcess(name, self.addresses, self.every_topic) for name in PRODUCERS]
         for producer in self.producers:
             producer.start()
         await self.goes_on()
-
-    async def _again(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """A broker that has just started may need a while."""
-        async with asyncio.timeout(LIMIT_SECONDS):
-            while True:
-                try:
-                    await call()
-                except SeqdedupeError as e:
-                    if e.reason == "TOPIC_EXISTS":
-                        return
-                    await asyncio.sleep(0.1)
-                else:
-                    return
 
     def _end(self) -> None:
         for producer in self.producers:
@@ -271,6 +279,14 @@ class Scene:
             self.doubled += len(own) - len(set(own))
 
 
+def start(*sidecars: Sidecar) -> None:
+    """All at once; returns when they serve."""
+    for sidecar in sidecars:
+        sidecar.spawn()
+    for sidecar in sidecars:
+        sidecar.wait_until_serving(LIMIT_SECONDS)
+
+
 class Faults:
     """What can happen. Each fault is over, and all go on, when its method returns."""
 
@@ -317,15 +333,13 @@ class Faults:
     async def kill_all(self) -> None:
         for sidecar in self._scene.sidecars:
             sidecar.kill()
-        for sidecar in self._scene.sidecars:
-            sidecar.start()
+        start(*self._scene.sidecars)
         await self._scene.goes_on()
 
     async def _go_on_without(self, *gone: Sidecar) -> None:
         """The rest does; then these come back."""
         await self._scene.goes_on()
-        for sidecar in gone:
-            sidecar.start()
+        start(*gone)
 
     async def kill_producer(self) -> None:
         producer = self._dice.choice(self._scene.producers)
@@ -377,7 +391,7 @@ Outages = defaultdict[str, list[float]]
 
 async def attack(broker: Broker, dice: random.Random, count: int, folder: Path, outages: Outages) -> int:
     """A scene and so many faults; how many messages were published. The first one kills a producer, for the control."""
-    async with Scene(broker, folder) as scene:
+    async with Scene(broker, folder, are_listed=dice.random() < 0.5) as scene:
         faults = Faults(scene, dice)
         for fault in [faults.kill_producer, *(faults.any() for _ in range(count - 1))]:
             with scene.timed() as seconds:

@@ -14,7 +14,7 @@ from seqdedupe.client import Client, Producer, ProducerConfig, Receipt, Unavaila
 FORGETS = 10
 ROWS = 3
 """A batch may be stored in part."""
-PAUSE_SECONDS = 0.02
+PAUSE_SECONDS = 0.05
 
 _CONFIG = ProducerConfig(max_in_flight_batches=10, delivery_timeout_seconds=None)
 

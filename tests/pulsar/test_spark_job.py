@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pulsar
 import pytest
 from click.testing import CliRunner
 from pyspark.sql import SparkSession
@@ -24,8 +25,9 @@ from seqdedupe.testing import Sidecar
 from seqdedupe_spark import reader_job
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.options import Options, parse
-from seqdedupe_spark.planning import Listing, open_client
+from seqdedupe_spark.planning import SUBSCRIPTION_PREFIX, Listing, open_client
 from tests.pulsar import secured
+from tests.pulsar.owners import quiet
 from tests.pulsar.test_sidecar import broker as broker
 from tests.pulsar.test_sidecar import folder as folder
 from tests.pulsar.test_sidecar import ports as ports
@@ -134,7 +136,7 @@ def test_a_job_moves_to_the_brokers_and_back(
 
 def kill_who_comes(gate: Gate, first: Callable[[], None]) -> threading.Thread:
     def kill() -> None:
-        pid = gate.wait()
+        pid = gate.wait(START_TIMEOUT_SECONDS)
         first()
         os.kill(pid, signal.SIGKILL)
 
@@ -163,6 +165,59 @@ def test_a_worker_is_killed_and_the_topic_unloaded(
     ReaderJob(spark, replace(config, store=partial(GatedStore, database.store, gate, where)), select).run()
     killer.join()
     each_once(database.indexes(topic), 600)
+
+
+def publish_plainly(direct: Direct, topic: str, first: int, count: int) -> None:
+    """With Pulsar's own client, in batches."""
+    given = direct.given
+    client = pulsar.Client(
+        given["service.url"],
+        authentication=pulsar.AuthenticationToken(secured.token()),
+        tls_trust_certs_file_path=given["pulsar.client.tlsTrustCertsFilePath"],
+        logger=quiet(),
+    )
+    producer = client.create_producer(topic, batching_enabled=True, batching_max_messages=20)
+    for n in range(first, first + count):
+        producer.send_async(b"%d" % n, lambda *_: None)
+    producer.flush()
+    client.close()
+
+
+def test_a_worker_is_killed_where_no_sidecar_writes(
+    spark: SparkSession,
+    broker: Broker,
+    direct: Direct,
+    database: Database,
+    unload: Callable[[str], None],
+    topic: str,
+    tmp_path: Path,
+) -> None:
+    """After its transaction, and before anybody was told; and a job in SQL."""
+    publish_plainly(direct, topic, 0, 200)
+    options = direct.options(topic, maxOffsetsPerTrigger=4)
+    gate = Gate(tmp_path / "gate")
+    killer = kill_who_comes(gate, lambda: unload(topic))
+    stopping = partial(GatedStore, database.store, gate, "after")
+    ReaderJob(spark, JobConfig(JOB, options, stopping, TABLE), select).run()
+    killer.join()
+    publish_plainly(direct, topic, 200, 100)
+    ReaderJob(spark, JobConfig(JOB, options, database.store, TABLE), select).run()
+    each_once(values(database, TABLE), 300)
+    columns = "SELECT __topic, __partition, __index, value FROM messages"
+    ReaderJob(spark, JobConfig("sql", options, database.store, "of_sql"), frame=columns).run()
+    # What the other job has read may be gone.
+    found = values(database, "of_sql")
+    each_once(found, len(found), first=300 - len(found))
+    assert len(found) >= 100
+    # Its driver has let go of what is committed.
+    position, admin = database.position(topic), Admin(AdminUrl(broker.admin_url, secured.token))
+    let_go = asyncio.run(admin.storage(topic, SUBSCRIPTION_PREFIX + JOB)).let_go
+    assert position.message_id is not None
+    assert let_go == position.message_id._replace(entry_id=position.message_id.entry_id - 1)
+
+
+def values(database: Database, table: str) -> list[int]:
+    return [int(str(row[0])) for row in database.query(f"SELECT CAST(value AS TEXT) FROM {table} ORDER BY rowid")]
 
 
 def test_without_the_compare_the_task_tried_again_doubles_its_rows(

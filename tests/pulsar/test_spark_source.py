@@ -22,7 +22,7 @@ from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, EntryFormat, 
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.logs import INCARNATION
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.cluster import reading
+from seqdedupe_spark.cluster import task
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
 from tests.batches import batch
 from tests.log.batches import encoded_batch
@@ -215,8 +215,8 @@ async def trim(cluster: Cluster, topic: str) -> None:
 @pytest.fixture
 def in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is fetched far ahead."""
-    monkeypatch.setattr(reading, "MAX_QUEUE_ENTRIES", 2)
-    monkeypatch.setattr(reading, "STEP_BYTES", 1)
+    monkeypatch.setattr(task, "MAX_QUEUE_ENTRIES", 2)
+    monkeypatch.setattr(task, "STEP_BYTES", 1)
     monkeypatch.setattr("seqdedupe_spark.reading.MAX_ROWS", 1)
 
 
@@ -298,10 +298,13 @@ async def test_a_topic_that_was_made_anew_is_another_one(
     assert await source.rows() == []
 
 
-async def test_what_no_sidecar_writes_is_refused(cluster: Cluster, topic: str, source: Source) -> None:
+async def test_what_no_sidecar_writes_is_refused_without_a_subscription(
+    cluster: Cluster, topic: str, source: Source
+) -> None:
     with pytest.raises(NotFoundError, match=topic):
         await source.rows()
     assert topic not in await cluster.admin.topics("public/default"), "it was made by looking for it"
     await cluster.admin.create_topic(topic, {})
     with pytest.raises(SeqdedupeError, match=f"no sidecar writes {topic}"):
         await source.rows()
+    assert await source.rows(failOnDataLoss=False) == []

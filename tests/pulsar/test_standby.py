@@ -255,7 +255,7 @@ async def test_three_processes_and_what_ends_or_stops_them(
     broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The control, a topic that does not deduplicate, has doubles afterwards."""
-    async with Scene(broker, tmp_path) as scene:
+    async with Scene(broker, tmp_path, are_listed=True) as scene:
         faults = Faults(scene, random.Random(1))
         for fault in (faults.kill_producer, faults.kill_owner, faults.unload, faults.freeze_owner):
             with scene.timed() as seconds:

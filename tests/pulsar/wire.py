@@ -20,6 +20,7 @@ _PROTOCOL_VERSION = 20
 _CHECKSUMMED = b"\x0e\x01"
 _NO_LEDGER = 2**64 - 1
 _PRODUCER_ID = 1
+_MARKER_TYPE = 20
 _PAUSE_SECONDS = 0.05
 
 STORED, DUP, UNKNOWN = "stored", "dup", "unknown"
@@ -43,6 +44,8 @@ class Publish(NamedTuple):
     ids: Sequence[int] = ()
     chunk: Chunk | None = None
     payload: bytes = b"x"
+    metadata: Mapping[int, Value] = {}
+    """More fields of the entry's metadata."""
 
 
 class Connection:
@@ -73,6 +76,9 @@ class Connection:
         if chunk is not None:
             command[7] = 1
             metadata |= {26: chunk.uuid, 27: chunk.of, 28: len(payload) * chunk.of, 29: chunk.number}
+        if _MARKER_TYPE in publish.metadata:
+            command[8] = 1
+        metadata |= publish.metadata
         head = encoded(metadata)
         content = struct.pack(">I", len(head)) + head + payload
         checksum = struct.pack(">I", google_crc32c.value(content))

@@ -14,7 +14,7 @@ from seqdedupe.errors import OutcomeUnknownError, SeqdedupeError, UnavailableErr
 from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import recovery, trimming
+from seqdedupe.topic import recovery, standby, trimming
 from seqdedupe.topic.keeping_away import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import message_state, reset_producer
@@ -279,6 +279,31 @@ async def test_a_topic_that_is_closed_does_not_wait_any_more(standbys: Two) -> N
     for _ in range(1000):
         await asyncio.sleep(0)
     assert standbys.other.log.opened == tried
+
+
+async def test_one_that_does_not_stand_by_catches_up_now_and_then(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what it does not know would keep the log's beginning for ever."""
+    topic = two.other.topic
+    publisher = Publisher("p", lambda: (two.one.topic,))
+    await publisher.publish(60)
+    # It has begun to wait with the time as it is.
+    assert (topic.confirmed_index, topic.snapshot_index) == (0, 0)
+    monkeypatch.setattr(standby, "CATCH_UP_SECONDS", 0.001)
+    tried = two.other.log.opened
+
+    def is_tried_again() -> bool:
+        with pytest.raises(UnavailableError, match="NOT_OWNER"):
+            topic.check_serving()
+        return two.other.log.opened > tried
+
+    await until(is_tried_again)
+    await until(lambda: topic.confirmed_index == 60 and topic.snapshot_index > 0)
+    tried = two.other.log.opened
+    await publisher.publish(120)
+    await until(lambda: topic.confirmed_index == 120)
+    assert topic.state is State.STANDBY
+    # Nobody has asked it since.
+    assert two.other.log.opened == tried
 
 
 async def with_one_that_is_silent(two: Two) -> None:

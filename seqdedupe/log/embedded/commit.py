@@ -80,7 +80,8 @@ class Committer:
                 ended = Signal.END in work
                 for at in range(0, len(work), MAX_OPEN_FILES):
                     self._round([item for item in work[at : at + MAX_OPEN_FILES] if not isinstance(item, Signal)])
-                    self._let_go()
+                    if len(self._open) > MAX_OPEN_FILES or Signal.TICK in work:
+                        self._let_go()
             for writer in self._open:
                 writer.let_go()
         except BaseException as e:

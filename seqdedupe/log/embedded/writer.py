@@ -47,6 +47,7 @@ class Opening:
         self.writer = writer
         self.term = term
         self.token = token
+        self.ownership = headers.ownership_of(token)
         self.settle = settle
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.opened = False
@@ -234,7 +235,6 @@ class Writer:
         runs: list[Runs] = []
         points: list[Point] = []
         end, next_index, last_point = self._end, self._next_index, self._last_point
-        ownership = headers.ownership_of(opening.token)
         # One tag is made with its header, several with one call.
         key = self._key if len(appends) == 1 else NO_KEY
         for body, rows, column_bytes in appends:
@@ -251,7 +251,7 @@ class Writer:
                 base_index=next_index,
                 publish_time_ms=self._publish_time_ms,
                 synced_offset=self._synced,
-                ownership=ownership,
+                ownership=opening.ownership,
                 key=key,
             )
             made.append(header)

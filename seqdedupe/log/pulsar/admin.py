@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote_plus
 
 from seqdedupe.errors import InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.log.pulsar.http import AdminUrl
@@ -26,6 +26,17 @@ class TopicStats(NamedTuple):
     """Those that wait to be the exclusive one."""
     deduplicates: bool
     """Whether Pulsar's own deduplication is in force."""
+
+
+class Storage(NamedTuple):
+    """What a topic has stored, and what it keeps for a subscription."""
+
+    ledgers: Ledgers
+    first_ledger: int
+    """The oldest one that is left; it may have no entry."""
+    let_go: MessageId | None
+    """The last entry that the subscription does not need any more, -1 before a ledger's first one; None if there is no
+    such subscription."""
 
 
 class Admin:
@@ -106,21 +117,37 @@ class Admin:
     async def ledgers(self, topic: str) -> Ledgers:
         """The ledgers of a topic, up to its last entry. It is loaded by its broker for that."""
         path = f"{_path(topic)}/internalStats"
+        return _ledgers(await self._url.get(path), path)
+
+    async def storage(self, topic: str, subscription: str) -> Storage:
+        """The same, and where a subscription is."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        ledgers = _ledgers(answer, path)
+        try:
+            # Pulsar writes the names of cursors as URLs have them.
+            cursors = {unquote_plus(name): cursor["markDeletePosition"] for name, cursor in answer["cursors"].items()}
+            let_go = MessageId(*map(int, cursors[subscription].split(":"))) if subscription in cursors else None
+            return Storage(ledgers, int(answer["ledgers"][0]["ledgerId"]), let_go)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+            raise _not_pulsar(path) from e
+
+    async def headers(self, topic: str, entry: MessageId) -> Mapping[str, str]:
+        """What a broker says of an entry, whether or not it gives it to readers: `x-pulsar-…`, in lower case.
+
+        Raises TOPIC_NOT_FOUND also if the entry is not there.
+        """
+        answer = await self._url.call("GET", f"{_path(topic)}/ledger/{entry.ledger_id}/entry/{entry.entry_id}")
+        return answer.headers
+
+    async def first_since(self, topic: str, publish_time_ms: int) -> MessageId:
+        """The first entry published then or later; where the next one will stand if there is none."""
+        path = f"{_path(topic)}/messageid/{publish_time_ms}"
         answer = await self._url.get(path)
         try:
-            # What stands in the list of the ledger that is written is not kept up to date.
-            last_ledger, last_entry = map(int, answer["lastConfirmedEntry"].split(":"))
-            written = int(answer["currentLedgerSize"])
-            listed = [(int(one["ledgerId"]), int(one["entries"]), int(one["size"])) for one in answer["ledgers"]]
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            return MessageId(int(answer["ledgerId"]), int(answer["entryId"]))
+        except (KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
-        return Ledgers(
-            [
-                Ledger(ledger_id, last_entry + 1 if ledger_id == last_ledger else entries, size or written)
-                for ledger_id, entries, size in listed
-                if ledger_id <= last_ledger
-            ]
-        )
 
     async def has_had_entries(self, topic: str) -> bool:
         """Whether something was stored in a topic and is trimmed, as far as its cursors remember."""
@@ -166,6 +193,23 @@ def _path(topic: str) -> str:
     domain, _, name = topic.partition("://")
     tenant, namespace, local = name.split("/", 2)
     return f"{domain}/{tenant}/{namespace}/{quote(local, safe='')}"
+
+
+def _ledgers(answer: Any, path: str) -> Ledgers:
+    try:
+        # What stands in the list of the ledger that is written is not kept up to date.
+        last_ledger, last_entry = map(int, answer["lastConfirmedEntry"].split(":"))
+        written = int(answer["currentLedgerSize"])
+        listed = [(int(one["ledgerId"]), int(one["entries"]), int(one["size"])) for one in answer["ledgers"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise _not_pulsar(path) from e
+    return Ledgers(
+        [
+            Ledger(ledger_id, last_entry + 1 if ledger_id == last_ledger else entries, size or written)
+            for ledger_id, entries, size in listed
+            if ledger_id <= last_ledger
+        ]
+    )
 
 
 def _texts(answer: object, path: str) -> dict[str, str]:

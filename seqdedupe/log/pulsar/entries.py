@@ -73,9 +73,11 @@ class Entry(NamedTuple):
     publish_time_ms: int
     """By the clock of the client that sent it."""
     producer_name: str = ""
-    """As Pulsar has it. Nobody asks for this and the next one where the entry is ours."""
+    """As Pulsar has it. Nobody asks for this and what follows where the entry is ours."""
     sequence_id: int = -1
     """As Pulsar has it; -1 where the client does not show it."""
+    of_batch: int = 0
+    """How many messages Pulsar's entry has, if it is a batch that its client made."""
 
 
 class Owner(NamedTuple):

@@ -29,6 +29,8 @@ _TOKEN = re.compile(r"[\x21-\x7e]+")
 class Answer(NamedTuple):
     status: int
     raw: bytes
+    headers: Mapping[str, str] = {}
+    """By their names in lower case."""
 
     @property
     def why(self) -> str:
@@ -140,7 +142,8 @@ class Connection:
         """The answer, and where it sends on to."""
         self._connection.request(method, self._target, body, dict(headers))
         with self._connection.getresponse() as response:
-            return Answer(response.status, self._read(response)), response.getheader("Location")
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, self._read(response), headers), headers.get("location")
 
     def _read(self, response: HTTPResponse) -> bytes:
         read = bytearray()

@@ -1,6 +1,6 @@
 """A topic's ledgers, as its broker lists them: which entries there are, without reading any."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -44,6 +44,10 @@ class Ledgers:
         if at < 0 or self._ids[at] != message_id.ledger_id or message_id.entry_id >= self._ledgers[at].entries:
             return None
         return self._starts[at] + message_id.entry_id
+
+    def entries_before(self, ledger_id: int) -> int:
+        """How many there are in older ledgers than this one, which may be gone."""
+        return self._starts[bisect_left(self._ids, ledger_id)]
 
     def message_id(self, ordinal: int) -> MessageId:
         """That of an entry that is there."""

@@ -13,10 +13,15 @@ async def not_owner(
     """A NOT_OWNER with `owner_address` where that is known, and is not this sidecar's own: a producer of its own that
     it has lost may still be listed."""
     try:
-        publishers = (await admin.stats(topic)).publishers
-        address = publishers[0].metadata.get(ADDRESS, "") if publishers else ""
+        address = await owner_of(topic, admin)
     except SeqdedupeError:
         address = marked_address
     if not address or address == own_address:
         return e
     return error("NOT_OWNER", f"{e.message}; it is the sidecar at {address}", owner_address=address)
+
+
+async def owner_of(topic: str, admin: Admin) -> str:
+    """The address of the sidecar that writes to the topic; empty if none does. Raises why it is not known now."""
+    publishers = (await admin.stats(topic)).publishers
+    return publishers[0].metadata.get(ADDRESS, "") if publishers else ""

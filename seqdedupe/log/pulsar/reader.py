@@ -19,6 +19,8 @@ READ_STEP_BYTES = 256 * 1024
 OPEN_TIMEOUTS_SECONDS = (2.0, 4.0)
 """Opening one while its topic is unloaded ends with the client's own time-out; another one is opened at once."""
 _AT_ONCE_MS = 0
+_BATCH_SIZE = 6 << 3
+"""The tag of that field in Pulsar's `MessageIdData`, whose fields are numbers where there is a batch."""
 
 
 class Reader:
@@ -114,7 +116,24 @@ def _entry(native: Any) -> Entry:
     if ENTRY in properties:
         return Entry(message, message_id, native.publish_timestamp())
     producer_name = native.producer_name()
-    return Entry(message, message_id, native.publish_timestamp(), producer_name, _sequence_id(native, producer_name))
+    sequence_id = _sequence_id(native, producer_name)
+    of_batch = _batch_size(place.serialize()) if message_id.batch_index >= 0 else 0
+    return Entry(message, message_id, native.publish_timestamp(), producer_name, sequence_id, of_batch)
+
+
+def _batch_size(message_id: bytes) -> int:
+    """How many messages the batch has that one is of, by its encoded ID: the client shows it nowhere else."""
+    numbers, value, shift = list[int](), 0, 0
+    for byte in message_id:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            numbers.append(value)
+            value = shift = 0
+    fields = dict(zip(numbers[::2], numbers[1::2], strict=False))
+    if _BATCH_SIZE not in fields:
+        raise error("INTERNAL", f"Pulsar's client does not say of how many messages a batch is: {message_id.hex()}")
+    return fields[_BATCH_SIZE]
 
 
 def _sequence_id(native: Any, producer_name: str) -> int:

@@ -3,17 +3,21 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
 
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.client import Located, TopicEnds
-from seqdedupe.errors import DamagedError, NotFoundError
+from seqdedupe.errors import DamagedError, NotFoundError, error
 from seqdedupe.log.pulsar.finder import Finder
-from seqdedupe.message_id import Position
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import admin_pb2
+from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.connection import Connection, connected
 from seqdedupe_spark.cluster.settings import Cluster
+from seqdedupe_spark.cluster.stock import last_readable
+from seqdedupe_spark.stock import STOCK, StockEnds
 
 AT_ONCE = 16
 """So many topics are looked at at once."""
@@ -29,15 +33,28 @@ class ClusterClient:
     """
 
     def __init__(
-        self, cluster: Cluster, namespaces: Collection[str], is_wanted: Callable[[str], bool], *, skips: bool
+        self,
+        cluster: Cluster,
+        namespaces: Collection[str],
+        is_wanted: Callable[[str], bool],
+        *,
+        skips: bool,
+        may_lose: bool,
     ) -> None:
-        """Lists those topics of the namespaces that are wanted, by their full names. One that no sidecar writes is
-        skipped, or an error."""
+        """Lists those topics of the namespaces that are wanted, by their full names.
+
+        One that no sidecar writes is skipped, or read: by a job with its subscription, otherwise if it `may_lose`.
+        """
         self.admin = self
         self._cluster = cluster
         self._namespaces = namespaces
         self._is_wanted = is_wanted
         self._skips = skips
+        self._may_lose = may_lose
+        self._kept: dict[str, Position] = {}
+        """From where on the subscription keeps each topic, as it was moved by this client."""
+        self._readable: dict[str, tuple[MessageId, MessageId | None]] = {}
+        """The last entry that a reader is given, by the last one of all."""
 
     def __enter__(self) -> Self:
         return self
@@ -57,8 +74,10 @@ class ClusterClient:
                 async with places:
                     # It may have been deleted meanwhile.
                     with suppress(NotFoundError):
-                        if not self._skips or await connection.is_log(topic):
+                        if await connection.is_log(topic):
                             return await _listed(connection, topic)
+                        if not self._skips:
+                            return await self._stock(connection, topic)
                 return None
 
             names = [
@@ -71,15 +90,28 @@ class ClusterClient:
 
         return self._call(all_of)
 
-    def ends(self, topic: str) -> TopicEnds:
+    def ends(self, topic: str) -> TopicEnds | StockEnds:
         """Raises NotFoundError."""
-        return self._find(topic, _ends)
+
+        async def find(connection: Connection) -> TopicEnds | StockEnds:
+            if await connection.is_log(topic):
+                return await _looked(connection, topic, _ends)
+            return await self._stock_ends(connection, topic)
+
+        return self._call(find)
 
     def locate_time(self, topic: str, publish_time_ms: int) -> Located:
         async def locate(finder: Finder) -> Located:
             return Located(finder.incarnation, await finder.first_at(publish_time_ms))
 
-        return self._find(topic, locate)
+        async def find(connection: Connection) -> Located:
+            if await connection.is_log(topic):
+                return await _looked(connection, topic, locate)
+            place = stock.before(await connection.admin.first_since(topic, publish_time_ms))
+            last = (await self._stock_ends(connection, topic)).last
+            return Located(STOCK, min(place.index, last.index) + 1)
+
+        return self._call(find)
 
     def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located:
         async def locate(finder: Finder) -> Located:
@@ -92,6 +124,42 @@ class ClusterClient:
     def position_at(self, topic: str, index: int) -> Position:
         """Raises PositionError, NotFoundError."""
         return self._find(topic, lambda finder: finder.position_of(index))
+
+    def subscribe(self, topic: str) -> None:
+        """Makes the job's subscription of a topic that no sidecar writes: Pulsar keeps all that is left of it."""
+        self._call(lambda connection: connection.admin.create_subscription(topic, self._cluster.subscription))
+
+    def keep_from(self, topic: str, position: Position) -> None:
+        """Moves it: Pulsar keeps the entry that the position is after, and what follows."""
+        entry = stock.entry_before(position)
+        if entry.entry_id < 0 or self._kept.get(topic) == position:
+            return
+        # Where somebody has removed it, whoever looks next makes it again.
+        with suppress(NotFoundError):
+            self._call(lambda connection: connection.admin.keep_from(topic, self._cluster.subscription, entry))
+            self._kept[topic] = position
+
+    async def _stock(self, connection: Connection, topic: str) -> admin_pb2.Topic:
+        if not self._cluster.subscription and not self._may_lose:
+            raise error(
+                "INVALID_OPTION",
+                f"topic: no sidecar writes {topic}, and without a subscription Pulsar drops what is still to be read",
+                hint="Read it with a reader job, which has one, or set failOnDataLoss to false.",
+            )
+        size_bytes = (await connection.stored(topic)).ledgers.size_bytes
+        return admin_pb2.Topic(name=topic, log_bytes=size_bytes)
+
+    async def _stock_ends(self, connection: Connection, topic: str) -> StockEnds:
+        found = await connection.stored(topic)
+        ledgers = found.ledgers
+        if not len(ledgers):
+            return found
+        last = ledgers.message_id(len(ledgers) - 1)
+        if self._readable.get(topic, (None, None))[0] != last:
+            self._readable[topic] = last, await last_readable(connection, topic, ledgers)
+        readable = self._readable[topic][1]
+        number = None if readable is None else ledgers.ordinal(readable)
+        return replace(found, readable=0 if number is None else number + 1)
 
     def _find(self, topic: str, find: Callable[[Finder], Awaitable[T]]) -> T:
         async def found(connection: Connection) -> T:

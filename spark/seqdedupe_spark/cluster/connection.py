@@ -20,6 +20,7 @@ from seqdedupe.log.pulsar.reader import Reader, open_reader
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.cluster.credentials import tls_of, token_of
 from seqdedupe_spark.cluster.settings import Cluster
+from seqdedupe_spark.stock import STOCK, StockEnds
 
 OPERATION_TIMEOUT_SECONDS = 10
 CLOSE_TIMEOUT_SECONDS = 5.0
@@ -38,25 +39,24 @@ _client_logger = logging.getLogger("seqdedupe.pulsar.client")
 class Connection:
     """Made by `connected`. Its methods raise LOG_UNREADABLE for what may pass."""
 
-    def __init__(self, client: pulsar.asyncio.Client, admin: Admin) -> None:
+    def __init__(self, client: pulsar.asyncio.Client, admin: Admin, subscription: str) -> None:
         self.admin = admin
         self._client = client
+        self._subscription = subscription
 
     async def is_log(self, topic: str) -> bool:
         """Whether a sidecar writes the topic. Raises TOPIC_NOT_FOUND."""
         return INCARNATION in await self.admin.properties(topic)
 
     async def incarnation(self, topic: str) -> int:
-        """That of a topic that a sidecar writes. Raises TOPIC_NOT_FOUND, INVALID_OPTION for another one."""
+        """That of a topic that a sidecar writes, STOCK for another one. Raises TOPIC_NOT_FOUND."""
         # A reader of a topic that is gone would make it anew.
         found = (await self.admin.properties(topic)).get(INCARNATION, "")
-        if not found.isdecimal():
-            raise error("INVALID_OPTION", f"topic: no sidecar writes {topic}, it has no property {INCARNATION}")
-        return int(found)
+        return int(found) if found.isdecimal() else STOCK
 
     async def finder(self, topic: str, incarnation: int) -> Finder:
         """For the topic as it is now."""
-        return Finder(topic, incarnation, await self.admin.ledgers(topic), partial(self._entries, topic))
+        return Finder(topic, incarnation, await self.admin.ledgers(topic), partial(self.entries, topic))
 
     async def finder_of(self, topic: str, incarnation: int) -> Finder:
         """The same, for a reader of this incarnation. Raises TOPIC_NOT_FOUND, POSITION_OF_ANOTHER_INCARNATION."""
@@ -68,13 +68,19 @@ class Connection:
     async def open_reader(self, topic: str, start: MessageId, queue_entries: int) -> Reader:
         return await open_reader(self._client, topic, start, queue_entries)
 
-    async def _entries(self, topic: str, first: MessageId, last: MessageId) -> list[Entry]:
+    async def stored(self, topic: str) -> StockEnds:
+        """What a topic has stored that no sidecar writes. Raises TOPIC_NOT_FOUND."""
+        ledgers, first_ledger, let_go = await self.admin.storage(topic, self._subscription)
+        return StockEnds(ledgers, first_ledger, let_go, len(ledgers))
+
+    async def entries(self, topic: str, first: MessageId, last: MessageId) -> list[Entry]:
+        """Those that a reader is given from one to the other, without their payloads."""
         reader = await self.open_reader(topic, first, _LOOK_ENTRIES)
         found, seen = list[Entry](), NOWHERE
         try:
             while seen < last and not await reader.is_at_end():
                 for entry in await next_entries(reader, topic):
-                    seen = entry.message_id
+                    seen = entry.message_id._replace(batch_index=-1)
                     if first <= seen <= last:
                         # Payloads may be large, and say nothing of places.
                         found.append(entry._replace(message=entry.message._replace(payload=b"")))
@@ -109,7 +115,7 @@ async def connected(cluster: Cluster) -> AsyncGenerator[Connection, None]:
         logger=_client_logger,
     )
     try:
-        yield Connection(client, Admin(AdminUrl(cluster.admin_url, token, tls)))
+        yield Connection(client, Admin(AdminUrl(cluster.admin_url, token, tls)), cluster.subscription)
     finally:
         # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
         with suppress(TimeoutError, pulsar.asyncio.PulsarException):

@@ -1,46 +1,35 @@
 """Reading a range of a topic from its brokers, in the process that needs its messages."""
 
-import asyncio
-import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
 
 import numpy as np
 
 from seqdedupe.batch import decode
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.connection import Backoff
 from seqdedupe.client.stored import StoredBatch
-from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import Entries
 from seqdedupe.log.pulsar.collecting import Collector
 from seqdedupe.log.pulsar.entries import ENTRY, Entry, Place
 from seqdedupe.log.pulsar.finder import Finder, last_of, trimmed
-from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import begins_record, size_of
 from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.message_ids import MessageIds
-from seqdedupe_spark.cluster.connection import (
-    MAX_QUEUE_ENTRIES,
-    QUEUE_BYTES,
-    Connection,
-    connected,
-    next_entries,
-)
+from seqdedupe_spark.cluster import task
+from seqdedupe_spark.cluster.connection import Connection, next_entries
 from seqdedupe_spark.cluster.settings import Cluster
+from seqdedupe_spark.cluster.stock import StockTask
+from seqdedupe_spark.cluster.task import Task, queue_entries
 from seqdedupe_spark.ranges import Range
-
-STEP_BYTES = 1024 * 1024
-"""About so much is judged at a time."""
+from seqdedupe_spark.stock import STOCK
 
 
 def read_stored(cluster: Cluster, span: Range, timeout_seconds: float | None) -> Iterator[StoredBatch]:
-    """As `seqdedupe_spark.reading.read_stored`. The entries are judged by the rule of terms."""
-    reading = _Reading(span, timeout_seconds)
-    steps = reading.steps(cluster)
+    """As `seqdedupe_spark.reading.read_stored`. A sidecar's entries are judged by the rule of terms."""
+    steps = (StockTask if span.incarnation == STOCK else _LogTask)(span, timeout_seconds).steps(cluster)
     try:
         while (step := run(lambda: anext(steps, None))) is not None:
             yield from step
@@ -48,39 +37,26 @@ def read_stored(cluster: Cluster, span: Range, timeout_seconds: float | None) ->
         run(steps.aclose)
 
 
-class _Reading:
-    """How far a range was read."""
+class _LogTask(Task):
+    """How far a range of a topic that a sidecar writes was read."""
 
     def __init__(self, span: Range, timeout_seconds: float | None) -> None:
-        self._span = span
-        self._timeout_seconds = timeout_seconds
+        super().__init__(span, timeout_seconds)
         self._next_index = span.first_index
         self._at: MessageId | None = None
         """The last valid entry that was read."""
         self._standing: Standing | None = None
         """How the topic stands after it."""
 
-    async def steps(self, cluster: Cluster) -> AsyncGenerator[list[StoredBatch], None]:
-        """The messages of the range. What fails and may pass is tried again."""
-        backoff, heard = Backoff(0.05, 5.0), time.monotonic()
-        while self._next_index < self._span.stop_index:
-            try:
-                async with connected(cluster) as connection, aclosing(self._read(connection)) as steps:
-                    async for step in steps:
-                        yield step
-                        backoff, heard = Backoff(0.05, 5.0), time.monotonic()
-            except UnavailableError as e:
-                delay = backoff.next_seconds()
-                if self._timeout_seconds is not None and time.monotonic() + delay - heard > self._timeout_seconds:
-                    what = f"no message of {self._span} has come for {self._timeout_seconds:g} seconds"
-                    raise error("UNREACHABLE", f"{what}: {e.message}", hint=e.hint) from e
-                await asyncio.sleep(delay)
+    @property
+    def is_done(self) -> bool:
+        return self._next_index >= self._span.stop_index
 
     async def _read(self, connection: Connection) -> AsyncGenerator[list[StoredBatch], None]:
         topic, stop_index = self._span.topic, self._span.stop_index
         finder = await connection.finder_of(topic, self._span.incarnation)
         start, standing = await self._start(finder)
-        reader = await connection.open_reader(topic, start, _queue_entries(finder.ledgers))
+        reader = await connection.open_reader(topic, start, queue_entries(finder.ledgers))
         collector: Collector | None = None
         failure: DamagedError | None = None
         seen, size_bytes = start, 0
@@ -91,7 +67,7 @@ class _Reading:
                         collector = Collector(Terms(standing or self._standing_before(entry, start)))
                         if start == self._at == entry.message_id:
                             continue
-                    if size_bytes >= STEP_BYTES and begins_record(entry.message):
+                    if size_bytes >= task.STEP_BYTES and begins_record(entry.message):
                         yield self._taken(collector, seen)
                         size_bytes = 0
                     try:
@@ -159,11 +135,6 @@ def _holds(entry: Entry, place: Place, position: Position) -> bool:
         and position.ownership in (0, place.owner.ownership)
         and place.index <= position.index < terms.next_index
     )
-
-
-def _queue_entries(ledgers: Ledgers) -> int:
-    """Pulsar's client bounds what it fetches ahead by number only."""
-    return max(2, min(MAX_QUEUE_ENTRIES, QUEUE_BYTES * len(ledgers) // max(ledgers.size_bytes, 1)))
 
 
 def _batches(entries: Entries, first_index: int, stop_index: int, incarnation: int) -> Iterator[StoredBatch]:

@@ -19,6 +19,8 @@ class Cluster:
     trust_certs_path: str = ""
     allows_insecure: bool = False
     verifies_hostname: bool = True
+    subscription: str = ""
+    """The durable one of the job that reads: for it Pulsar keeps what stands in topics that no sidecar writes."""
 
 
 Service = str | Cluster

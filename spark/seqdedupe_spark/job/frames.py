@@ -214,26 +214,26 @@ def _naming(
     incarnations = {step.range.topic: step.range.incarnation for step in steps}
     try:
         topic, index = (column_of(batch, name)[row].as_py() for name in ("topic", "index"))
+        if index is None:
+            return failure
         return naming(failure, topic, incarnations[topic], index, find)
     except KeyError:
         return failure
 
 
 def _inside(step: Step, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The batches, while every row is of a message in the step's range."""
+    """The batches, while every row is of a message in the step's range; of its topic where there are no indexes."""
     span = step.range
     for batch in batches:
         if not len(batch):
             continue
         is_inside = pc.and_(
-            pc.and_(
-                pc.equal(_column(batch, "topic"), span.topic), pc.equal(_column(batch, "partition"), span.partition)
-            ),
-            pc.and_(
-                pc.greater_equal(_column(batch, "index"), span.first_index),
-                pc.less(_column(batch, "index"), span.stop_index),
-            ),
+            pc.equal(_column(batch, "topic"), span.topic), pc.equal(_column(batch, "partition"), span.partition)
         )
+        if span.entries is None:
+            index = _column(batch, "index")
+            of_range = pc.and_(pc.greater_equal(index, span.first_index), pc.less(index, span.stop_index))
+            is_inside = pc.and_(is_inside, of_range)
         if not pc.all(is_inside, skip_nulls=False).as_py():
             raise error("UNSUPPORTED_PLAN", f"the transformation gave a row that is not of {span}, whose task it is")
         yield batch

@@ -3,10 +3,12 @@
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe_spark import planning
+from seqdedupe_spark import planning, stock
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.job.positions import FIRST_START
+from seqdedupe_spark.losses import earliest, find_loss
 from seqdedupe_spark.options import Selection
+from seqdedupe_spark.stock import StockEnds
 from seqdedupe_spark.stores.contract import OutputStore, Stored, StoreFactory
 
 
@@ -39,23 +41,30 @@ def reset_position(
     NotFoundError, or PositionError if the topic cannot be read on from there.
     """
     topic = topic_name(topic)
-    with planning.open_client(service, Selection("topic", (topic,))) as client, store() as opened:
+    with planning.open_client(planning.of_job(service, job), Selection("topic", (topic,))) as client, store() as opened:
+        holder = client if isinstance(client, planning.Holder) and isinstance(client.ends(topic), StockEnds) else None
+        if holder is not None:
+            holder.subscribe(topic)
         position = _position(client, topic, place)
         while True:
             before = _stored(opened, job).get(topic)
             after = Stored(position, before.epoch + 1 if before else 0)
             if opened.replace(job, topic, before, after):
+                if holder is not None:
+                    holder.keep_from(topic, position)
                 return before, after
 
 
 def _position(client: planning.Client, topic: str, place: str) -> Position:
     ends = client.ends(topic)
     if place in ("earliest", "latest"):
-        return planning.earliest(ends) if place == "earliest" else ends.last
+        return earliest(ends) if place == "earliest" else ends.last
     try:
-        position = Position.parse(place)
+        position = stock.parse(place)
     except InvalidRequestError as e:
         raise error("INVALID_OPTION", f"to: {e.message}") from e
-    if loss := planning.find_loss(topic, position, ends):
+    if isinstance(ends, StockEnds):
+        position = stock.given(position)
+    if loss := find_loss(topic, position, ends):
         raise error(loss.reason, loss.message, topic=topic)
     return position

@@ -48,6 +48,15 @@ def message_of_row(count_rows: Callable[[pa.RecordBatch], int], messages: pa.Rec
     return low
 
 
+def naming_by_id(failure: SeqdedupeError, topic: str, first: MessageId, last: MessageId) -> SeqdedupeError:
+    """The same failure where messages have no indexes: the cause is this message, or one of those up to the last."""
+    if first != last:
+        what = f"{failure.message}; the message is one of those from {first} to {last} of {topic}"
+        return error(failure.reason, what, hint=failure.hint, topic=topic)
+    what = f"{failure.message}; the message is {first} of {topic}"
+    return error(failure.reason, what, hint=failure.hint, topic=topic, message_id=first)
+
+
 def naming(failure: SeqdedupeError, topic: str, incarnation: int, index: int, find: FindMessageId) -> SeqdedupeError:
     """The same failure, which says which message is the cause; its message ID too, if that can be found now."""
     try:

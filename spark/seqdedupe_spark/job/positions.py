@@ -31,11 +31,18 @@ class Standing(NamedTuple):
 
     stored: Stored
     end: Position
+    entries: int | None = None
+    """So many there are to read of a topic that no sidecar writes."""
 
     @property
     def lag(self) -> int:
-        """How many messages there are to read."""
-        return self.end.index - self.stored.position.index
+        """How many messages there are to read; or entries, where these are counted."""
+        return self.end.index - self.stored.position.index if self.entries is None else self.entries
+
+    def after(self, step: Step) -> "Standing":
+        """The same when a step was taken."""
+        left = None if self.entries is None else self.entries - len(step.range)
+        return Standing(Stored(step.range.end, step.epoch), self.end, left)
 
 
 @dataclass
@@ -85,7 +92,7 @@ class Positions:
 
     def plan(self, listing: Listing, standings: dict[str, Standing]) -> list[Step]:
         """The next round: for every topic with something new its range, within the limits."""
-        ranges = [Range(topic, stored.position, end) for topic, (stored, end) in standings.items()]
+        ranges = [listing.range(topic, one.stored.position, one.end) for topic, one in standings.items()]
         limits = self.source.limits
         limits = Limits(limits.messages or MAX_MESSAGES, limits.size_bytes or MAX_BYTES)
         planned = listing.within(ranges, limits)
@@ -121,6 +128,8 @@ class Positions:
         """Inserts the missing positions; what another run has inserted meanwhile is what counts."""
         is_first = FIRST_START not in stored
         missing = [name for name in names if name not in stored]
+        for name in missing:
+            listing.hold(name)
         place = self.source.starting if is_first else None
         found = listing.resolve(names if is_first else missing, place or "earliest", "startingOffsets")
         for name in missing:
@@ -141,8 +150,12 @@ class Positions:
         """Where one topic stands; None if it was deleted and that is accepted."""
         found = listing.look(topic, stored.position)
         if isinstance(found, Position):
+            if listing.hold(topic, stored.position):
+                return self._look_at(listing, store, topic, stored)
             self._check_end(topic, found)
-            return Standing(stored, found)
+            entries = listing.range(topic, stored.position, found).entries
+            # The same place may have two names: after all of a ledger, and before the next one.
+            return Standing(stored, stored.position if entries == 0 else found, entries)
         if self.source.fail_on_data_loss or not found.may_be_accepted:
             raise found.error()
         if topic not in self.accepted:
@@ -150,6 +163,7 @@ class Positions:
         if found.next is None:
             self.accepted.add(topic)
             return None
+        listing.hold(topic)
         moved = Stored(found.next, stored.epoch)
         if found.reason == "POSITION_TRIMMED":
             # A transaction without rows: what a job that drops duplicates knows of the producers stays true.

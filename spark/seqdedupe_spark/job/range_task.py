@@ -17,7 +17,7 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster.settings import Service
 from seqdedupe_spark.columns import to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
-from seqdedupe_spark.job.poison import first_failing, message_of_row, names_a_row, naming
+from seqdedupe_spark.job.poison import first_failing, message_of_row, names_a_row, naming, naming_by_id
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, message_id_at, read_range, read_stored
 from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
@@ -90,8 +90,9 @@ def _is_done(step: Step, stored: Stored | None) -> bool:
 class _Tally:
     read: int = 0
     duplicates: int = 0
-    handed: list[tuple[str, pa.Array]] = field(default_factory=list)
-    """For every batch of rows that the store was given, the topic and the indexes of the messages it was made of."""
+    handed: list[tuple[str, pa.Array, pa.Array]] = field(default_factory=list)
+    """For every batch of rows that the store was given, the topic, the indexes and the message IDs of the messages it
+    was made of."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ class RangeTask:
             if rows is not None and len(rows):
                 if rows.schema != self.output.schema:
                     raise error("INVALID_OUTPUT", f"the transformation's columns vary: {_columns(rows.schema)}")
-                tally.handed.append((_value(batch, "topic", 0), column_of(batch, "index")))
+                ids = column_of(batch, "messageId")
+                tally.handed.append((_value(batch, "topic", 0), column_of(batch, "index"), ids))
                 yield rows
 
     def _rows(self, messages: pa.RecordBatch) -> pa.RecordBatch | None:
@@ -177,12 +179,19 @@ class RangeTask:
             if found is None:
                 raise
             topic, incarnation, index = (_value(messages, name, found) for name in ("topic", "incarnation", "index"))
+            if index is None:
+                message_id = MessageId.from_bytes(_value(messages, "messageId", found))
+                raise naming_by_id(failure, topic, message_id, message_id) from failure
             raise naming(failure, topic, incarnation, index, self._find_message_id) from failure
 
     def _naming(self, failure: SeqdedupeError, tally: _Tally, ranges: Sequence[Range]) -> SeqdedupeError:
         """A store's failure, which says which message the row was made of. That one is read again for it."""
         batch, row = int(failure.numbers["batch"]), int(failure.numbers["row"])
-        topic, indexes = tally.handed[batch]
+        topic, indexes, ids = tally.handed[batch]
+        if indexes.null_count:
+            # Which of them a row was made of could be told by reading them again, up to the same indexes.
+            first, last = (row, row) if self.transform is None else (0, len(ids) - 1)
+            return naming_by_id(failure, topic, *(MessageId.from_bytes(ids[n].as_py()) for n in (first, last)))
         incarnation = next(one.incarnation for one in ranges if one.topic == topic)
         found = row
         if self.transform is not None:

@@ -18,8 +18,8 @@ from seqdedupe_spark.job.frames import DataFrameTransform, FrameTask, run_tasks,
 from seqdedupe_spark.job.positions import Positions, Standing
 from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
 from seqdedupe_spark.options import Options
-from seqdedupe_spark.planning import Waiting, open_client
-from seqdedupe_spark.stores.contract import Binding, Stored, StoreFactory
+from seqdedupe_spark.planning import Waiting, of_job, open_client
+from seqdedupe_spark.stores.contract import Binding, StoreFactory
 
 GIVE_UP_SECONDS = 120.0
 """Rounds that fail for so long, though another try should help, end the run."""
@@ -113,7 +113,8 @@ class ReaderJob:
         self._frame = sql(frame) if isinstance(frame, str) else frame
         source = config.source
         self._columns: pa.Schema = plain(SCHEMA) if source.plain_column_names else SCHEMA
-        self._client = open_client(source.service, source.selection)
+        self._service = of_job(source.service, config.job)
+        self._client = open_client(self._service, source.selection)
         self._positions = Positions(config.job, config.table, source)
         self._output: Output | None = None
         self._stopping = threading.Event()
@@ -184,13 +185,15 @@ class ReaderJob:
             if failures:
                 # One that another try cannot cure is what has to be known.
                 raise min(failures, key=lambda failure: isinstance(failure, UnavailableError))
+            for topic, standing in done.standings.items():
+                listing.hold(topic, standing.stored.position)
         return done
 
     def _take(self, spark: SparkSession, output: Output, steps: Sequence[Step], done: Round) -> list[SeqdedupeError]:
         """Has the steps taken, counts what was done, and returns what went wrong."""
         is_one = self.config.transaction == "batch"
         groups = [steps] if is_one else [[step] for step in steps]
-        service = self.config.source.service
+        service = self._service
         timeout = self.config.source.read_timeout_seconds or READ_TIMEOUT_SECONDS
         if self._frame is not None:
             task = FrameTask(service, self._columns, self._frame, timeout)
@@ -204,8 +207,7 @@ class ReaderJob:
                 self.total.count(report)
                 for step in group:
                     self._positions.committed(step)
-                    stored, end = Stored(step.range.end, step.epoch), done.standings[step.range.topic].end
-                    done.standings[step.range.topic] = Standing(stored, end)
+                    done.standings[step.range.topic] = done.standings[step.range.topic].after(step)
         return [report.failure for report in reports if report.failure is not None]
 
     def _round_at_last(self) -> Round | None:
@@ -241,7 +243,7 @@ class ReaderJob:
         if not config.job:
             raise error("INVALID_OPTION", "job: a job needs a name")
         if self._frame is not None:
-            schema = FrameTask(config.source.service, self._columns, self._frame).output_schema(spark)
+            schema = FrameTask(self._service, self._columns, self._frame).output_schema(spark)
         else:
             schema = output_schema(self._transform, self._columns)
         with config.store() as store:

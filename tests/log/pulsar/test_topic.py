@@ -4,20 +4,23 @@ import asyncio
 import os
 from collections.abc import Callable, Container, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Log, LogName
 from seqdedupe.log.pulsar import log as log_module
 from seqdedupe.log.pulsar.entries import CONTROL, KIND, EntryFormat
 from seqdedupe.store.db import Store
-from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
-from seqdedupe.topic import renewing
+from seqdedupe.topic import fetching, renewing
 from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.fetching import Fetching
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied
@@ -225,11 +228,9 @@ async def sidecar(harness: StandInHarness, store: Store) -> Topics[Topic]:
     return topics
 
 
-async def test_a_sidecar_without_state_takes_nothing_until_a_snapshot_is_imported(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def trimmed(harness: StandInHarness, store: Store, monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    """Of the topic's 60 messages the first are gone; the snapshot of whoever had it, who is gone too."""
     monkeypatch.setattr(log_module, "MOVE_SECONDS", 0)
-    harness = StandInHarness(EntryFormat.PLAIN)
     one = await sidecar(harness, store)
     for first in (0, 20, 40):
         await publish(one.get(TOPIC), *range(first, first + 20), payload=b"x" * 30_000)
@@ -239,12 +240,25 @@ async def test_a_sidecar_without_state_takes_nothing_until_a_snapshot_is_importe
     snapshot = saved(one.get(TOPIC))
     await one.drain()
     harness.topic.retain_nothing()
-    there = len(harness.topic.entries)
-    assert there < 60
+    assert len(harness.topic.entries) < 60
+    return snapshot
 
+
+async def without_state(harness: StandInHarness, store: Store) -> Topics[Topic]:
+    """One whose store knows nothing of the topic."""
+    two = await sidecar(harness, store)
+    await until(lambda: two.look_at(TOPIC).state is State.DAMAGED)
+    return two
+
+
+async def test_a_sidecar_without_state_takes_nothing_until_a_snapshot_is_imported(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    snapshot = await trimmed(harness, store, monkeypatch)
+    there = len(harness.topic.entries)
     with closing(Store.open(tmp_path / "of-another-one")) as other:
-        two = await sidecar(harness, other)
-        await until(lambda: two.look_at(TOPIC).state is State.DAMAGED)
+        two = await without_state(harness, other)
         with pytest.raises(SeqdedupeError, match="NO_STATE") as caught:
             two.get(TOPIC)
         assert "import" in caught.value.hint
@@ -254,4 +268,93 @@ async def test_a_sidecar_without_state_takes_nothing_until_a_snapshot_is_importe
         assert topic.state is State.SERVING
         assert (await open_sessions(topic, ["p"], None)).persisted == [59]
         assert end_index(topic) == 60
+        await two.drain()
+
+
+class Elsewhere:
+    """The other sidecars of the cluster, as `Fetching` has to do with them."""
+
+    def __init__(self, snapshot: Loaded) -> None:
+        self.owner = "owner:6680"
+        self.incarnation = INCARNATION
+        self.snapshot = snapshot
+        self.failure: SeqdedupeError | None = None
+        self.tries = 0
+
+    async def owner_of(self, topic: str) -> str:
+        assert topic == TOPIC
+        self.tries += 1
+        return self.owner
+
+    async def snapshot_of(self, address: str, topic: str) -> tuple[int, Loaded]:
+        assert (address, topic) == ("owner:6680", TOPIC)
+        if self.failure is not None:
+            raise self.failure
+        return self.incarnation, self.snapshot
+
+
+def no_owner(elsewhere: Elsewhere) -> None:
+    elsewhere.owner = ""
+
+
+def owner_that_is_away(elsewhere: Elsewhere) -> None:
+    elsewhere.failure = error("UNREACHABLE", "no connection to the sidecar at owner:6680")
+
+
+def snapshot_of_another_topic(elsewhere: Elsewhere) -> None:
+    elsewhere.incarnation += 1
+
+
+def snapshot_of_another_history(elsewhere: Elsewhere) -> None:
+    elsewhere.snapshot = replace(elsewhere.snapshot, ownership=elsewhere.snapshot.ownership + 1)
+
+
+def snapshot_that_is_too_old(elsewhere: Elsewhere) -> None:
+    elsewhere.snapshot = replace(elsewhere.snapshot, next_index=1)
+
+
+@pytest.mark.parametrize(
+    ("what_is_wrong", "why"),
+    [
+        (no_owner, "nobody owns it"),
+        (owner_that_is_away, "no connection"),
+        (snapshot_of_another_topic, "the snapshot is of the incarnation"),
+        (snapshot_of_another_history, "has another message"),
+        (snapshot_that_is_too_old, "the snapshot goes up to index 0"),
+    ],
+)
+async def test_a_sidecar_without_state_fetches_that_of_the_owner_and_takes_nothing_before(
+    what_is_wrong: Callable[[Elsewhere], None],
+    why: str,
+    tmp_path: Path,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.01)
+    harness = StandInHarness(EntryFormat.PLAIN)
+    snapshot = await trimmed(harness, store, monkeypatch)
+    elsewhere = Elsewhere(snapshot)
+    what_is_wrong(elsewhere)
+    there = len(harness.topic.entries)
+    with closing(Store.open(tmp_path / "of-another-one")) as other:
+        two = await without_state(harness, other)
+        two.in_background(Fetching(two, elsewhere.owner_of, elsewhere.snapshot_of).run())
+        await until(lambda: elsewhere.tries > 3)
+        closed = two.look_at(TOPIC)
+        assert isinstance(closed, Closed)
+        assert (closed.state, closed.told.reason) == (State.DAMAGED, "NO_STATE")
+        assert why in closed.told.message
+        # Who asks is sent to whoever knows more, if there is one.
+        with pytest.raises(SeqdedupeError) as caught:
+            two.get(TOPIC)
+        assert caught.value.reason == ("NOT_OWNER" if elsewhere.owner else "NO_STATE")
+        assert caught.value.numbers.get("owner_address", "") == elsewhere.owner
+        assert len(harness.topic.entries) == there
+
+        elsewhere.__dict__ |= Elsewhere(snapshot).__dict__
+        await until(lambda: two.look_at(TOPIC).state is State.SERVING)
+        tries = elsewhere.tries
+        assert (await open_sessions(two.get(TOPIC), ["p"], None)).persisted == [59]
+        await asyncio.sleep(0.1)
+        assert elsewhere.tries == tries
         await two.drain()

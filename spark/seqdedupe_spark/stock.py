@@ -1,0 +1,134 @@
+"""Positions in topics that no sidecar writes: without indexes a position is a place in Pulsar's log.
+
+Its incarnation is STOCK. Its index counts no messages, it orders places: `ledger << 31 | entry` is after all of an
+entry. Where messages of an entry that holds several are still to be read, the index is that of the entry before, and
+the message ID says up to which they were read. `docs/spark-pulsar.md` has it.
+"""
+
+from dataclasses import dataclass
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.message_id import MessageId, Position
+
+STOCK = 0
+"""The incarnation in these positions: no topic of a sidecar has it."""
+
+_ENTRY_BITS = 31
+_NO_ENTRY = (1 << _ENTRY_BITS) - 1
+"""The entry that the place before a ledger's first one has: no ledger has so many."""
+
+
+def index_of(entry: MessageId) -> int:
+    """The index of the position after this entry. Raises INVALID_POSITION for one that Pulsar does not have either."""
+    if entry.ledger_id >= 1 << 32 or entry.entry_id >= _NO_ENTRY:
+        raise error("INVALID_POSITION", f"{entry} is beyond what a position holds")
+    return entry.ledger_id << _ENTRY_BITS | entry.entry_id
+
+
+def after(message_id: MessageId) -> Position:
+    """After this message; after all messages of its entry if it does not say which."""
+    is_whole = message_id.batch_index < 0
+    return Position(STOCK, message_id, index_of(message_id) if is_whole else index_of(message_id) - 1)
+
+
+def before(entry: MessageId) -> Position:
+    """Before this entry, which need not be there."""
+    return Position(STOCK, None, index_of(entry) - 1)
+
+
+def parse(text: str) -> Position:
+    """As `Position.parse`, which does not know the ID of one of an entry's messages. Raises INVALID_POSITION."""
+    if text.count(":") == 2 and "@" not in text:
+        return after(MessageId.parse(text))
+    return Position.parse(text)
+
+
+def given(position: Position) -> Position:
+    """The position in such a topic that a user means, who may have given a message ID. Raises INVALID_POSITION."""
+    message_id = position.message_id
+    if message_id is None:
+        return position
+    is_message_id = message_id[:2] == (position.incarnation, position.index)
+    if not is_message_id and position.incarnation != STOCK:
+        return position
+    found = after(message_id)
+    if not is_message_id and position != found:
+        raise error("INVALID_POSITION", f"{position} is not a position: its parts do not fit together")
+    return found
+
+
+def entry_before(position: Position) -> MessageId:
+    """The last entry that was read to its end; entry -1 before the first one of a ledger."""
+    ledger_id, entry_id = position.index >> _ENTRY_BITS, position.index & _NO_ENTRY
+    return MessageId(ledger_id + 1, -1) if entry_id == _NO_ENTRY else MessageId(ledger_id, entry_id)
+
+
+def rows_read(position: Position) -> int:
+    """How many messages of the entry after that one were read."""
+    message_id = position.message_id
+    return 0 if message_id is None else message_id.batch_index + 1
+
+
+@dataclass(frozen=True)
+class StockEnds:
+    """What a topic that no sidecar writes has stored, at one moment."""
+
+    ledgers: Ledgers
+    first_ledger: int
+    """The oldest one that is left; it may have no entry."""
+    let_go: MessageId | None
+    """The last entry that the job's subscription does not need, -1 before a ledger's first one; None: there is none."""
+    readable: int
+    """So many entries are there for readers: what stands after them is of a transaction that is not over."""
+
+    @property
+    def first_index(self) -> int:
+        """That of the first entry left."""
+        return index_of(MessageId(self.first_ledger, 0))
+
+    @property
+    def last(self) -> Position:
+        """After the last entry that a reader is given."""
+        if not self.readable:
+            return before(MessageId(self.first_ledger, 0))
+        return after(self.ledgers.message_id(self.readable - 1))
+
+    def entries_up_to(self, position: Position) -> int | None:
+        """How many of the entries that are left stand before a position; None if some after it may be gone.
+
+        Pulsar removes the oldest ledgers only. So where the entry is left after which it is, all is left that follows.
+        """
+        entry = entry_before(position)
+        ordinal = self.ledgers.ordinal(entry)
+        if ordinal is not None:
+            return ordinal + 1
+        if entry.entry_id < 0 and self._kept_from(entry.ledger_id):
+            return self.ledgers.entries_before(entry.ledger_id)
+        return None
+
+    def _kept_from(self, ledger_id: int) -> bool:
+        """Whether everything is left from the beginning of this ledger on, which has no entry or is gone."""
+        if ledger_id >= self.first_ledger:
+            return True
+        # A ledger without entries goes when its topic is loaded anew. A subscription that has let go of nothing tells.
+        let_go = self.let_go
+        return let_go is not None and let_go.entry_id < 0 and let_go.ledger_id <= self.first_ledger
+
+    def count(self, start: Position, end: Position) -> int:
+        """How many entries there are to be read between two positions."""
+        return max((self.entries_up_to(end) or 0) - (self.entries_up_to(start) or 0), 0)
+
+    def advanced(self, start: Position, entries: int) -> Position:
+        """The position so many entries after another one, which are there."""
+        return after(self.ledgers.message_id((self.entries_up_to(start) or 0) + entries - 1))
+
+    def entries_in(self, start: Position, size_bytes: int) -> int:
+        """How many entries after a position have about so many bytes; one at least."""
+        first = self.entries_up_to(start) or 0
+        return max(self.ledgers.after(first, size_bytes) - first, 1)
+
+
+def trimmed(topic: str, first_missing: str) -> SeqdedupeError:
+    """What was there after a position, or may have been, is not any more."""
+    return error("POSITION_TRIMMED", f"{topic} has lost what stood {first_missing}")

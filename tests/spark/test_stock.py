@@ -1,0 +1,162 @@
+"""Positions in topics that no sidecar writes, and the batches that are made of their messages."""
+
+import pytest
+
+from seqdedupe.errors import InvalidRequestError
+from seqdedupe.log.pulsar.entries import Entry, Message
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
+from seqdedupe.message_id import MessageId, Position
+from seqdedupe_spark import stock
+from seqdedupe_spark.cluster.stock import stored
+from seqdedupe_spark.columns import SCHEMA, to_arrow
+from seqdedupe_spark.dedupe import Deduplicator
+from seqdedupe_spark.losses import find_loss
+from seqdedupe_spark.stock import STOCK, StockEnds
+
+TOPIC = "persistent://public/default/t"
+LEDGERS = Ledgers([Ledger(5, 10, 1000), Ledger(8, 20, 4000)])
+
+
+def ends(readable: int = 30, let_go: MessageId | None = None) -> StockEnds:
+    return StockEnds(LEDGERS, 5, let_go, readable)
+
+
+def empty(first_ledger: int, let_go: MessageId | None) -> StockEnds:
+    return StockEnds(Ledgers([]), first_ledger, let_go, 0)
+
+
+def at(text: str) -> Position:
+    return stock.given(stock.parse(text))
+
+
+@pytest.mark.parametrize("text", ["5:0", "5:9", "8:3:0", "8:0:7", "0:0"])
+def test_a_position_is_a_place_in_the_log(text: str) -> None:
+    message_id, position = MessageId.parse(text), at(text)
+    assert (position.incarnation, position.message_id) == (STOCK, message_id)
+    assert Position.parse(str(position)) == position == stock.given(Position.parse(str(position)))
+    assert Position.from_bytes(position.to_bytes()) == position
+    entry = message_id._replace(batch_index=-1)
+    if message_id.batch_index < 0:
+        assert stock.entry_before(position) == entry
+        assert stock.rows_read(position) == 0
+    else:
+        assert stock.before(entry).index == position.index
+        assert stock.rows_read(position) == message_id.batch_index + 1
+
+
+def test_the_beginning_of_a_ledger_is_no_entry() -> None:
+    assert stock.entry_before(stock.before(MessageId(8, 0))) == MessageId(8, -1)
+    assert stock.entry_before(stock.before(MessageId(8, 1))) == MessageId(8, 0)
+    assert at("5:9").index < stock.before(MessageId(8, 0)).index < at("8:0").index
+
+
+@pytest.mark.parametrize("text", ["0/5:7@3", f"0/5:7:1@{5 << 31 | 7}", "4294967296:1", f"5:{2**31}"])
+def test_what_is_no_place_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="INVALID_POSITION"):
+        at(text)
+
+
+def test_entries_are_counted_over_ledgers() -> None:
+    found = ends()
+    assert found.last == at("8:19")
+    assert ends(10).last == at("5:9")
+    assert found.count(at("5:3"), found.last) == 26
+    assert found.count(at("5:3:4"), at("5:4")) == 2
+    assert found.count(stock.before(MessageId(5, 0)), at("5:0")) == 1
+    assert found.advanced(at("5:3"), 26) == at("8:19")
+    assert found.advanced(at("5:8:0"), 1) == at("5:8")
+    assert found.entries_in(at("5:4"), 500 + 1000) == 10
+    assert found.entries_in(at("8:18"), 10**9) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("5:0", None),
+        ("8:19", None),
+        ("4:7", "POSITION_TRIMMED"),
+        ("5:10", "POSITION_TRIMMED"),
+        ("6:0", "POSITION_TRIMMED"),
+        ("8:20", "POSITION_AFTER_END"),
+        ("9:0", "POSITION_AFTER_END"),
+        ("123/7:2@5", "POSITION_OF_ANOTHER_INCARNATION"),
+    ],
+)
+def test_a_loss_is_seen_by_the_entry_that_is_not_there(text: str, reason: str | None) -> None:
+    loss = find_loss(TOPIC, at(text), ends())
+    assert (loss and loss.reason) == reason
+    if loss and loss.may_be_accepted:
+        assert loss.next == stock.before(MessageId(5, 0))
+        assert find_loss(TOPIC, loss.next, ends()) is None
+
+
+def test_a_topic_that_was_made_anew_is_no_end_that_moved() -> None:
+    loss = find_loss(TOPIC, at("8:19"), empty(12, MessageId(12, -1)))
+    assert loss
+    assert loss.reason == "POSITION_TRIMMED"
+    assert loss.next == stock.before(MessageId(12, 0))
+
+
+def test_a_ledger_without_entries_may_go() -> None:
+    """It does when its topic is loaded anew. A subscription that has let go of nothing tells it from a loss."""
+    start = stock.before(MessageId(3, 0))
+    for let_go in (None, MessageId(5, 3), MessageId(4, 0)):
+        loss = find_loss(TOPIC, start, ends(let_go=let_go))
+        assert loss
+        assert loss.reason == "POSITION_TRIMMED"
+    for let_go in (MessageId(3, -1), MessageId(5, -1)):
+        assert find_loss(TOPIC, start, ends(let_go=let_go)) is None
+        assert ends(let_go=let_go).count(start, at("5:9")) == 10
+        assert find_loss(TOPIC, start, empty(5, let_go)) is None
+    assert empty(5, MessageId(5, -1)).count(start, stock.before(MessageId(5, 0))) == 0
+
+
+def entry(place: MessageId, name: str, sequence_id: int, time_ms: int = 1, of_batch: int = 0) -> Entry:
+    message = Message(b"%d" % sequence_id, {"a": name}, "", 0)
+    return Entry(message, place, time_ms, name, sequence_id, of_batch)
+
+
+def test_batches_are_of_one_time_and_rise() -> None:
+    rows = [
+        entry(MessageId(5, 0, 0), "p", 3, of_batch=3),
+        entry(MessageId(5, 0, 1), "q", 1, of_batch=3),
+        entry(MessageId(5, 0, 2), "p", 3, of_batch=3),  # a duplicate, within Pulsar's batch
+        entry(MessageId(5, 1), "p", 2),
+        entry(MessageId(5, 2), "p", 4, time_ms=2),
+        entry(MessageId(5, 3), "p", 5, time_ms=2),
+    ]
+    batches = list(stored(rows))
+    assert [(one.batch.sequence_ids.tolist(), one.publish_time_ms) for one in batches] == [
+        ([3, 1], 1),
+        ([3], 1),
+        ([2], 1),
+        ([4, 5], 2),
+    ]
+    ends = [one.position(len(one) - 1) for one in batches]
+    assert ends == [at("5:0:1"), at("5:0"), at("5:1"), at("5:3")]
+    assert batches[0].position(0) == at("5:0:0")
+    deduplicator = Deduplicator({})
+    kept = [
+        one.batch.sequence_ids[rows] if rows is not None else one.batch.sequence_ids
+        for one, rows in ((one, deduplicator.keep(one)) for one in batches)
+    ]
+    assert [ids.tolist() for ids in kept] == [[3, 1], [], [], [4, 5]]
+    assert deduplicator.changed() == {"p": 5, "q": 1}
+    arrow = to_arrow(batches, TOPIC)
+    assert arrow.schema == SCHEMA
+    assert arrow.column("__index").null_count == arrow.column("__incarnation").null_count == 6
+    assert [MessageId.from_bytes(one) for one in arrow.column("__messageId").to_pylist()] == [
+        r.message_id for r in rows
+    ]
+    assert arrow.column("__producerName").to_pylist() == ["p", "q", "p", "p", "p", "p"]
+    assert arrow.column("value").to_pylist() == [b"3", b"1", b"3", b"2", b"4", b"5"]
+
+
+def test_no_value_and_no_key_are_null() -> None:
+    told = Entry(Message(None, {}, "", 0), MessageId(5, 0), 1, "p", 0)
+    given = Entry(Message(b"", {}, "k", 7), MessageId(5, 1), 1, "p", 1)
+    arrow = to_arrow(list(stored([told, given])), TOPIC)
+    assert arrow.column("value").to_pylist() == [None, b""]
+    assert arrow.column("__key").to_pylist() == [None, b"k"]
+    assert arrow.column("__eventTime").null_count == 1
+    assert arrow.column("__publishTime").null_count == 0
