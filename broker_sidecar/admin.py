@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_right
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -11,6 +11,7 @@ from broker_sidecar.listing import Listing
 from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.policies import Policies, policy_of
 from broker_sidecar.rpc import unary
+from broker_sidecar.sidecars import Sidecars
 from broker_sidecar.streams import Streams
 from broker_sidecar.topics import entry_format_of, partitioned_to_proto, topic_to_proto
 from broker_sidecar.transfer import Transfer
@@ -26,6 +27,9 @@ from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State, TopicBase
 from seqdedupe.v1 import admin_pb2
 
+if TYPE_CHECKING:
+    from broker_sidecar.cluster import Cluster
+
 SERVICE = "seqdedupe.v1.AdminService"
 
 PAGE_ITEMS = 1_000
@@ -35,12 +39,16 @@ PAGE_ITEMS = 1_000
 class AdminService:
     """The handlers of AdminService."""
 
-    def __init__(self, topics: Topics[Any], own: Topics[Topic] | None, streams: Streams) -> None:
-        """`own` are the topics if they are on the sidecar's own log."""
+    def __init__(
+        self, topics: Topics[Any], own: Topics[Topic] | None, streams: Streams, cluster: "Cluster | None"
+    ) -> None:
+        """`own` are the topics if they are on the sidecar's own log, or on that of a `cluster`."""
         self._topics = topics
         self._transfer = Transfer(topics, streams)
         self._operate = Operate(own)
         self._policies = Policies(topics)
+        self._sidecars = Sidecars(topics, cluster)
+        self._instance_name = cluster.shared.instance_name if cluster is not None else ""
         self._listing = Listing()
         self._began = time.monotonic()
 
@@ -63,7 +71,7 @@ class AdminService:
         )
         methods: dict[str, Any] = {name: unary(kind, call) for name, kind, call in calls}  # type: ignore[arg-type]
         return grpc.method_handlers_generic_handler(
-            SERVICE, methods | self._operate.methods() | self._transfer.methods()
+            SERVICE, methods | self._operate.methods() | self._transfer.methods() | self._sidecars.methods()
         )
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
@@ -140,6 +148,7 @@ class AdminService:
             uptime_seconds=int(time.monotonic() - self._began),
             max_batch_bytes=MAX_BATCH_BYTES,
             max_batch_rows=MAX_BATCH_ROWS,
+            instance_name=self._instance_name,
         )
 
 

@@ -59,9 +59,10 @@ class Cluster:
             self._connect,
             answers,
         )
+        self.namespaces = asked.namespace_names
         self.logs = PulsarLogs(
             self.shared,
-            asked.namespace_names,
+            self.namespaces,
             EntryFormat(asked.entry_format),
             may_change_policies=asked.manage_topic_policies,
         )

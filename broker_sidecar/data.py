@@ -63,7 +63,7 @@ class Data:
             _check_no_logs(config.log, folder / "logs")
         self._store = store = Store.open(folder / "store")
         self._logs: EmbeddedLogs | None = None
-        self._cluster: Cluster | None = None
+        self.cluster: Cluster | None = None
         self._is_standby = config.standby
         self._is_advertised = bool(config.advertised_address)
         self._scrub_bytes_per_second = config.scrub_bytes_per_second
@@ -88,8 +88,8 @@ class Data:
             return
         logs: Logs
         if config.log == "pulsar":
-            self._cluster = _cluster(config, store)
-            kind, logs = LogKind.PULSAR, self._cluster.logs
+            self.cluster = _cluster(config, store)
+            kind, logs = LogKind.PULSAR, self.cluster.logs
         else:
             self._logs = EmbeddedLogs(folder / "logs", clock_ms=_clock_ms, fatal=fatal)
             kind, logs = LogKind.EMBEDDED, self._logs
@@ -104,7 +104,7 @@ class Data:
         )
 
     def _stands_by(self, topic: str) -> bool:
-        return self._is_standby and self._cluster is not None and self._cluster.is_near(topic)
+        return self._is_standby and self.cluster is not None and self.cluster.is_near(topic)
 
     @property
     def all_topics(self) -> Topics[Any]:
@@ -119,22 +119,22 @@ class Data:
         and for the state of those of which there is none here."""
         if self._logs is not None and self._scrub_bytes_per_second:
             self._logs.scrub(self._scrub_bytes_per_second)
-        if self._cluster is not None:
+        if self.cluster is not None:
             self.all_topics.in_background(_keep_looking(self.all_topics))
-            fetching = Fetching(self.all_topics, self._cluster.owner_of, self._cluster.snapshot_of)
+            fetching = Fetching(self.all_topics, self.cluster.owner_of, self.cluster.snapshot_of)
             self.all_topics.in_background(fetching.run())
 
     def listens(self, address: SidecarAddress) -> None:
         """Where, which is what the sidecar advertises unless it was told something else."""
-        if self._cluster is not None and not self._is_advertised:
-            self._cluster.shared.address = str(address)
+        if self.cluster is not None and not self._is_advertised:
+            self.cluster.shared.address = str(address)
 
     async def close(self) -> None:
         """Lets go of files, locks, connections and threads."""
         if self._logs is not None:
             await self._logs.close()
-        if self._cluster is not None:
-            await self._cluster.close()
+        if self.cluster is not None:
+            await self.cluster.close()
         await asyncio.to_thread(self._store.close)
 
 

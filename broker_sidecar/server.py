@@ -87,7 +87,7 @@ class Sidecar:
         self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *limits, *_PINGS])
         streams = self._streams
         services: dict[str, Any] = {
-            admin.SERVICE: admin.AdminService(self._topics, self._data.topics, streams),
+            admin.SERVICE: admin.AdminService(self._topics, self._data.topics, streams, self._data.cluster),
             health.SERVICE: self._health,
         }
         if (topics := self._data.topics) is not None:

@@ -145,6 +145,16 @@ REASONS: dict[str, Reason] = {
     "PRODUCER_NOT_FOUND": Reason(
         NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe producers TOPIC` lists the producers."
     ),
+    "SIDECAR_NOT_FOUND": Reason(
+        NotFoundError,
+        "NOT_FOUND",
+        "Is the name mistyped, or forgotten already? `seqdedupe sidecars` lists them.",
+    ),
+    "SIDECAR_ALIVE": Reason(
+        InvalidRequestError,
+        "FAILED_PRECONDITION",
+        "Stop it first. One that is to stay needs its subscriptions: they keep what it has not covered.",
+    ),
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."
     ),
@@ -194,6 +204,12 @@ REASONS: dict[str, Reason] = {
         250,
     ),
     "NOT_OWNER": Reason(UnavailableError, "UNAVAILABLE", "Ask the sidecar that owns the topic.", 100),
+    "MOVE_FAILED": Reason(
+        UnavailableError,
+        "FAILED_PRECONDITION",
+        "See why the other sidecar cannot have the topic; it stays where it was, or is taken again there.",
+        1000,
+    ),
     "QUEUE_FULL": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Send less at once, or use a stream, which waits.", 50
     ),

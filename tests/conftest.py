@@ -1,5 +1,6 @@
 """Fixtures that every test may use: real sidecars, as processes of their own."""
 
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -14,16 +15,17 @@ from broker_sidecar import kernels
 from seqdedupe.testing import Sidecar
 from tests import warm
 
-# Before any test imports what is compiled.
-kernels.prepare()
+# Before any test imports what is compiled; and once, not in each worker.
+if kernels.prepare() and "PYTEST_XDIST_WORKER" not in os.environ:
+    importlib.import_module("broker_sidecar.server")
 
 warm.install()
 
 # A suite that is no test file of its own: it says what was compared when a test fails.
 pytest.register_assert_rewrite("tests.log.conformance")
 
-# How long an example takes is the machine's business.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes is the machine's business. Each run has the same examples: no dice decide what it says.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 StartSidecar = Callable[..., Sidecar]
@@ -74,8 +76,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: a third of the time a worker waits for a process, a disk or a clock."""
-    return (os.cpu_count() or 1) + 1
+    """Two more than there are cores: much of the time a worker waits for a process, a disk or a clock."""
+    return (os.cpu_count() or 1) + 2
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spark.run_job import QUICK_JVM
+from tests.spark.run_job import QUICK
 
 FLIGHTS = 2000
 TIMEOUT_SECONDS = 600.0
@@ -28,7 +28,7 @@ def runs() -> Iterator[tuple[Ended, Ended]]:
         subprocess.Popen(
             [*command, *more],
             cwd=Path(__file__).parents[1],
-            env=os.environ | {"JAVA_TOOL_OPTIONS": QUICK_JVM},
+            env=os.environ | QUICK,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

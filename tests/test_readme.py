@@ -13,7 +13,7 @@ import pytest
 from seqdedupe.testing import Sidecar
 from tests import warm
 from tests.processes import running
-from tests.spark.run_job import QUICK_JVM
+from tests.spark.run_job import QUICK
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -46,7 +46,7 @@ def test_the_commands_do_what_they_are_shown_for(sidecar: Sidecar, tmp_path: Pat
     commands = [shlex.split(line.partition("#")[0]) for line in shown if not line.startswith("make")]
     assert [command[1] for command in commands] == ["serve", "publish", "read", "topics", "job", "job"]
     (tmp_path / "events.csv").write_text("id,what\n" + "".join(f"{i},event {i}\n" for i in range(5)))
-    environment = os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address, "JAVA_TOOL_OPTIONS": QUICK_JVM}
+    environment = os.environ | QUICK | {"SEQDEDUPE_ADDRESS": sidecar.address}
     output = []
     for command in commands[1:]:
         ran = subprocess.run(

@@ -15,6 +15,7 @@ from seqdedupe.cli.policy import policy
 from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
+from seqdedupe.cli.sidecars import sidecars
 from seqdedupe.cli.topics import producers, snapshot, topics, version
 from seqdedupe.cli.transfer import export_file, import_file, rebuild_topic
 from seqdedupe.command import run_command, say_failure, says_json
@@ -34,6 +35,7 @@ for _command in (
     publish,
     read,
     topics,
+    sidecars,
     policy,
     producers,
     message_state,

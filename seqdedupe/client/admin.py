@@ -14,6 +14,8 @@ from seqdedupe.v1 import admin_pb2
 
 T = TypeVar("T")
 
+_LIST_SIDECARS = admin_pb2.ListSidecarsRequest()
+
 _ENTRY_FORMATS = {
     "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
     "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
@@ -215,6 +217,29 @@ class Admin:
         (LOG_INCOMPLETE); UnavailableError: then do it again."""
         request = admin_pb2.RebuildTopicRequest(topic=topic_name(topic))
         return (await self._calls.call(lambda sidecar: sidecar.admin.RebuildTopic, request)).topic
+
+    async def sidecars(self) -> list[admin_pb2.ClusterSidecar]:
+        """The sidecars of a cluster, by name, as its topics show them: all or an error."""
+        return list((await self._calls.call(lambda sidecar: sidecar.admin.ListSidecars, _LIST_SIDECARS)).sidecars)
+
+    async def forget_sidecar(self, name: str) -> list[str]:
+        """Removes the subscriptions of a sidecar that is gone for good; returns on which topics it had one.
+
+        Raises NotFoundError if it has none, InvalidRequestError (SIDECAR_ALIVE), UnavailableError: then some may be
+        removed, and doing it again removes what is left.
+        """
+        request = admin_pb2.ForgetSidecarRequest(name=name)
+        return list((await self._calls.call(lambda sidecar: sidecar.admin.ForgetSidecar, request)).topics)
+
+    async def move_topic(self, topic: str, to: str = "") -> str:
+        """Moves a topic to the sidecar at this address, or to whichever takes it first; returns the address of the one
+        that serves it now.
+
+        Raises NotFoundError, InvalidRequestError; UnavailableError (MOVE_FAILED): then it stays where it was, or is
+        taken again there.
+        """
+        request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
+        return (await self._calls.call(lambda sidecar: sidecar.admin.MoveTopic, request)).owner_address
 
     async def version(self) -> admin_pb2.GetVersionResponse:
         """The sidecar's version and limits."""

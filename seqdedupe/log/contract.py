@@ -324,6 +324,10 @@ class Log(Protocol):
         how far it came.
         """
 
+    async def let_go(self) -> None:
+        """Ends an opening for writing, so that somebody else can open the log, where others can. What is in flight may
+        be stored or not, and nobody is told."""
+
     async def close(self) -> None:
         """Lets go of files and threads. What is in flight must have settled."""
 

@@ -28,6 +28,11 @@ class KeepingAway:
         """The topic is ours."""
         self._served_since = self._now_seconds()
 
+    def gave_up(self, seconds: float) -> None:
+        """The topic was ours, and another one shall have it: for so long."""
+        self._served_since = None
+        self._until = self._now_seconds() + seconds
+
     def found_owned(self) -> None:
         """The topic is another one's. If it was ours, we were shut out."""
         now, since = self._now_seconds(), self._served_since

@@ -8,6 +8,7 @@ step, before their receipt is given and before anything is called Dup because of
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
@@ -18,16 +19,20 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import admission, earlier, recovery, trimming
 from seqdedupe.topic.answers import Refusal, Reply
+from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.flight import Admitted, Changing
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
-from seqdedupe.topic.standby import until_asked, until_free
+from seqdedupe.topic.standby import first_of, until_asked, until_free
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
+
+SETTLE_SECONDS = 5.0
+"""For what is in flight, before another sidecar gets a topic: what has not settled then, that one finds out."""
 
 
 class Topic(LoggedTopic):
@@ -64,6 +69,10 @@ class Topic(LoggedTopic):
         self._own_ownership = 0
         """Of what is appended now."""
         self._trimming: asyncio.Task[None] | None = None
+        self.wanted = asyncio.Event()
+        """An operator wants this sidecar to have the topic, if nobody has it."""
+        self._tried = Broadcast()
+        """Tells that it was tried to take over the log."""
 
     # -- recovery ----------------------------------------------------------------------------------------------
 
@@ -86,13 +95,13 @@ class Topic(LoggedTopic):
 
     async def _pause(self, delay_seconds: float) -> None:
         """Before it is tried again."""
-        if self.state is not State.STANDBY:
-            await asyncio.sleep(delay_seconds)
-            return
-        if self._is_standby:
-            await until_free(self, self._follow, self._keeping_away)
+        self._tried.tell()
+        if self.state is State.STANDBY:
+            until = until_free if self._is_standby else until_asked
+            await first_of(self.wanted.wait(), until(self, self._follow, self._keeping_away))
+            self.wanted.clear()
         else:
-            await until_asked(self, self._follow, self._keeping_away)
+            await asyncio.sleep(delay_seconds)
 
     async def _has_recovered(self) -> bool:
         """Tries once. Whether there is nothing left to try."""
@@ -120,6 +129,7 @@ class Topic(LoggedTopic):
         self._is_recovering = False
         self.knows_its_end = True
         self._set_state(State.SERVING, "")
+        self._tried.tell()
         earlier.state(self)
         return True
 
@@ -136,6 +146,9 @@ class Topic(LoggedTopic):
     def _stand_by(self, e: UnavailableError) -> None:
         """Another sidecar owns the log. What was in flight may be in it, and it is the other one's to say."""
         self._keeping_away.found_owned()
+        self._step_back(e)
+
+    def _step_back(self, e: SeqdedupeError) -> None:
         self.owner_address = e.numbers.get("owner_address", "")
         self.knows_its_end = False
         # A frame may be sent again there. A change may not be made again by whoever takes this for "nothing was done".
@@ -148,11 +161,46 @@ class Topic(LoggedTopic):
         for end in list(self._streams.values()):
             end(self.not_owner(""))
 
+    async def hand_over(self, to: str, away_seconds: float) -> None:
+        """Lets the sidecar at this address (empty: whichever) have the topic, and keeps away from it for so long.
+
+        Nothing is taken while what is in flight settles, for SETTLE_SECONDS at most; a snapshot was taken before.
+        Raises why the topic does not serve: then this sidecar has it as before.
+        """
+        self.check_serving()
+        await self.snapshot_in_background()
+        self.check_serving()
+        moving = error("RECOVERING", f"topic {self.name} is being moved to another sidecar")
+        self.hold(moving)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.flight.all_of_now(), SETTLE_SECONDS)
+            if self._is_recovering:
+                raise moving
+            self._is_recovering = True
+            await self.log.let_go()
+        finally:
+            if self._held is moving:
+                self.release()
+        self._keeping_away.gave_up(away_seconds)
+        self.owner_address = to
+        self._step_back(self.not_owner(": it was moved there"))
+        if self.state is State.STANDBY:
+            self._spawn(again_until(self._has_recovered, self._pause))
+
+    async def take(self) -> None:
+        """Tries at once to take a topic that nobody owns. Raises NOT_OWNER if somebody does, and why it is not ours."""
+        if self.state in (State.STANDBY, State.RECOVERING):
+            self.wanted.set()
+            await self._tried.wait()
+        self.check_serving()
+
     def _give_up(self, e: DamagedError) -> None:
         """The log is damaged, and stays so."""
         self.damage = e
         self._is_recovering = False
         self.knows_its_end = False
+        self._tried.tell()
         self._fail_in_flight(self._not_appended("OUTCOME_UNKNOWN", e.message))
         self._set_state(State.DAMAGED, f"{e} {e.hint}")
         self.confirmed.tell()

@@ -51,6 +51,19 @@ async def _beside(topic: LoggedTopic, reading: Coroutine[Any, Any, None]) -> Asy
             logger.error("the log of topic %s was not read on", topic.name, exc_info=e)
 
 
+async def first_of(*works: Coroutine[Any, Any, object]) -> None:
+    """Returns when one of them has ended, and no other goes on. Raises what that one raises."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
 async def _catch_up(topic: LoggedTopic, merge: Merge) -> None:
     """Reads and merges what the owner has appended, again and again."""
     while True:

@@ -1715,6 +1715,230 @@ class RebuildTopicResponse(_message.Message):
 Global___RebuildTopicResponse: _TypeAlias = RebuildTopicResponse  # noqa: Y015
 
 @_typing.final
+class ListSidecarsRequest(_message.Message):
+    """A question for the sidecars."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSidecarsRequest: _TypeAlias = ListSidecarsRequest  # noqa: Y015
+
+@_typing.final
+class ListSidecarsResponse(_message.Message):
+    """The sidecars."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIDECARS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sidecars(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClusterSidecar]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        sidecars: _abc.Iterable[Global___ClusterSidecar] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sidecars", b"sidecars"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSidecarsResponse: _TypeAlias = ListSidecarsResponse  # noqa: Y015
+
+@_typing.final
+class ClusterSidecar(_message.Message):
+    """A sidecar of a cluster, as the cluster's topics show it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    TOPICS_OWNED_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
+    KEPT_ENTRIES_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    IS_THIS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its instance name."""
+    topics_owned: _builtins.int
+    """The topics that it owns."""
+    subscriptions: _builtins.int
+    """The topics on which it has a subscription."""
+    kept_entries: _builtins.int
+    """The entries that its subscriptions keep, of all topics."""
+    kept_bytes: _builtins.int
+    """Their bytes."""
+    is_this: _builtins.bool
+    """Whether it is the one that was asked."""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where it can be reached, as far as that is known. Two addresses may be two sidecars that have one name, which must
+        not be.
+        """
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        topics_owned: _builtins.int = ...,
+        subscriptions: _builtins.int = ...,
+        kept_entries: _builtins.int = ...,
+        kept_bytes: _builtins.int = ...,
+        is_this: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_this", b"is_this", "kept_bytes", b"kept_bytes", "kept_entries", b"kept_entries", "name", b"name", "subscriptions", b"subscriptions", "topics_owned", b"topics_owned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClusterSidecar: _TypeAlias = ClusterSidecar  # noqa: Y015
+
+@_typing.final
+class ForgetSidecarRequest(_message.Message):
+    """A sidecar that is gone for good."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its instance name."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetSidecarRequest: _TypeAlias = ForgetSidecarRequest  # noqa: Y015
+
+@_typing.final
+class ForgetSidecarResponse(_message.Message):
+    """Its subscriptions are removed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPICS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The topics on which it had one."""
+
+    def __init__(
+        self,
+        *,
+        topics: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetSidecarResponse: _TypeAlias = ForgetSidecarResponse  # noqa: Y015
+
+@_typing.final
+class MoveTopicRequest(_message.Message):
+    """A topic that another sidecar is to have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    to: _builtins.str
+    """The address of the sidecar; empty: whichever takes it first."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        to: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["to", b"to", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveTopicRequest: _TypeAlias = MoveTopicRequest  # noqa: Y015
+
+@_typing.final
+class MoveTopicResponse(_message.Message):
+    """The topic is served there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_ADDRESS_FIELD_NUMBER: _builtins.int
+    owner_address: _builtins.str
+    """The address of its new owner."""
+    def __init__(
+        self,
+        *,
+        owner_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner_address", b"owner_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveTopicResponse: _TypeAlias = MoveTopicResponse  # noqa: Y015
+
+@_typing.final
+class TakeTopicRequest(_message.Message):
+    """A topic that the asked sidecar is to have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeTopicRequest: _TypeAlias = TakeTopicRequest  # noqa: Y015
+
+@_typing.final
+class TakeTopicResponse(_message.Message):
+    """The topic is served here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeTopicResponse: _TypeAlias = TakeTopicResponse  # noqa: Y015
+
+@_typing.final
 class GetVersionRequest(_message.Message):
     """A question for the version."""
 
@@ -1742,6 +1966,7 @@ class GetVersionResponse(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_BYTES_FIELD_NUMBER: _builtins.int
     MAX_BATCH_ROWS_FIELD_NUMBER: _builtins.int
+    INSTANCE_NAME_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Of the sidecar, as its package has it."""
     record_format_version: _builtins.int
@@ -1752,6 +1977,8 @@ class GetVersionResponse(_message.Message):
     """The most bytes an encoded batch may have."""
     max_batch_rows: _builtins.int
     """The most rows a batch may have."""
+    instance_name: _builtins.str
+    """The instance name of the sidecar, where its log is a cluster's."""
     def __init__(
         self,
         *,
@@ -1760,10 +1987,11 @@ class GetVersionResponse(_message.Message):
         uptime_seconds: _builtins.int = ...,
         max_batch_bytes: _builtins.int = ...,
         max_batch_rows: _builtins.int = ...,
+        instance_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_bytes", b"max_batch_bytes", "max_batch_rows", b"max_batch_rows", "record_format_version", b"record_format_version", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_name", b"instance_name", "max_batch_bytes", b"max_batch_bytes", "max_batch_rows", b"max_batch_rows", "record_format_version", b"record_format_version", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

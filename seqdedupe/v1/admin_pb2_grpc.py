@@ -140,6 +140,26 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicResponse.FromString,
                 _registered_method=True)
+        self.ListSidecars = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/ListSidecars',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ListSidecarsRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ListSidecarsResponse.FromString,
+                _registered_method=True)
+        self.ForgetSidecar = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/ForgetSidecar',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ForgetSidecarRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ForgetSidecarResponse.FromString,
+                _registered_method=True)
+        self.MoveTopic = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/MoveTopic',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.MoveTopicRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.MoveTopicResponse.FromString,
+                _registered_method=True)
+        self.TakeTopic = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/TakeTopic',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicResponse.FromString,
+                _registered_method=True)
         self.GetVersion = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/GetVersion',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
@@ -328,6 +348,41 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSidecars(self, request, context):
+        """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All or
+        an error. Only where the log is a cluster's, as the three calls that follow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetSidecar(self, request, context):
+        """Removes the subscriptions of a sidecar that is gone for good, so that the cluster need not keep anything for it.
+        Errors: `SIDECAR_NOT_FOUND` if it has none, `SIDECAR_ALIVE` if it is connected or answers; `LOG_REFUSED` if some could
+        not be removed: the others are, and the same call removes what is left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveTopic(self, request, context):
+        """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
+        repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
+        which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
+        takes it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeTopic(self, request, context):
+        """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
+        somebody owns it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVersion(self, request, context):
         """The version of the sidecar and what it has been told.
         """
@@ -442,6 +497,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RebuildTopic,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicResponse.SerializeToString,
+            ),
+            'ListSidecars': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSidecars,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ListSidecarsRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ListSidecarsResponse.SerializeToString,
+            ),
+            'ForgetSidecar': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetSidecar,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ForgetSidecarRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ForgetSidecarResponse.SerializeToString,
+            ),
+            'MoveTopic': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveTopic,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.MoveTopicRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.MoveTopicResponse.SerializeToString,
+            ),
+            'TakeTopic': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeTopic,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicResponse.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVersion,
@@ -1017,6 +1092,114 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/RebuildTopic',
             seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.RebuildTopicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSidecars(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/ListSidecars',
+            seqdedupe_dot_v1_dot_admin__pb2.ListSidecarsRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ListSidecarsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetSidecar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/ForgetSidecar',
+            seqdedupe_dot_v1_dot_admin__pb2.ForgetSidecarRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ForgetSidecarResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveTopic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/MoveTopic',
+            seqdedupe_dot_v1_dot_admin__pb2.MoveTopicRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.MoveTopicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeTopic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/TakeTopic',
+            seqdedupe_dot_v1_dot_admin__pb2.TakeTopicRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.TakeTopicResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -116,6 +116,25 @@ class AdminServiceStub:
     sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not say again,
     `STORE_UNAVAILABLE`; repeating it does no harm.
     """
+    ListSidecars: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListSidecarsRequest, _admin_pb2.ListSidecarsResponse]
+    """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All or
+    an error. Only where the log is a cluster's, as the three calls that follow.
+    """
+    ForgetSidecar: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForgetSidecarRequest, _admin_pb2.ForgetSidecarResponse]
+    """Removes the subscriptions of a sidecar that is gone for good, so that the cluster need not keep anything for it.
+    Errors: `SIDECAR_NOT_FOUND` if it has none, `SIDECAR_ALIVE` if it is connected or answers; `LOG_REFUSED` if some could
+    not be removed: the others are, and the same call removes what is left.
+    """
+    MoveTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveTopicRequest, _admin_pb2.MoveTopicResponse]
+    """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
+    repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
+    which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
+    takes it again.
+    """
+    TakeTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]
+    """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
+    somebody owns it.
+    """
     GetVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]
     """The version of the sidecar and what it has been told."""
 
@@ -206,6 +225,25 @@ class AdminServiceAsyncStub(AdminServiceStub):
     whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics on the
     sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not say again,
     `STORE_UNAVAILABLE`; repeating it does no harm.
+    """
+    ListSidecars: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListSidecarsRequest, _admin_pb2.ListSidecarsResponse]  # type: ignore[assignment]
+    """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All or
+    an error. Only where the log is a cluster's, as the three calls that follow.
+    """
+    ForgetSidecar: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForgetSidecarRequest, _admin_pb2.ForgetSidecarResponse]  # type: ignore[assignment]
+    """Removes the subscriptions of a sidecar that is gone for good, so that the cluster need not keep anything for it.
+    Errors: `SIDECAR_NOT_FOUND` if it has none, `SIDECAR_ALIVE` if it is connected or answers; `LOG_REFUSED` if some could
+    not be removed: the others are, and the same call removes what is left.
+    """
+    MoveTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveTopicRequest, _admin_pb2.MoveTopicResponse]  # type: ignore[assignment]
+    """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
+    repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
+    which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
+    takes it again.
+    """
+    TakeTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]  # type: ignore[assignment]
+    """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
+    somebody owns it.
     """
     GetVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]  # type: ignore[assignment]
     """The version of the sidecar and what it has been told."""
@@ -420,6 +458,49 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics on the
         sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not say again,
         `STORE_UNAVAILABLE`; repeating it does no harm.
+        """
+
+    @_abc_1.abstractmethod
+    def ListSidecars(
+        self,
+        request: _admin_pb2.ListSidecarsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListSidecarsResponse, _abc.Awaitable[_admin_pb2.ListSidecarsResponse]]:
+        """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All or
+        an error. Only where the log is a cluster's, as the three calls that follow.
+        """
+
+    @_abc_1.abstractmethod
+    def ForgetSidecar(
+        self,
+        request: _admin_pb2.ForgetSidecarRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ForgetSidecarResponse, _abc.Awaitable[_admin_pb2.ForgetSidecarResponse]]:
+        """Removes the subscriptions of a sidecar that is gone for good, so that the cluster need not keep anything for it.
+        Errors: `SIDECAR_NOT_FOUND` if it has none, `SIDECAR_ALIVE` if it is connected or answers; `LOG_REFUSED` if some could
+        not be removed: the others are, and the same call removes what is left.
+        """
+
+    @_abc_1.abstractmethod
+    def MoveTopic(
+        self,
+        request: _admin_pb2.MoveTopicRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.MoveTopicResponse, _abc.Awaitable[_admin_pb2.MoveTopicResponse]]:
+        """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
+        repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
+        which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
+        takes it again.
+        """
+
+    @_abc_1.abstractmethod
+    def TakeTopic(
+        self,
+        request: _admin_pb2.TakeTopicRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.TakeTopicResponse, _abc.Awaitable[_admin_pb2.TakeTopicResponse]]:
+        """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
+        somebody owns it.
         """
 
     @_abc_1.abstractmethod

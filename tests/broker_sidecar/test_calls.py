@@ -23,6 +23,9 @@ OTHERS = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 SERVING: int = health_pb2.HealthCheckResponse.SERVING
 SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
+OF_CLUSTERS = {"ListSidecars", "ForgetSidecar", "MoveTopic", "TakeTopic"}
+"""Calls for which there has to be one."""
+
 
 class Reflected:
     """What reflection says of a server, and calls made with nothing else."""
@@ -123,7 +126,7 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
     by_name = {method.name: method for method in methods(reflected)}
     transfers = {"ExportWatermarks", "ImportWatermarks", "ExportSnapshot", "ImportSnapshot"}
     streams = {"PublishStream", "ReadStream", *transfers}
-    assert set(by_name) == set(requests) | streams
+    assert set(by_name) == set(requests) | streams | OF_CLUSTERS
     answers: dict[str, Any] = {}
     for name, request in requests.items():
         answers[name] = reflected.call(by_name[name], request())
@@ -139,6 +142,16 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
     assert f"persistent://public/default/{topic}" in [one["name"] for one in answers["ListTopics"]["topics"]]
     assert answers["GetVersion"]["maxBatchBytes"] == str(MAX_BATCH_BYTES)
     assert answers["GetVersion"]["maxBatchRows"] == str(MAX_BATCH_ROWS)
+
+
+def test_a_sidecar_that_is_the_only_one_answers_what_is_asked_of_clusters(client: Client, topic: str) -> None:
+    client.epochs(topic, "p")
+    for name in sorted(OF_CLUSTERS):
+        request = getattr(admin_pb2, f"{name}Request")()
+        if "topic" in request.DESCRIPTOR.fields_by_name:
+            request.topic = topic
+        answer = refused(lambda: getattr(client.admin, name)(request))  # noqa: B023
+        assert (answer.reason, "cluster" in answer.message) == ("INVALID_REQUEST", True)
 
 
 def test_random_bytes_to_every_call(client: Client, reflected: Reflected, topic: str) -> None:

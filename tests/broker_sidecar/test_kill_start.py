@@ -11,7 +11,7 @@ from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch
 
 KILLS = 14
 ROWS = 400
-LONGEST_START_SECONDS = 2.5
+LONGEST_START_SECONDS = 1.0
 
 
 def wait_for(sidecar: Sidecar, begin: int, words: str, seconds: float) -> None:

@@ -12,11 +12,10 @@ import pytest
 
 from broker_sidecar import neighbours
 from broker_sidecar.neighbours import answers, snapshot_of
-from pulsar_broker.standalone import free_port
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.names import topic_name
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import Sidecar, reserved_port
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client, batch
 
@@ -46,7 +45,8 @@ async def _will_answer(address: str) -> bool:
 
 
 async def test_nobody_does_not() -> None:
-    assert not await answers(f"127.0.0.1:{free_port()}")
+    with reserved_port() as nobody:
+        assert not await answers("{}:{}".format(*nobody.getsockname()))
 
 
 async def test_who_refuses_the_question_answers() -> None:
@@ -190,5 +190,5 @@ async def test_who_is_not_listed_is_not_asked(shared_sidecar: Sidecar, topic: st
 async def test_what_the_owner_refuses_is_told(shared_sidecar: Sidecar) -> None:
     with pytest.raises(SeqdedupeError, match="TOPIC_NOT_FOUND"):
         await snapshot_of(shared_sidecar.address, topic_name("nothing-of-that-name"), None)
-    with pytest.raises(SeqdedupeError, match="UNREACHABLE"):
-        await snapshot_of(f"127.0.0.1:{free_port()}", topic_name("t"), None)
+    with reserved_port() as nobody, pytest.raises(SeqdedupeError, match="UNREACHABLE"):
+        await snapshot_of("{}:{}".format(*nobody.getsockname()), topic_name("t"), None)

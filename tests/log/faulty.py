@@ -436,6 +436,10 @@ class FaultyLog:
         while self.storage.writer not in (None, self):
             await self.storage.news.wait()
 
+    async def let_go(self) -> None:
+        self._settle = None
+        self.lose_place(report=False)
+
     def _entries(self, several: list[bytes]) -> Entries:
         raw, table, result = b"".join(several), records.new_table(len(several)), records.new_result()
         why = records.scan(np.frombuffer(raw, np.uint8), self.incarnation, -1, -1, KEY, table, result)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsar_broker.distribution import get
-from pulsar_broker.standalone import Broker, free_port
+from pulsar_broker.standalone import Broker
 from seqdedupe.client import Client, ProducerConfig, Verdict
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.owner import ADDRESS
@@ -129,12 +129,12 @@ class Scene:
         self._namespace = f"public/crashes-{next(_scenes)}"
         self.topics = [f"persistent://{self._namespace}/{name}" for name in ("plain", "packed")]
         self.control = f"persistent://{self._namespace}/control"
-        addresses = [f"127.0.0.1:{free_port()}" for _ in range(SIDECARS)]
-        keys = {"deduplication_entries_interval": 100, "sidecars": ",".join(addresses) if are_listed else ""}
         self.sidecars = [
-            sidecar_of(broker, self._namespace, folder / f"sidecar-{k}", listen=address, **keys)
-            for k, address in enumerate(addresses)
+            sidecar_of(broker, self._namespace, folder / f"sidecar-{k}", deduplication_entries_interval=100)
+            for k in range(SIDECARS)
         ]
+        for sidecar in self.sidecars if are_listed else ():
+            sidecar.keys["sidecars"] = self.addresses
         self.producers: list[ProducerProcess] = []
         self.doubled = 0
         """Messages of the control that stand there again, when it has ended."""

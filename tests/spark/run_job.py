@@ -17,6 +17,12 @@ from tests.spark.jobs import select
 QUICK_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """For a JVM that lives for seconds."""
 
+QUICK = {
+    "JAVA_TOOL_OPTIONS": QUICK_JVM,
+    "PYSPARK_SUBMIT_ARGS": "--conf spark.ui.enabled=false --conf spark.sql.shuffle.partitions=2 pyspark-shell",
+}
+"""The environment of a session that lives for seconds."""
+
 
 class Driver:
     """A driver with its JVM: one process group, which its Python workers are not of."""
@@ -28,7 +34,7 @@ class Driver:
         command = [sys.executable, "-m", __name__, str(file)]
         self.process = subprocess.Popen(
             command,
-            env=os.environ | {"JAVA_TOOL_OPTIONS": QUICK_JVM},
+            env=os.environ | QUICK,
             start_new_session=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

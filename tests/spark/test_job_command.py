@@ -24,7 +24,7 @@ from seqdedupe_spark.job.rounds import JobConfig
 from seqdedupe_spark.session import workers_path
 from seqdedupe_spark.stores.urls import from_url
 from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, source, sqlite_database
-from tests.spark.run_job import QUICK_JVM
+from tests.spark.run_job import QUICK
 
 REPOSITORY = Path(__file__).parents[2]
 TRANSFORM = """
@@ -108,7 +108,7 @@ def test_follows_as_a_streaming_query_until_it_is_told_to_stop(
         "--master",
         "local[2]",
     ]
-    process = start(tmp_path, "run", "--job", JOB, *flags, JAVA_TOOL_OPTIONS=QUICK_JVM)
+    process = start(tmp_path, "run", "--job", JOB, *flags, **QUICK)
     assert process.stderr is not None
     for line in process.stderr:
         if "rows/s, lag" in line:
@@ -129,7 +129,7 @@ def test_sigterm_ends_a_job_whose_sidecar_is_away(sidecar: Sidecar, tmp_path: Pa
     publish(sidecar.address, "events", 10)
     flags = ["--address", sidecar.address, "--topic", "events", "--store", "sqlite:///out.db", "--table", TABLE]
     flags += ["--follow", "--trigger-seconds", "0.1", "--json", "--master", "local[2]"]
-    process = start(tmp_path, "run", "--job", JOB, *flags, JAVA_TOOL_OPTIONS=QUICK_JVM)
+    process = start(tmp_path, "run", "--job", JOB, *flags, **QUICK)
     assert process.stderr is not None
     for line in process.stderr:
         if "rows/s, lag" in line:
@@ -237,9 +237,7 @@ def test_the_help_names_the_jobs_of_their_own() -> None:
 
 def test_sigterm_before_the_sidecar_was_reached(tmp_path: Path) -> None:
     flags = ["--address", "127.0.0.1:9", "--topic", "events", "--store", "sqlite:///out.db", "--table", TABLE]
-    process = start(
-        tmp_path, "run", "--job", JOB, *flags, "--json", "--master", "local[2]", JAVA_TOOL_OPTIONS=QUICK_JVM
-    )
+    process = start(tmp_path, "run", "--job", JOB, *flags, "--json", "--master", "local[2]", **QUICK)
     assert process.stderr is not None
     for line in process.stderr:
         if "waiting: no connection to the sidecar" in line:

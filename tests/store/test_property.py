@@ -26,7 +26,7 @@ from tests.store.model import INCARNATION, State, delta, fast_folder, state_of
 
 pytestmark = pytest.mark.usefixtures("small_pages")
 
-CASES = 100
+CASES = 60
 PLANTED_CASES = 400
 
 numbers = st.integers(-1, 40)

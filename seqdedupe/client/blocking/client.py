@@ -102,6 +102,15 @@ class Admin:
     def rebuild_topic(self, topic: str) -> admin_pb2.Topic:
         return self._run(lambda admin: admin.rebuild_topic(topic))
 
+    def sidecars(self) -> list[admin_pb2.ClusterSidecar]:
+        return self._run(lambda admin: admin.sidecars())
+
+    def forget_sidecar(self, name: str) -> list[str]:
+        return self._run(lambda admin: admin.forget_sidecar(name))
+
+    def move_topic(self, topic: str, to: str = "") -> str:
+        return self._run(lambda admin: admin.move_topic(topic, to))
+
     def version(self) -> admin_pb2.GetVersionResponse:
         return self._run(lambda admin: admin.version())
 

@@ -191,6 +191,9 @@ class EmbeddedLog:
     async def wait_until_free(self) -> None:
         """At once: the folder is this process's alone."""
 
+    async def let_go(self) -> None:
+        """Nothing: nobody else can open it."""
+
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> Records:
         return Records(await self._reader.read(from_index, stop_index, max_bytes))
 

@@ -18,6 +18,18 @@ class Publisher(NamedTuple):
     """What it was opened with as its properties."""
 
 
+class Subscription(NamedTuple):
+    """A subscription of a topic."""
+
+    name: str
+    properties: dict[str, str]
+    backlog_entries: int
+    """What it keeps."""
+    backlog_bytes: int
+    consumers: int
+    """That are connected."""
+
+
 class TopicStats(NamedTuple):
     """What a topic's broker says of it just now."""
 
@@ -26,6 +38,7 @@ class TopicStats(NamedTuple):
     """Those that wait to be the exclusive one."""
     deduplicates: bool
     """Whether Pulsar's own deduplication is in force."""
+    subscriptions: tuple[Subscription, ...] = ()
 
 
 class Storage(NamedTuple):
@@ -60,6 +73,15 @@ class Admin:
         except InvalidRequestError as e:
             if e.reason != "TOPIC_EXISTS":
                 raise
+
+    async def set_subscription_properties(self, topic: str, name: str, properties: Mapping[str, str]) -> None:
+        """Sets what a subscription shows to others. Raises TOPIC_NOT_FOUND, also if there is none of this name."""
+        await self._url.call("PUT", f"{_path(topic)}/subscription/{quote(name, safe='')}/properties", dict(properties))
+
+    async def delete_subscription(self, topic: str, name: str) -> None:
+        """Deletes a subscription. Raises TOPIC_NOT_FOUND, also if there is none of this name; TOPIC_IN_USE if somebody
+        consumes by it."""
+        await self._url.call("DELETE", f"{_path(topic)}/subscription/{quote(name, safe='')}")
 
     async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
         """Moves a durable subscription: Pulsar keeps this entry for it, and all after it."""
@@ -102,7 +124,7 @@ class Admin:
         return _texts(await self._url.get(path) or {}, path)
 
     async def stats(self, topic: str) -> TopicStats:
-        """Who writes to a topic. It is loaded by its broker for that."""
+        """Who writes to a topic, and what is kept for whom. It is loaded by its broker for that."""
         path = f"{_path(topic)}/stats"
         answer = await self._url.get(path)
         try:
@@ -110,8 +132,9 @@ class Admin:
                 tuple(Publisher(str(p["producerName"]), _texts(p["metadata"], path)) for p in answer["publishers"]),
                 int(answer["waitingPublishers"]),
                 answer["deduplicationStatus"] == "Enabled",
+                tuple(_subscription(name, one, path) for name, one in answer["subscriptions"].items()),
             )
-        except (KeyError, TypeError, ValueError) as e:
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
     async def ledgers(self, topic: str) -> Ledgers:
@@ -193,6 +216,13 @@ def _path(topic: str) -> str:
     domain, _, name = topic.partition("://")
     tenant, namespace, local = name.split("/", 2)
     return f"{domain}/{tenant}/{namespace}/{quote(local, safe='')}"
+
+
+def _subscription(name: str, answer: Any, path: str) -> Subscription:
+    properties = _texts(answer["subscriptionProperties"], path)
+    return Subscription(
+        name, properties, int(answer["msgBacklog"]), int(answer["backlogSize"]), len(answer["consumers"])
+    )
 
 
 def _ledgers(answer: Any, path: str) -> Ledgers:

@@ -193,7 +193,7 @@ class PulsarLog:
         return self._last_ms
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
-        await self._let_go()
+        await self.let_go()
         owner = Owner(self.incarnation, term, ownership_of(token))
         opening: Opening | None = None
         failed = ""
@@ -223,10 +223,10 @@ class PulsarLog:
             if self._end.standing.owner != owner:
                 if self._end.standing.owner.term < term:
                     raise error("LOG_REFUSED", f"{self._topic} has not taken the marker of term {term}")
-                await self._let_go()
+                await self.let_go()
                 return self._end.standing.owner.term
         except BaseException:
-            await self._let_go()
+            await self.let_go()
             raise
         self._opening = opening = Opening(owner, writer, self._content.places, settle)
         writer.was_read([self._end.message_id])
@@ -249,10 +249,10 @@ class PulsarLog:
             if e.reason != "NOT_OWNER":
                 raise
             marked = self._content.marked_address
-            raise await not_owner(e, shared.admin, self._topic, shared.address, marked) from e
+            raise await not_owner(e, shared.admin, self._topic, shared.address, shared.instance_name, marked) from e
 
-    async def _let_go(self) -> None:
-        """Of the topic, whoever takes it then. What is in flight may be stored or not, and nobody is told."""
+    async def let_go(self) -> None:
+        """See `Log.let_go`."""
         if self._guarding is not None:
             self._guarding.cancel()
             self._guarding = None
@@ -388,5 +388,5 @@ class PulsarLog:
     async def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
-            await self._let_go()
+            await self.let_go()
             await self._content.close()

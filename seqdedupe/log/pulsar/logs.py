@@ -7,6 +7,7 @@ from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, PREFIX, EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
+from seqdedupe.log.pulsar.owner import ADDRESS
 from seqdedupe.log.pulsar.policies import ensure_safe
 from seqdedupe.names import namespace_of
 
@@ -96,6 +97,9 @@ class PulsarLogs:
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
         # Before anything is looked for, so that it stays. Who comes new to the topic has none yet.
         await self._admin.create_subscription(topic, self._shared.subscription)
+        # So that others know whose it is, also while this sidecar owns nothing.
+        whose = {ADDRESS: self._shared.address}
+        await self._admin.set_subscription_properties(topic, self._shared.subscription, whose)
         log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties), place)
         try:
             await log.begin(covered_index)

@@ -1,27 +1,42 @@
 """Who owns a topic: what its statistics say of who writes to it, and else its last marker."""
 
+import logging
+
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.admin import Admin, Publisher
+
+logger = logging.getLogger("seqdedupe.log")
 
 ADDRESS = "address"
 """The property of a sidecar's producer that says where the sidecar can be reached."""
 
 
 async def not_owner(
-    e: SeqdedupeError, admin: Admin, topic: str, own_address: str, marked_address: str
+    e: SeqdedupeError, admin: Admin, topic: str, own_address: str, own_name: str, marked_address: str
 ) -> SeqdedupeError:
     """A NOT_OWNER with `owner_address` where that is known, and is not this sidecar's own: a producer of its own that
-    it has lost may still be listed."""
+    it has lost may still be listed. One with the sidecar's own name at another address is told loudly: each of the two
+    moves the subscription that keeps what both need."""
     try:
-        address = await owner_of(topic, admin)
+        writer = await _writer(topic, admin)
+        name, address = (writer.name.rpartition("-")[0], writer.metadata.get(ADDRESS, "")) if writer else ("", "")
     except SeqdedupeError:
-        address = marked_address
+        name, address = "", marked_address
     if not address or address == own_address:
         return e
-    return error("NOT_OWNER", f"{e.message}; it is the sidecar at {address}", owner_address=address)
+    message = f"{e.message}; it is the sidecar at {address}"
+    if name == f"seqdedupe-{own_name}":
+        message += f", which has this one's instance name {own_name}: is its data directory a copy? Give one a new one"
+        logger.error("%s", message)
+    return error("NOT_OWNER", message, owner_address=address)
 
 
 async def owner_of(topic: str, admin: Admin) -> str:
     """The address of the sidecar that writes to the topic; empty if none does. Raises why it is not known now."""
+    writer = await _writer(topic, admin)
+    return writer.metadata.get(ADDRESS, "") if writer else ""
+
+
+async def _writer(topic: str, admin: Admin) -> Publisher | None:
     publishers = (await admin.stats(topic)).publishers
-    return publishers[0].metadata.get(ADDRESS, "") if publishers else ""
+    return publishers[0] if publishers else None

@@ -1,0 +1,113 @@
+"""A topic that its owner gives up in order, and another sidecar takes because it is told to."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from seqdedupe.errors import UnavailableError
+from seqdedupe.topic import publishing
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.state import State
+from tests.topic.publisher import stored
+from tests.topic.test_standby import LIMIT_SECONDS, Sidecar, Two, not_owner, until
+
+FOR_GOOD_SECONDS = 100_000.0
+
+
+@pytest.fixture(params=[True, False], ids=["standbys", "asked"])
+async def two(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Two]:
+    two = Two(tmp_path, are_standbys=request.param)
+    await two.start()
+    yield two
+    await two.close()
+
+
+async def taken_by(sidecar: Sidecar) -> None:
+    """As the sidecar that has given a topic up asks another one to take it."""
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while sidecar.topic.state is not State.SERVING:
+            with suppress(UnavailableError):
+                await sidecar.topic.take()
+
+
+def takes_nothing_now(topic: Topic) -> bool:
+    try:
+        topic.check_serving()
+    except UnavailableError as e:
+        return e.reason == "RECOVERING"
+    return False
+
+
+async def test_a_topic_that_is_moved_under_load_to_and_fro_holds_each_message_once(two: Two) -> None:
+    for owner, other in (two.one, two.other), (two.other, two.one), (two.one, two.other):
+        before = two.publisher.acknowledged
+        at_work = asyncio.ensure_future(two.publisher.publish(before + 300))
+        await until(lambda before=before: two.publisher.acknowledged > before + 20)  # type: ignore[misc]
+        owner.log.automatic = False
+        await asyncio.sleep(0)
+        await until(lambda owner=owner: owner.log.in_flight >= 10)  # type: ignore[misc]
+        moving = asyncio.ensure_future(owner.topic.hand_over(other.log.address, FOR_GOOD_SECONDS))
+        await until(lambda owner=owner: takes_nothing_now(owner.topic))  # type: ignore[misc]
+        in_flight = owner.log.in_flight
+        assert in_flight >= 10
+        owner.log.automatic = True
+        owner.log.settle()
+        await moving
+        not_owner(owner.topic.check_serving, other.log.address)
+        assert not len(owner.topic.flight)
+        assert owner.topic.snapshot_index > before
+        await taken_by(other)
+        assert other.topic.term > owner.topic.term
+        await at_work
+    # All that was in flight had settled: nobody had to find anything out.
+    assert {e.reason for e in two.publisher.heard} <= {"NOT_OWNER", "RECOVERING"}
+    assert await stored(two.other.topic) == {"p": list(range(two.publisher.acknowledged + 1))}
+
+
+async def test_what_does_not_settle_is_found_out_by_the_new_owner(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "SETTLE_SECONDS", 0.05)
+    at_work = await two.with_frames_in_flight()
+    # Four of those in flight are stored, of which nobody is told.
+    two.one.log.store(4)
+    await two.one.topic.hand_over("", FOR_GOOD_SECONDS)
+    assert not len(two.one.topic.flight)
+    await taken_by(two.other)
+    await at_work
+    assert await stored(two.other.topic) == {"p": list(range(1000))}
+
+
+async def test_who_has_given_a_topic_up_keeps_away_until_it_is_wanted_there(two: Two) -> None:
+    await two.publisher.publish(10)
+    tried = two.one.log.opened
+    await two.other.close()
+    await two.one.topic.hand_over("", FOR_GOOD_SECONDS)
+    for _ in range(1000):
+        with pytest.raises(UnavailableError, match="NOT_OWNER"):
+            two.one.topic.check_serving()
+        await asyncio.sleep(0)
+    assert two.one.log.opened == tried
+    # Nobody has taken it: at once again, also if it was wanted before it began to wait.
+    two.one.topic.wanted.set()
+    await two.one.until(State.SERVING)
+    await two.publisher.publish(20)
+
+
+async def test_who_is_to_take_a_topic_that_somebody_owns_says_who_does(two: Two) -> None:
+    with pytest.raises(UnavailableError, match="NOT_OWNER") as caught:
+        await two.other.topic.take()
+    assert caught.value.numbers["owner_address"] == "one:6680"
+    await two.one.topic.take()
+    assert two.one.topic.state is State.SERVING
+
+
+async def test_a_topic_that_its_owner_has_just_lost_is_not_given_up(two: Two) -> None:
+    two.one.log.opening_allowed.clear()
+    two.one.log.unknown()
+    with pytest.raises(UnavailableError, match="RECOVERING"):
+        await two.one.topic.hand_over("", FOR_GOOD_SECONDS)
+    two.one.log.opening_allowed.set()
+    await two.one.until(State.SERVING)
+    await two.publisher.publish(10)
