@@ -54,7 +54,7 @@ def main() -> int:
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="seqdedupe-demo-") as folder,
-        _log(arguments.pulsar) as keys,
+        log_keys(is_pulsar=arguments.pulsar) as keys,
         Run(Path(folder), flights, **keys) as run,
     ):
         print(f"{flights:,} flights, three producers ({', '.join(ORIGINS)}), one topic. Starting the sidecar.")
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 @contextmanager
-def _log(is_pulsar: bool) -> Iterator[dict[str, object]]:
+def log_keys(*, is_pulsar: bool) -> Iterator[dict[str, object]]:
     """The keys of a sidecar whose messages are where they should be: in a broker that is there for the block, say."""
     if not is_pulsar:
         yield {}

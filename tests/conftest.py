@@ -37,8 +37,11 @@ _topics = itertools.count()
 # worker runs such a folder, and first: begun last, it would keep the whole run waiting.
 DEAR = ("tests/spark/", "tests/pulsar/")
 
-# The longest files come next, for the same reason. Those of a dear folder use nothing of what it shares.
+# The longest files come next, for the same reason. Those of a dear folder share little or nothing with its others.
 LONG = (
+    "tests/pulsar/test_functions.py",
+    "tests/pulsar/test_sidecar.py",
+    "tests/pulsar/test_standby.py",
     "tests/test_demo.py",
     "tests/spark/test_job_command.py",
     "tests/spark/test_source_pipelines.py",

@@ -257,7 +257,12 @@ class Listing:
         names = list(names)
         if isinstance(place, Mapping):
             place = self._spread(names, place, option)
-        return {name: self._resolve(name, place[name] if isinstance(place, Mapping) else place) for name in names}
+        found = {name: self._resolve(name, place[name] if isinstance(place, Mapping) else place) for name in names}
+        for name, position in found.items():
+            if option == "endingOffsets" and position.incarnation == stock.STOCK and stock.rows_read(position):
+                what = f"{option}: in {name}, {position.message_id} is one of several messages of an entry"
+                raise error("INVALID_OPTION", f"{what}, which is read whole: give ledger:entry")
+        return found
 
     def _spread(self, names: list[str], places: Mapping[str, Position | int | str], option: str) -> Mapping[str, Any]:
         partitions = _partitions(names)
@@ -270,7 +275,13 @@ class Listing:
 
     def _resolve(self, name: str, where: Position | int | End | Time) -> Position:
         if isinstance(where, Position):
-            return stock.given(where) if isinstance(self.ends(name), StockEnds) else where
+            if isinstance(self._client, Holder) and isinstance(self.ends(name), StockEnds):
+                return stock.given(where)
+            if where.incarnation == stock.STOCK:
+                raise error(
+                    "INVALID_OPTION", f"{where} is a place in a topic that no sidecar writes, and one writes {name}"
+                )
+            return where
         if isinstance(where, Time):
             milliseconds = where.milliseconds
             return Position.before(*self._patiently(lambda: self._client.locate_time(name, milliseconds)))

@@ -107,6 +107,7 @@ class Front:
         if topic and (why := self.not_owner(topic)) is not None:
             await context.abort_with_status(status_of(why))
         task = asyncio.create_task(self._pass_on(method, topic, first, requests, context))
+        task.add_done_callback(_noticed)
         if topic:
             self._streams[task] = topic
         try:
@@ -171,6 +172,12 @@ class Front:
             return []
         self.doubted += len(frames)
         return frames
+
+
+def _noticed(task: "asyncio.Task[None]") -> None:
+    """Else a call whose client was killed has an exception that nobody has asked for, which is printed."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _unknown(frames: list[publish_pb2.Frame], opened: publish_pb2.OpenResponse) -> bytes:

@@ -351,6 +351,14 @@ class Faults:
         await self._scene.cluster.admin.unload(self._topic())
         await self._scene.goes_on()
 
+    async def move(self) -> None:
+        """As an operator does, to whoever takes it."""
+        topic = self._topic()
+        before = await self._scene.owner(topic)
+        async with Client(self._scene.addresses) as client:
+            assert await client.admin.move_topic(topic) != before.address
+        await self._scene.goes_on()
+
     async def freeze_broker(self) -> None:
         """For longer than an owner waits for what it has sent."""
         before = self._failures()
@@ -380,7 +388,7 @@ class Faults:
     def any(self) -> Callable[[], Coroutine[Any, Any, None]]:
         """What takes half a minute is rarer."""
         often = [self.kill_owner, self.kill_frozen_owner, self.freeze_owner, self.freeze_owner_for_a_moment]
-        often += [self.kill_two, self.kill_all, self.kill_producer, self.unload]
+        often += [self.kill_two, self.kill_all, self.kill_producer, self.unload, self.move]
         seldom = [self.kill_broker, self.kill_broker_and_owner, self.freeze_broker]
         return self._dice.choice(often * 2 + seldom)
 

@@ -321,6 +321,11 @@ async def test_a_job_begins_where_it_is_told(
     assert [int(row["value"]) for row in rows] == list(range(40))
     middle = str(MessageId.from_bytes(rows[23]["__messageId"]))
     assert middle.count(":") == 2, "an entry has several messages"
+    entry = middle.rpartition(":")[0]
+    found = await source.rows(failOnDataLoss=False, endingOffsets=json.dumps({topic: entry}))
+    assert [int(row["value"]) for row in found] == list(range(30))
+    with pytest.raises(ConfigurationError, match="several messages of an entry"):
+        await source.rows(failOnDataLoss=False, endingOffsets=json.dumps({topic: middle}))
     await job(startingOffsets=json.dumps({topic: middle})).run()
     assert values(database) == list(range(24, 40))
     await asyncio.to_thread(reset_position, database.store, JOB, topic, middle, job().service)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
 
 MANY = 1_000_000
-SLOW_MACHINE = 4
+SLOW_MACHINE = 10
 
 
 @pytest.fixture(scope="module")

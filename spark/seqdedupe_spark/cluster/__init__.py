@@ -1,1 +1,1 @@
-"""Reading straight from Pulsar's brokers what a sidecar has written there, without the sidecar."""
+"""Reading straight from Pulsar's brokers, without the sidecar: what one has written there, and what none has."""
