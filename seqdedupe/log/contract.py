@@ -344,7 +344,7 @@ class LogName(NamedTuple):
     """How many the partitioned topic has of which it is one; 0 if it is none."""
 
     is_going: bool = False
-    """Of a partition: the topic is being deleted, by whomever, and whoever has it open has to let go of it."""
+    """In a cluster: the topic is being deleted, by whomever, and whoever has it open has to let go of it."""
 
     unused_partitions: int = 0
     """Of a partition: so many the cluster has added to the topic, which nobody uses."""

@@ -145,12 +145,15 @@ class Topics(Generic[T]):
 
     async def remove_partitions(self, whole: str) -> None:
         """Deletes all partitions of a topic that are there, as `Lives.remove`."""
-        names = [name for name in self.partitions.names(whole) if name in self.records]
+        await self.remove([name for name in self.partitions.names(whole) if name in self.records], whole)
+        self.partitions.release(whole)
+
+    async def remove(self, names: list[str], asked: str) -> None:
+        """As `Lives.remove`, of topics that are live, or closed and perhaps being opened."""
         async with AsyncExitStack() as stack:
             for name in names:
                 await stack.enter_async_context(self.opening[name])
-            await self.lives.remove(names, whole)
-        self.partitions.release(whole)
+            await self.lives.remove(names, asked)
 
     async def _go_on_opening(self, record: TopicRecord) -> None:
         await again_until(lambda: self.opened(record))

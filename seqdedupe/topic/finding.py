@@ -46,7 +46,7 @@ async def delete(topics: Topics[T], name: str) -> None:
         await topics.delete(full)
         return
     topics.check_takes_changes(full)
-    await shielded(topics.deleting, full, topics.lives.remove([full], full))
+    await shielded(topics.deleting, full, topics.remove([full], full))
 
 
 async def lost(topics: Topics[T], names: Collection[str]) -> set[str]:

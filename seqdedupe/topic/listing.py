@@ -12,6 +12,7 @@ from seqdedupe.log.contract import LogName
 from seqdedupe.names import topic_name, whole_of
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.state import State
 
 if TYPE_CHECKING:
     from seqdedupe.topic.directory import Topics
@@ -42,7 +43,8 @@ async def open_all(topics: "Topics[Any]") -> None:
 
 async def look_again(topics: "Topics[Any]") -> None:
     """Opens the topics that others have made, and lets go of those that others delete. As `Topics.looking`."""
-    logs = await topics.kind.list(without=topics.records)
+    # What is served here nobody else can delete.
+    logs = await topics.kind.list(without=[name for name, one in topics.live.items() if one.state is State.SERVING])
     known = {record.incarnation for record in topics.store.topics()}
     new = [
         await _record(topics, log)
@@ -76,13 +78,14 @@ async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
 
 
 def _changed(logs: Iterable[LogName], records: Iterable[TopicRecord]) -> list[TopicRecord]:
-    """Records of partitions that others use already, or let go of, whatever was to become of them here."""
-    listed = {log.incarnation: log for log in logs if log.partitions}
+    """Records of what others let go of, or of partitions that they use, whatever was to become of them here."""
+    listed = {log.incarnation: log for log in logs}
     known = [(record, listed[record.incarnation]) for record in records if record.incarnation in listed]
     return [
         replace(record, state=TopicState.DELETING if log.is_going else TopicState.ACTIVE)
         for record, log in known
-        if record.state is not TopicState.DELETING and (log.is_going or record.state is TopicState.CREATING)
+        if record.state is not TopicState.DELETING
+        and (log.is_going or (log.partitions and record.state is TopicState.CREATING))
     ]
 
 
@@ -106,9 +109,13 @@ async def _open_together(topics: "Topics[Any]", records: list[TopicRecord]) -> N
     await asyncio.gather(*(topics.open_at_start(record) for record in records if record.state is TopicState.ACTIVE))
 
 
-async def _let_go_of(topics: "Topics[Any]", partition: str, incarnation: int) -> None:
-    """Somebody else deletes the topic of which this incarnation is a partition."""
-    whole = whole_of(partition) or ""
-    known = topics.records.get(partition)
-    if known is not None and known.incarnation == incarnation and whole not in topics.changing:
+async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None:
+    """Somebody else deletes a topic, or the topic of which this one is a partition."""
+    known = topics.records.get(name)
+    if known is None or known.incarnation != incarnation:
+        return
+    whole = whole_of(name) if known.partitions else None
+    if whole is None and name not in topics.deleting:
+        await shielded(topics.deleting, name, topics.remove([name], name))
+    elif whole is not None and whole not in topics.changing:
         await shielded(topics.changing, whole, topics.remove_partitions(whole))

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pytest
 
 from pulsar_broker.distribution import Unavailable, home
 from pulsar_broker.standalone import Broker
+from tests.pulsar.members import MakeMember, Member
+from tests.pulsar.owners import Cluster
 
 StartBroker = Callable[..., Broker]
 
@@ -71,6 +73,20 @@ def start_broker(pulsar_home: Path) -> Iterator[StartBroker]:
     yield start
     for broker in started:
         broker.close()
+
+
+@pytest.fixture
+async def member(cluster: Cluster, namespace: str, tmp_path: Path) -> AsyncIterator[MakeMember]:
+    """Makes sidecars of the test's cluster and namespace, each with a folder of its own; not started yet."""
+    every: list[Member] = []
+
+    def make(**keys: Any) -> Member:
+        every.append(Member(cluster, namespace, tmp_path / f"member-{len(every)}", **keys))
+        return every[-1]
+
+    yield make
+    for one in every:
+        await one.kill()
 
 
 @pytest.fixture

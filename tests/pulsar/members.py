@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -32,6 +32,8 @@ from tests.batches import batch
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, until
 
 R = TypeVar("R")
+
+MakeMember = Callable[..., "Member"]
 
 _whose: ContextVar["Member | None"] = ContextVar("_whose", default=None)
 _namespaces = itertools.count()
@@ -95,10 +97,11 @@ class FaultyUrl(AdminUrl):
 class Member:
     """A sidecar: started again over the same folder, it has the data that it had."""
 
-    def __init__(self, cluster: Cluster, namespace: str, folder: Path) -> None:
+    def __init__(self, cluster: Cluster, namespace: str, folder: Path, *, is_standby: bool = False) -> None:
         self._cluster = cluster
         self._namespace = namespace
         self.folder = folder
+        self._is_standby = is_standby
         self.address = folder.name
         self.is_running = False
         self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
@@ -127,7 +130,9 @@ class Member:
     async def _start(self) -> None:
         self.topics: Topics[Topic] = Topics(
             self.store,
-            lambda told: PublishedTopics(self.store, self.logs, log=LogKind.PULSAR, on_state=told),
+            lambda told: PublishedTopics(
+                self.store, self.logs, log=LogKind.PULSAR, on_state=told, stands_by=lambda _: self._is_standby
+            ),
             max_topics=100,
             allow_auto_topic_creation=True,
             on_state=lambda name, state: None,

@@ -3,8 +3,6 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pulsar
@@ -19,7 +17,7 @@ from seqdedupe.names import partition_name
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.state import State
-from tests.pulsar.members import Kill, Member, reason_of, safe_namespace
+from tests.pulsar.members import Kill, MakeMember, Member, reason_of, safe_namespace
 from tests.pulsar.owners import Cluster, quiet, until
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
@@ -27,8 +25,6 @@ pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 PARTITIONS = 2
 CHANGES_OF_A_CREATION = 8
 """Calls that change something: the whole, three for each partition (properties, subscription, whose), and the last."""
-
-MakeMember = Callable[[], Member]
 
 
 @pytest.fixture
@@ -44,20 +40,6 @@ async def namespace(cluster: Cluster) -> str:
 @pytest.fixture
 def whole(namespace: str) -> str:
     return f"persistent://{namespace}/w"
-
-
-@pytest.fixture
-async def member(cluster: Cluster, namespace: str, tmp_path: Path) -> AsyncIterator[MakeMember]:
-    """Makes sidecars, each with a folder of its own; not started yet."""
-    every: list[Member] = []
-
-    def make() -> Member:
-        every.append(Member(cluster, namespace, tmp_path / f"member-{len(every)}"))
-        return every[-1]
-
-    yield make
-    for one in every:
-        await one.kill()
 
 
 def parts_of(whole: str) -> list[str]:

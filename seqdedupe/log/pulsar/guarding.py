@@ -5,6 +5,7 @@ import asyncio
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.opening import Opening
+from seqdedupe.log.pulsar.wholes import is_going
 from seqdedupe.log.pulsar.writer import Writer
 
 ALONE_SECONDS = 5.0
@@ -33,6 +34,12 @@ async def check_deduplicates(topic: str, admin: Admin) -> None:
     """Raises LOG_REFUSED if Pulsar's deduplication is not in force."""
     if not (await admin.stats(topic)).deduplicates:
         raise error("LOG_REFUSED", _not_deduplicated(topic))
+
+
+async def check_stays(topic: str, admin: Admin) -> None:
+    """Raises NOT_OWNER if the topic is being deleted, by whomever: nobody takes it any more."""
+    if is_going(await admin.properties(topic)):
+        raise error("NOT_OWNER", f"{topic} is being deleted")
 
 
 async def guard(topic: str, admin: Admin, opening: Opening) -> None:

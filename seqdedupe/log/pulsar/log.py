@@ -24,7 +24,7 @@ from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Owner, Part, Settings
 from seqdedupe.log.pulsar.evicting import Answers, evicting
-from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, guard
+from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, check_stays, guard
 from seqdedupe.log.pulsar.opening import Opening, Record
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
@@ -209,6 +209,7 @@ class PulsarLog:
                 marked.set_result(settled.doubtful or NOWHERE)
 
         try:
+            await check_stays(self._topic, self._shared.admin)
             await check_deduplicates(self._topic, self._shared.admin)
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1

@@ -11,7 +11,7 @@ from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, PREFIX, Entry
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.owner import ADDRESS
 from seqdedupe.log.pulsar.policies import ensure_safe
-from seqdedupe.log.pulsar.wholes import Life, Whole
+from seqdedupe.log.pulsar.wholes import LIFE, Life, Whole
 from seqdedupe.names import namespace_of, number_of, whole_of
 
 logger = logging.getLogger("seqdedupe.log")
@@ -44,6 +44,8 @@ class PulsarLogs:
         self._may_change_policies = may_change_policies
         self._topics: dict[int, str] = {}
         """By incarnation, as they were found last, partitions too."""
+        self._going: set[int] = set()
+        """Those of them that are no partitions and are being deleted, by whomever."""
         self._wholes: dict[str, Whole] = {}
         """Partitioned topics by name, as they were found last."""
 
@@ -107,7 +109,11 @@ class PulsarLogs:
     async def list(self, without: Container[str] = ()) -> list[LogName]:
         """See `Logs.list`. Each topic, partitioned or not, is asked for its properties, but for those `without`."""
         await self._look(without)
-        topics = [LogName(incarnation, topic) for incarnation, topic in self._topics.items() if whole_of(topic) is None]
+        topics = [
+            LogName(incarnation, topic, is_going=incarnation in self._going)
+            for incarnation, topic in self._topics.items()
+            if whole_of(topic) is None
+        ]
         announced = [whole for whole in self._wholes.values() if whole.life is not Life.MAKING]
         return sorted([*topics, *(log for whole in announced for log in whole.logs)])
 
@@ -163,6 +169,8 @@ class PulsarLogs:
         for incarnation in incarnations:
             if (topic := self._topics.pop(incarnation, None)) is not None:
                 with suppress(NotFoundError):
+                    # Somebody else who has it open lets go of it then, and nobody takes it.
+                    await self._admin.set_properties(topic, {LIFE: Life.DELETING.value})
                     await self._admin.delete_topic(topic)
 
     async def close(self) -> None:
@@ -175,7 +183,7 @@ class PulsarLogs:
             for incarnation, topic in self._topics.items()
             if topic in without and whole_of(topic) is None
         }
-        found_wholes = dict[str, Whole]()
+        found_wholes, going = dict[str, Whole](), set[int]()
         for namespace in self._namespaces:
             for topic in await self._admin.partitioned_topics(namespace):
                 if (whole := await wholes.look_at(self._admin, topic)) is not None:
@@ -187,11 +195,13 @@ class PulsarLogs:
                     continue
                 # It may have been deleted meanwhile.
                 with suppress(NotFoundError):
-                    incarnation = (await self._admin.properties(topic)).get(INCARNATION, "")
-                    if incarnation.isdecimal():
+                    properties = await self._admin.properties(topic)
+                    if (incarnation := properties.get(INCARNATION, "")).isdecimal():
                         found[int(incarnation)] = topic
+                        if wholes.is_going(properties):
+                            going.add(int(incarnation))
         self._warn(found_wholes)
-        self._topics, self._wholes = found, found_wholes
+        self._topics, self._wholes, self._going = found, found_wholes, going
 
     def _warn(self, found: Mapping[str, Whole]) -> None:
         """Of partitions that Pulsar has added, once."""

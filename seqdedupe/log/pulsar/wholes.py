@@ -4,6 +4,7 @@ The properties of a partitioned topic change in one step, whatever becomes of it
 there are. While it is being made nobody uses them but its maker; once it is being deleted, nobody begins to.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
@@ -25,6 +26,11 @@ class Life(Enum):
     MAKING = "making"
     MADE = "made"
     DELETING = "deleting"
+
+
+def is_going(properties: Mapping[str, str]) -> bool:
+    """Whether a topic, partitioned or not, says that it is being deleted."""
+    return properties.get(LIFE) == Life.DELETING.value
 
 
 class Whole(NamedTuple):

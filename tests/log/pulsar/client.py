@@ -67,6 +67,9 @@ class StandInAdmin(Admin):
         self.answers_left = 1_000_000
         """So often it says yet who writes."""
 
+    async def properties(self, topic: str) -> dict[str, str]:
+        return {}
+
     async def stats(self, topic: str) -> TopicStats:
         await asyncio.sleep(0)
         self.answers_left -= 1
