@@ -1,7 +1,6 @@
 """The Pulsar cluster that holds the logs, reached as the configuration says."""
 
 import asyncio
-import logging
 import ssl
 import time
 from contextlib import suppress
@@ -17,6 +16,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.client_log import client_logger
 from seqdedupe.log.pulsar.credentials import OAuth2, Token, from_file, never_raises
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.http import AdminUrl
@@ -35,8 +35,6 @@ CLOSE_TIMEOUT_SECONDS = 5.0
 STANDBYS = 2
 """Sidecars that follow a topic, its owner among them: clients try these first."""
 
-_client_logger = logging.getLogger("seqdedupe.pulsar.client")
-
 
 class Cluster:
     """`logs` and what they need, until `close`. Raises INVALID_CONFIGURATION, STORE_UNAVAILABLE."""
@@ -46,8 +44,6 @@ class Cluster:
         tls, self._token = _tls(asked), _token(asked)
         self._asked = asked
         self._sidecars = Sidecars.parse(config.sidecars) if config.sidecars else None
-        # What the client tells below that is of no use to an operator, and much.
-        _client_logger.setLevel(logging.ERROR)
         self._client = self._connect()
         self.shared = Shared(
             self._client,
@@ -92,7 +88,7 @@ class Cluster:
             tls_allow_insecure_connection=asked.tls_allow_insecure_connection,
             tls_validate_hostname=asked.tls_enable_hostname_verification,
             stats_interval_in_seconds=0,
-            logger=_client_logger,
+            logger=client_logger(),
         )
 
     async def close(self) -> None:

@@ -1,7 +1,6 @@
 """A connection to a cluster, for as long as a call or a task takes."""
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -11,6 +10,7 @@ import pulsar.asyncio
 
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.client_log import client_logger
 from seqdedupe.log.pulsar.credentials import never_raises
 from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.finder import Finder
@@ -32,8 +32,6 @@ QUEUE_BYTES = 8 * 1024 * 1024
 """About so much is fetched ahead."""
 MAX_QUEUE_ENTRIES = 5000
 _LOOK_ENTRIES = 4
-
-_client_logger = logging.getLogger("seqdedupe.pulsar.client")
 
 
 class Connection:
@@ -101,8 +99,6 @@ async def next_entries(reader: Reader, topic: str) -> list[Entry]:
 @asynccontextmanager
 async def connected(cluster: Cluster) -> AsyncGenerator[Connection, None]:
     """A connection for the length of a block. Raises INVALID_OPTION, PULSAR_FORBIDS."""
-    # What the client tells below that is of no use to a user, and much.
-    _client_logger.setLevel(logging.ERROR)
     token, tls = token_of(cluster), tls_of(cluster)
     client = pulsar.asyncio.Client(
         cluster.service_url,
@@ -112,7 +108,7 @@ async def connected(cluster: Cluster) -> AsyncGenerator[Connection, None]:
         tls_allow_insecure_connection=cluster.allows_insecure,
         tls_validate_hostname=cluster.verifies_hostname,
         stats_interval_in_seconds=0,
-        logger=_client_logger,
+        logger=client_logger(),
     )
     try:
         yield Connection(client, Admin(AdminUrl(cluster.admin_url, token, tls)), cluster.subscription)

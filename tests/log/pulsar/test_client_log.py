@@ -1,0 +1,24 @@
+"""Pulsar's client never gets a logger of Python's: both could wait for each other, for ever."""
+
+import ast
+from pathlib import Path
+
+import pulsar
+
+from seqdedupe.log.pulsar.client_log import client_logger
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = ("broker_sidecar", "seqdedupe", "spark")
+
+
+def clients_made(path: Path) -> list[ast.Call]:
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func) in ("pulsar.Client", "pulsar.asyncio.Client")]
+
+
+def test_every_client_has_the_logger_that_is_not_pythons() -> None:
+    assert isinstance(client_logger(), pulsar.FileLogger)
+    made = [call for folder in SHIPPED for path in (ROOT / folder).rglob("*.py") for call in clients_made(path)]
+    assert len(made) >= 2
+    for call in made:
+        assert "client_logger()" in [ast.unparse(given.value) for given in call.keywords if given.arg == "logger"]
