@@ -15,7 +15,7 @@ from seqdedupe.functions.entries import BATCH, CONTROL, MARKER, Owners
 from seqdedupe.functions.identity import Identity
 from seqdedupe.functions.outputs import Output
 from seqdedupe.functions.pipeline import Input, Pipeline, Process
-from seqdedupe.functions.process import text_of
+from seqdedupe.functions.process import text_of, traceback_of
 from seqdedupe.functions.settings import check_deployment, settings_of
 from seqdedupe.functions.source import Source
 from seqdedupe.functions.wrapped import Wrapped
@@ -147,7 +147,7 @@ class Instance:
                 if attempt:
                     logger.error("the function has failed again on %s: %s", which, _as_text(text_of(e)))
                 else:
-                    logger.exception("the function has failed on %s", which)
+                    logger.error("the function has failed on %s\n%s", which, _as_text(traceback_of(e)))
                 failure = e
         if not self._settings.dead_letter_topic:
             raise error("FUNCTION_FAILED", f"the function fails on {which}: {_as_text(text_of(failure))}") from failure

@@ -13,7 +13,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.functions.backlog import Row
 from seqdedupe.functions.identity import Identity
 from seqdedupe.functions.outputs import Callback, Output
-from seqdedupe.functions.process import ending
+from seqdedupe.functions.process import ending, traceback_of
 from seqdedupe.functions.publisher import Publisher
 from seqdedupe.functions.settings import Settings
 
@@ -264,5 +264,5 @@ def _call_back(callback: Callback, topic: str) -> None:
 
     try:
         callback(pulsar.Result.Ok, None)
-    except BaseException:  # `sys.exit` too: it would end this thread
-        logger.exception("the callback of an output for %s has failed", topic)
+    except BaseException as e:  # noqa: BLE001 (`sys.exit` too: it would end this thread)
+        logger.error("the callback of an output for %s has failed\n%s", topic, traceback_of(e))

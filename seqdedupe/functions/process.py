@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from typing import Any
 
 from seqdedupe.errors import SeqdedupeError
@@ -22,6 +23,11 @@ def text_of(e: BaseException) -> str:
     except BaseException as again:  # noqa: BLE001 (it is the wrapped function's code)
         said = f"its text cannot be had, it raises {type(again).__name__}"
     return f"{type(e).__name__}: {said}"
+
+
+def traceback_of(e: BaseException) -> str:
+    """As Python prints it, for a line of the log. Not every formatter takes an error whose text cannot be had."""
+    return "".join(traceback.format_exception(e)).rstrip()
 
 
 def ending(e: BaseException) -> str:

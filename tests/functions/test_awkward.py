@@ -51,7 +51,7 @@ def give_unreadable(runtime: Runtime, message: Message) -> None:
 
 
 def test_an_error_that_cannot_say_what_it_is_is_set_aside_as_others(
-    start: Start, shared_sidecar: Sidecar, topic: str
+    start: Start, shared_sidecar: Sidecar, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = start(f"{OURS}.RaisesUntold", dead_letter_topic=f"dead-{topic}", max_message_retries=0.0)
     runtime.give(inputs(3))
@@ -59,6 +59,10 @@ def test_an_error_that_cannot_say_what_it_is_is_set_aside_as_others(
     (letter,) = stored(shared_sidecar, f"dead-{topic}")
     assert letter.properties["dedupe.error"].startswith("Untold: ")
     assert payloads(shared_sidecar, topic) == [b"0", b"2"]
+    [said] = [record for record in caplog.records if "the function has failed on" in record.getMessage()]
+    assert "Untold" in said.getMessage()
+    # A formatter may ask the error for its text, as PySpark's does.
+    assert said.exc_info is None
 
 
 def test_whatever_an_error_says_of_itself_nothing_is_raised_into_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
