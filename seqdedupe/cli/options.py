@@ -29,6 +29,16 @@ def common(command: Command) -> Command:
     return address_option(as_json_option(command))
 
 
+def is_alone(context: click.Context) -> bool:
+    """Whether a group was called without one of its commands. Raises UsageError if it got the command's options."""
+    if context.invoked_subcommand is None:
+        return True
+    given = click.core.ParameterSource.COMMANDLINE
+    if any(context.get_parameter_source(name) is given for name in ("address", "as_json")):
+        raise click.UsageError(f"Options come after {context.invoked_subcommand!r}.", context)
+    return False
+
+
 def connect(address: str) -> Client:
     """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS."""
     client = Client(address)

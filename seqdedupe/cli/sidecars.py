@@ -2,12 +2,10 @@
 
 import click
 
-from seqdedupe.cli.options import common, connect, connect_to, print_json, print_table
+from seqdedupe.cli.options import common, connect, connect_to, is_alone, print_json, print_table
 from seqdedupe.cli.topics import topics
 from seqdedupe.command import echo, printable
 from seqdedupe.names import topic_name
-
-_GIVEN = click.core.ParameterSource.COMMANDLINE
 
 
 @click.group(invoke_without_command=True, short_help="List the sidecars of a cluster, forget one.")
@@ -15,9 +13,7 @@ _GIVEN = click.core.ParameterSource.COMMANDLINE
 @click.pass_context
 def sidecars(context: click.Context, address: str, as_json: bool) -> None:
     """List the sidecars of a cluster, and what its topics keep for each. The command below forgets one."""
-    if context.invoked_subcommand is not None:
-        if any(context.get_parameter_source(name) is _GIVEN for name in ("address", "as_json")):
-            raise click.UsageError(f"Options come after {context.invoked_subcommand!r}.", context)
+    if not is_alone(context):
         return
     with connect(address) as client:
         found = client.admin.sidecars()

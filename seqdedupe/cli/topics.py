@@ -5,13 +5,11 @@ from typing import Any, TypeVar
 
 import click
 
-from seqdedupe.cli.options import common, connect, connect_to, print_json, print_table
+from seqdedupe.cli.options import common, connect, connect_to, is_alone, print_json, print_table
 from seqdedupe.command import echo, printable
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-
-_GIVEN = click.core.ParameterSource.COMMANDLINE
 
 
 def position_json(position: Position) -> dict[str, Any]:
@@ -185,9 +183,7 @@ def _on_off(topic: admin_pb2.Topic) -> str | None:
 @click.pass_context
 def topics(context: click.Context, address: str, as_json: bool) -> None:
     """List the topics. The commands below create, delete and show one."""
-    if context.invoked_subcommand is not None:
-        if any(context.get_parameter_source(name) is _GIVEN for name in ("address", "as_json")):
-            raise click.UsageError(f"Options come after {context.invoked_subcommand!r}.", context)
+    if not is_alone(context):
         return
     with connect(address) as client:
         found = client.admin.topics()

@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pulsar.asyncio
 import pytest
 
 from pulsar_broker.distribution import Unavailable, home
 from pulsar_broker.standalone import Broker
-from tests.pulsar.members import MakeMember, Member
-from tests.pulsar.owners import Cluster
+from tests.pulsar.members import MakeMember, Member, safe_namespace
+from tests.pulsar.owners import Cluster, quiet
 
 StartBroker = Callable[..., Broker]
 
@@ -73,6 +74,24 @@ def start_broker(pulsar_home: Path) -> Iterator[StartBroker]:
     yield start
     for broker in started:
         broker.close()
+
+
+@pytest.fixture
+def cluster(broker: Broker) -> Cluster:
+    return Cluster(broker.service_url, broker.admin_url)
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
+    client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def namespace(cluster: Cluster) -> str:
+    """The name of a namespace that nobody else uses, whose topics can be logs as they are."""
+    return await safe_namespace(cluster)
 
 
 @pytest.fixture

@@ -39,9 +39,9 @@ _whose: ContextVar["Member | None"] = ContextVar("_whose", default=None)
 _namespaces = itertools.count()
 
 
-async def safe_namespace(cluster: Cluster, name: str) -> str:
+async def safe_namespace(cluster: Cluster) -> str:
     """A namespace of its own, whose topics can be logs as they are."""
-    full = f"public/{name}-{next(_namespaces)}"
+    full = f"public/safe-{next(_namespaces)}"
     policies = {
         "subscription_expiration_time_minutes": 0,
         "deduplicationEnabled": True,

@@ -2,23 +2,13 @@
 
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.log.pulsar import wholes
 from seqdedupe.topic.state import State
-from tests.pulsar.members import MakeMember, Member, safe_namespace
+from tests.pulsar.members import MakeMember, Member
 from tests.pulsar.owners import Cluster, until
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
-
-
-@pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
-@pytest.fixture
-async def namespace(cluster: Cluster) -> str:
-    return await safe_namespace(cluster, "deletion")
 
 
 @pytest.fixture

@@ -23,11 +23,6 @@ pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 RESTART = "restart_broker"
 
 
-@pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
 class Case:
     """A scenario with those that it is played to: Pulsar, and a topic over its log."""
 

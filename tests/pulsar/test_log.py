@@ -9,7 +9,7 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.contract import Failure, Log, LogName
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
@@ -42,18 +42,6 @@ def shared(client: pulsar.asyncio.Client, cluster: Cluster) -> Shared:
         cluster.connect,
         cluster.answers,
     )
-
-
-@pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
-@pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
-    client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
-    yield client
-    await client.close()
 
 
 class PulsarHarness(LogHarness):

@@ -26,11 +26,6 @@ LEDGER_MESSAGES = 1_100
 
 
 @pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
-@pytest.fixture
 def topic() -> str:
     """The full name of one in a namespace that nobody else uses."""
     return f"persistent://public/no-state-{next(_namespaces)}/t"

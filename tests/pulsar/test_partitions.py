@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pulsar
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import wholes
 from seqdedupe.log.pulsar.admin import Admin
@@ -17,7 +17,7 @@ from seqdedupe.names import partition_name
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.state import State
-from tests.pulsar.members import Kill, MakeMember, Member, reason_of, safe_namespace
+from tests.pulsar.members import Kill, MakeMember, Member, reason_of
 from tests.pulsar.owners import Cluster, quiet, until
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
@@ -25,16 +25,6 @@ pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 PARTITIONS = 2
 CHANGES_OF_A_CREATION = 8
 """Calls that change something: the whole, three for each partition (properties, subscription, whose), and the last."""
-
-
-@pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
-@pytest.fixture
-async def namespace(cluster: Cluster) -> str:
-    return await safe_namespace(cluster, "partitions")
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from seqdedupe.names import partition_name
 from seqdedupe.routing import partition_of
 from seqdedupe.testing import Sidecar
 from tests import warm
-from tests.pulsar.members import safe_namespace
 from tests.pulsar.owners import Cluster, quiet
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
@@ -25,11 +24,6 @@ pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 PARTITIONS = 3
 MESSAGES = 60
 FEW = ProducerConfig(max_batch_rows=5)
-
-
-@pytest.fixture
-async def namespace(broker: Broker) -> str:
-    return await safe_namespace(Cluster(broker.service_url, broker.admin_url), "served")
 
 
 @pytest.fixture

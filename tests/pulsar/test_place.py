@@ -8,7 +8,7 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.errors import DamagedError, PositionError
 from seqdedupe.log.pulsar import kept
 from seqdedupe.log.pulsar.entries import EntryFormat, Settings
@@ -24,11 +24,6 @@ LEDGER_ROWS = 1_200
 SETTINGS = Settings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "host:6680")
 
 _openings = itertools.count(1)
-
-
-@pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
 
 
 @pytest.fixture

@@ -22,11 +22,6 @@ QUEUE_ENTRIES = 100
 
 
 @pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
-@pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
     client = pulsar.asyncio.Client(cluster.service_url, logger=quiet())
     yield client

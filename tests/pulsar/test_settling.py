@@ -25,11 +25,6 @@ MARKER_AND_SESSION = 2
 """Entries without messages."""
 
 
-@pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
 @BOTH
 async def test_what_is_unknown_settles_without_an_operator(
     broker: Broker,

@@ -5,7 +5,7 @@ import itertools
 import json
 import pickle
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pulsar
@@ -27,7 +27,7 @@ from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReade
 from tests.batches import batch
 from tests.log.batches import encoded_batch
 from tests.log.conformance import Owner
-from tests.pulsar.owners import Cluster, quiet, until
+from tests.pulsar.owners import Cluster, until
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
@@ -35,18 +35,6 @@ OF_LOG = 1_700_000_000_000_000
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
 
 _openings = itertools.count(1)
-
-
-@pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
-@pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
-    client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
-    yield client
-    await client.close()
 
 
 async def create(cluster: Cluster, topic: str, entry_format: EntryFormat, incarnation: int = OF_LOG) -> None:

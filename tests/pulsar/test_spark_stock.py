@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from seqdedupe_spark.options import parse
 from seqdedupe_spark.planning import SUBSCRIPTION_PREFIX, of_job, open_client
 from seqdedupe_spark.reading import read_range
 from seqdedupe_spark.stores.contract import Binding
-from tests.pulsar.owners import Cluster, quiet, until
+from tests.pulsar.owners import Cluster, until
 from tests.pulsar.test_spark_source import Source, rows_in, some
 from tests.pulsar.test_spark_source import in_small_steps as in_small_steps
 from tests.pulsar.test_spark_source import source as source
@@ -32,18 +32,6 @@ from tests.spark.jobs import JOB, TABLE, Database, sqlite_database
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 2)
 
 SUBSCRIPTION = SUBSCRIPTION_PREFIX + JOB
-
-
-@pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
-@pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
-    client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
-    yield client
-    await client.close()
 
 
 class Stock:

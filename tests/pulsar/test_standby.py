@@ -36,11 +36,6 @@ def broker(pulsar_home: Path) -> Iterator[Broker]:
         yield broker
 
 
-@pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
 class Two:
     """`one` owns the topic, over a line; `other` is its standby. Their publisher goes to whoever is left."""
 

@@ -38,11 +38,6 @@ MakeProcess = Callable[..., Process]
 
 
 @pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
-@pytest.fixture
 async def process(cluster: Cluster, topic: str, tmp_path: Path) -> AsyncIterator[MakeProcess]:
     """Makes processes that want the topic."""
     made: list[Process] = []

@@ -32,11 +32,6 @@ def append(writer: writers.Writer, payloads: list[bytes]) -> None:
 
 
 @pytest.fixture
-def cluster(broker: Broker) -> Cluster:
-    return Cluster(broker.service_url, broker.admin_url)
-
-
-@pytest.fixture
 async def line(broker: Broker) -> AsyncIterator[Line]:
     async with Line(broker) as line:
         yield line
