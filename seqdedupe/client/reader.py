@@ -16,7 +16,7 @@ from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.client.waiting import OnWaiting, Waiting
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_id import MessageId, Position, checked_index
 from seqdedupe.message_ids import MessageIds
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
@@ -64,9 +64,8 @@ class Reader:
         on_waiting: OnWaiting | None = None,
         partition: int = NO_PARTITION,
     ) -> None:
-        if stop_index is not None and (follow or stop_index < 0):
-            why = "an index is 0 or higher" if stop_index < 0 else "a reader that follows has no end"
-            raise error("INVALID_POSITION", f"stop_index is {stop_index}: {why}")
+        if stop_index is not None and follow:
+            raise error("INVALID_POSITION", f"stop_index is {stop_index}: a reader that follows has no end")
         self.topic = topic_name(topic)
         self.skipped: list[range] = []
         """With `skip_damaged`, the indexes of messages that were passed over, in order."""
@@ -78,7 +77,7 @@ class Reader:
         self._follow = follow
         self._incarnation: int | None = None
         self._next_index: int | None = None  # None: not known before the first message
-        self._stop_index = stop_index
+        self._stop_index = None if stop_index is None else checked_index(stop_index)
         self._stops_at_end = stop_index is None and not follow  # where that is the first connection tells
         self._after: Position | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -93,9 +92,7 @@ class Reader:
         elif isinstance(start, MessageId):
             self._read_on_after(Position.of(start))
         elif isinstance(start, int):
-            if start < 0:
-                raise error("INVALID_POSITION", f"{start} is not an index: they are counted from 0")
-            self._next_index = start
+            self._next_index = checked_index(start)
         elif start not in ("earliest", "latest"):
             raise error("INVALID_POSITION", f"{start!r} is neither a position nor 'earliest' nor 'latest'")
 

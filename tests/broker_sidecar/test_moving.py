@@ -17,7 +17,7 @@ SHARED: Any = SimpleNamespace(address="one:6680", admin=None)
 
 
 class Neighbours:
-    """The other sidecars, as they are reached: each of `owners` is who has the topic by the next look, then the last."""
+    """The other sidecars, as they are reached. Each of `owners` has the topic by the next look, in the end the last."""
 
     def __init__(self, two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
         self._two = two
@@ -60,7 +60,7 @@ async def test_if_nobody_takes_it_it_is_served_again_and_told_why(two: Two, monk
     monkeypatch.setattr(neighbours, "TAKE_SECONDS", 0.3)
     others = Neighbours(two, monkeypatch)
     others.refused = {"other:6680": "RECOVERING"}
-    with pytest.raises(UnavailableError, match="nobody has taken it within 0 s; .*it has not got it"):
+    with pytest.raises(UnavailableError, match=r"nobody has taken it within 0 s; .*it has not got it"):
         await Moves().move(two.one.topic, "", SHARED)
     await two.one.until(State.SERVING)
     assert two.other.topic.state is State.STANDBY

@@ -64,6 +64,13 @@ def test_following_ends_quietly_at_ctrl_c(run: Run, tmp_path: Path, environment:
         assert process.stderr.read().strip() == b""
 
 
+def test_ctrl_c_during_the_imports_ends_it_quietly(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([COMMAND, "version"], env=environment, capture_output=True, timeout=TIMEOUT_SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_reading_says_once_that_the_sidecar_is_lost(tmp_path: Path, as_json: bool) -> None:
     with Sidecar(tmp_path) as sidecar:

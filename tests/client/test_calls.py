@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from seqdedupe import rendezvous
-from seqdedupe.cli.main import cli
+from seqdedupe.cli.commands import cli
 from seqdedupe.client import Client, DataLossError, NotFoundError, UnavailableError, blocking
 from seqdedupe.command import run_command
 from seqdedupe.message_id import Position

@@ -1,11 +1,11 @@
-"""What is looked at while a topic is owned: that nobody else writes to it or deletes it, and that Pulsar's deduplication
-is on."""
+"""What is looked at while a topic is owned: that nobody else writes to it, or deletes it, and that Pulsar deduplicates."""
 
 import asyncio
 from contextlib import suppress
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.entries import INCARNATION
 from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.wholes import is_going
 from seqdedupe.log.pulsar.writer import Writer
@@ -38,10 +38,13 @@ async def check_deduplicates(topic: str, admin: Admin) -> None:
         raise error("LOG_REFUSED", _not_deduplicated(topic))
 
 
-async def check_stays(topic: str, admin: Admin) -> None:
-    """Raises NOT_OWNER if the topic is being deleted, by whomever: nobody takes it any more."""
-    if is_going(await admin.properties(topic)):
+async def check_stays(topic: str, incarnation: int, admin: Admin) -> None:
+    """Raises NOT_OWNER if the topic is being deleted, by whomever, or made anew already: nobody takes it any more."""
+    properties = await admin.properties(topic)
+    if is_going(properties):
         raise error("NOT_OWNER", f"{topic} is being deleted")
+    if (now := properties.get(INCARNATION, str(incarnation))) != str(incarnation):
+        raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
 
 
 async def guard(topic: str, admin: Admin, opening: Opening) -> None:
