@@ -1,4 +1,4 @@
-"""What is looked at while a topic is owned: that nobody else writes to it, or deletes it, and that Pulsar deduplicates."""
+"""What is looked at while a topic is owned: that nobody else writes to it or deletes it, and that Pulsar deduplicates."""
 
 import asyncio
 from contextlib import suppress
