@@ -82,9 +82,7 @@ class Reader(Messages):
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
         self._records: list[Any] = []  # of the last answer, in reverse
-        self._stored: StoredBatch | None = (
-            None  # the batch in hand, and the next row of it
-        )
+        self._stored: StoredBatch | None = None  # the batch in hand, and the next row of it
         self._row = 0
         self._closed = False
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)

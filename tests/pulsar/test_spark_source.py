@@ -16,13 +16,12 @@ from pyspark import cloudpickle
 
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
 from seqdedupe import entry_properties
-from seqdedupe.entry_properties import FORMAT, MODE, PARTITIONS
+from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.pulsar import entries, plain
 from seqdedupe.log.pulsar.entries import EntryFormat, Message, Part, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
-from seqdedupe.log.pulsar.logs import INCARNATION
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import task
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader

@@ -133,10 +133,14 @@ async def remove(admin: Admin, whole: Whole) -> None:
 
     Raises TOPIC_IN_USE while somebody is connected to a partition, and as `Admin`: then it is to be tried again.
     """
-    with suppress(NotFoundError):
-        if whole.life is not Life.DELETING:
-            await admin.set_properties(whole.topic, {LIFE: Life.DELETING.value})
-        await admin.delete_partitioned(whole.topic)
+    # Looking at all topics takes a while, and somebody else may have deleted this one and made it anew.
+    if (there := await look_at(admin, whole.topic)) is not None:
+        if there.first_incarnation != whole.first_incarnation:
+            return
+        with suppress(NotFoundError):
+            if there.life is not Life.DELETING:
+                await admin.set_properties(whole.topic, {LIFE: Life.DELETING.value})
+            await admin.delete_partitioned(whole.topic)
     await _sweep(admin, whole.topic)
 
 
