@@ -1,11 +1,11 @@
-"""What is looked at while a topic is owned: that nobody else writes to it or deletes it, and that Pulsar deduplicates."""
+"""What is looked at while a topic is owned: that nobody else writes to it or deletes it, and that it deduplicates."""
 
 import asyncio
 from contextlib import suppress
 
+from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.entries import INCARNATION
 from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.wholes import is_going
 from seqdedupe.log.pulsar.writer import Writer
