@@ -2,9 +2,9 @@
 
 import asyncio
 
+from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.entries import INCARNATION
 from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.wholes import is_going
 from seqdedupe.log.pulsar.writer import Writer

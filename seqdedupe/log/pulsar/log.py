@@ -17,13 +17,14 @@ import pulsar.asyncio
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Int32s, Int64s
+from seqdedupe.entry_properties import Owner
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention, Skipped
 from seqdedupe.log.pulsar import entries, place_bytes, plain
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Owner, Part, Settings
+from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Part, Settings
 from seqdedupe.log.pulsar.evicting import Answers, evicting
 from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, check_stays, guard
 from seqdedupe.log.pulsar.opening import Opening, Record

@@ -4,10 +4,11 @@ import logging
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 
+from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.entries import FORMAT, INCARNATION, MODE, PARTITIONS, EntryFormat, Settings
+from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.owner import ADDRESS
 from seqdedupe.log.pulsar.policies import ensure_safe

@@ -9,10 +9,10 @@ from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
+from seqdedupe.entry_properties import PARTITIONS, PREFIX
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.entries import PARTITIONS, PREFIX
 from seqdedupe.names import namespace_of, partition_name, whole_of
 
 FIRST_INCARNATION = PREFIX + "first_incarnation"
