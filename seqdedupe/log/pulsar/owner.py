@@ -24,8 +24,8 @@ async def not_owner(
         name, address = "", marked_address
     is_named_as_this = name == f"seqdedupe-{own_name}"
     if address == own_address and is_named_as_this:
-        message = f"{e.message}; its owner has this sidecar's name {own_name} and address {address}: it is an earlier "
-        return error("NOT_OWNER", message + "process, which Pulsar lets go of soon, or another process that was given both")
+        whose = "a producer of its own from before, of which Pulsar lets go, or another process that was given both"
+        return error("NOT_OWNER", f"{e.message}; it has the name {own_name} and the address of this sidecar: {whose}")
     if not address or address == own_address:
         return e
     message = f"{e.message}; it is the sidecar at {address}"
