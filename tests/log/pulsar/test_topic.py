@@ -283,7 +283,7 @@ class Elsewhere:
         self.owner = "owner:6680"
         self.incarnation = INCARNATION
         self.snapshot = snapshot
-        self.failure: SeqdedupeError | None = None
+        self.failure: Exception | None = None
         self.tries = 0
 
     async def owner_of(self, topic: str) -> str:
@@ -306,6 +306,10 @@ def owner_that_is_away(elsewhere: Elsewhere) -> None:
     elsewhere.failure = error("UNREACHABLE", "no connection to the sidecar at owner:6680")
 
 
+def owner_that_nobody_understands(elsewhere: Elsewhere) -> None:
+    elsewhere.failure = RuntimeError("a defect")
+
+
 def snapshot_of_another_topic(elsewhere: Elsewhere) -> None:
     elsewhere.incarnation += 1
 
@@ -323,6 +327,7 @@ def snapshot_that_is_too_old(elsewhere: Elsewhere) -> None:
     [
         (no_owner, "nobody owns it"),
         (owner_that_is_away, "no connection"),
+        (owner_that_nobody_understands, "a defect"),
         (snapshot_of_another_topic, "the snapshot is of the incarnation"),
         (snapshot_of_another_history, "has another message"),
         (snapshot_that_is_too_old, "the snapshot goes up to index 0"),
