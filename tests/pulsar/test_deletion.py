@@ -6,7 +6,7 @@ import pytest
 
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS
 from seqdedupe.errors import UnavailableError
-from seqdedupe.log.pulsar import kept, wholes
+from seqdedupe.log.pulsar import guarding, kept, wholes
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.policy import Policy
@@ -66,6 +66,30 @@ async def test_who_comes_meanwhile_does_not_begin_to_use_it(member: MakeMember, 
     for each in (other, new):
         assert name not in each.topics.live
         assert name not in each.topics.closed
+
+
+async def test_who_owns_a_topic_that_somebody_else_deletes_lets_go_of_it(
+    member: MakeMember, name: str, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarding, "LOOK_SECONDS", 1e9)
+    one, other = member(), member()
+    await one.start()
+    await one.run(one.topics.create(name))
+    await other.start()
+    await other.run(other.topics.delete(name))
+    # It has not looked yet.
+    await one.look()
+    assert await one.publish(name, 1) == 0
+    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0)
+    await until(lambda: "is being deleted" in one.topics.live[name].why)
+    await until(lambda: one.topics.live[name].state is State.STANDBY)
+    await one.look()
+    assert name not in one.topics.live
+
+    async def is_gone() -> bool:
+        return await cluster.admin.topics(namespace) == []
+
+    await until(is_gone)
 
 
 async def test_without_saying_so_the_standby_has_it(
