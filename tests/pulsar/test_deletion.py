@@ -3,6 +3,7 @@
 import pytest
 
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import wholes
 from seqdedupe.topic.state import State
 from tests.pulsar.members import MakeMember, Member
@@ -36,6 +37,8 @@ async def test_whoever_follows_a_topic_lets_go_of_it_when_it_is_deleted(
     assert name not in one.topics.live
     await until(lambda: "is being deleted" in other.topics.live[name].why)
     assert await cluster.admin.topics(namespace) == [name], "the standby reads there"
+    with pytest.raises(SeqdedupeError, match="is being deleted"):
+        await one.run(one.topics.create(name))
     await other.look()
     assert name not in other.topics.live
     assert name not in other.topics.closed
