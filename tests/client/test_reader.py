@@ -242,6 +242,28 @@ async def test_numbers_that_no_topic_has_are_refused_as_any_that_one_lacks(share
             assert (await client.locate_time(topic, -much)).index == 0
 
 
+async def test_a_batch_in_hand_is_not_in_the_position_before_a_message_of_it_was_handed_out(
+    shared_sidecar: Sidecar, topic: str
+) -> None:
+    """Who stores the position when a call was interrupted would lose the batch."""
+    await publish(shared_sidecar, topic, 20)  # in batches of 10
+    places = await positions(shared_sidecar, topic)
+    async with Client(shared_sidecar.address) as client, client.reader(topic) as reader:
+        assert await reader.fetch()
+        before = reader.position
+        assert before is None
+        await take(reader, 10)
+        assert await reader.fetch()
+        assert reader.position == places[9]
+        await take(reader, 1)
+        assert reader.position == places[10]
+    async with Client(shared_sidecar.address) as client, client.reader(topic, places[4]) as reader:
+        assert await reader.fetch()
+        assert reader.position == places[4]
+        assert await reader.next_batch()
+        assert reader.position == places[9]
+
+
 async def test_messages_and_batches_of_one_reader_go_together(shared_sidecar: Sidecar, topic: str) -> None:
     await publish(shared_sidecar, topic, 21)  # in batches of 10, 10 and 1
     async with Client(shared_sidecar.address) as client, client.reader(topic) as reader:

@@ -3,8 +3,11 @@
 import pytest
 
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS
-from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar import wholes
+from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.log.pulsar import kept, wholes
+from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.topic import partitioned
+from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.state import State
 from tests.pulsar.members import MakeMember, Member
 from tests.pulsar.owners import Cluster, until
@@ -76,3 +79,73 @@ async def test_without_saying_so_the_standby_has_it(
     await until(lambda: other.topics.live[name].state is State.SERVING)
     await other.look()
     assert await other.publish(name, 2) == 1
+
+
+async def made_anew(one: Member, other: Member, name: str, partitions: int, cluster: Cluster, namespace: str) -> str:
+    """A topic, or one of its partitions, that both know with two messages; one has deleted it and made it anew with one
+    message, and ended, while the other one did not look."""
+    first = f"{name}-partition-0" if partitions else name
+
+    async def make() -> None:
+        works = partitioned.create(one.topics, name, partitions, Policy()) if partitions else one.topics.create(name)
+        await one.run(works)
+
+    async def is_gone() -> bool:
+        return not [*await cluster.admin.topics(namespace), *await cluster.admin.partitioned_topics(namespace)]
+
+    await one.start()
+    await make()
+    assert [await one.publish(first, sequence_id) for sequence_id in (0, 1)] == [0, 1]
+    await other.start()
+    assert other.topics.live[first].state is State.STANDBY
+    assert other.topics.live[first].confirmed_index == 2
+    await one.run(partitioned.delete(one.topics, name) if partitions else one.topics.delete(name))
+    await until(is_gone)
+    await make()
+    assert await one.publish(first, 0) == 0
+    await one.kill()
+    await cluster.until_nobody_writes(first)
+    return first
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+async def test_who_did_not_look_meanwhile_follows_the_new_one(
+    member: MakeMember,
+    name: str,
+    cluster: Cluster,
+    namespace: str,
+    partitions: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # So that the readers of who does not look do not hinder the deletion for long.
+    monkeypatch.setattr(kept, "IDLE_SECONDS", 0.1)
+    one, other = member(), member()
+    first = await made_anew(one, other, name, partitions, cluster, namespace)
+    old = other.topics.live[first]
+    with pytest.raises(UnavailableError, match="NOT_OWNER"):
+        await other.run(old.take())
+    assert "made anew" in old.why
+    await other.look()
+    new = await other.take(first)
+    assert (new.confirmed_index, new.incarnation > old.incarnation) == (1, True)
+    assert await other.publish(first, 1) == 1, "what the old one had is new"
+    await one.start()
+    assert one.topics.live[first].confirmed_index == 2
+
+
+async def test_without_looking_at_the_incarnation_it_is_damaged(
+    member: MakeMember, name: str, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control arm: whoever asks is told so for good."""
+    monkeypatch.setattr(kept, "IDLE_SECONDS", 0.1)
+
+    async def stays(topic: str, incarnation: int, admin: Admin) -> None:
+        return
+
+    monkeypatch.setattr("seqdedupe.log.pulsar.log.check_stays", stays)
+    one, other = member(), member()
+    await made_anew(one, other, name, 0, cluster, namespace)
+    old = other.topics.live[name]
+    with pytest.raises(UnavailableError):
+        await other.run(old.take())
+    await until(lambda: old.state is State.DAMAGED)

@@ -8,12 +8,13 @@ import numpy as np
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
+from seqdedupe.entry_properties import Owner
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.log.contract import Entries, Location, Records, Runs
 from seqdedupe.log.pulsar.cursor import Step
-from seqdedupe.log.pulsar.entries import NOWHERE, Entry, Owner
+from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.kept import Kept
 from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
 from seqdedupe.log.pulsar.terms import Counts, Verdict

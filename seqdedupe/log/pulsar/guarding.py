@@ -2,6 +2,7 @@
 
 import asyncio
 
+from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.opening import Opening
@@ -36,10 +37,13 @@ async def check_deduplicates(topic: str, admin: Admin) -> None:
         raise error("LOG_REFUSED", _not_deduplicated(topic))
 
 
-async def check_stays(topic: str, admin: Admin) -> None:
-    """Raises NOT_OWNER if the topic is being deleted, by whomever: nobody takes it any more."""
-    if is_going(await admin.properties(topic)):
+async def check_stays(topic: str, incarnation: int, admin: Admin) -> None:
+    """Raises NOT_OWNER if the topic is being deleted, by whomever, or made anew already: nobody takes it any more."""
+    properties = await admin.properties(topic)
+    if is_going(properties):
         raise error("NOT_OWNER", f"{topic} is being deleted")
+    if (now := properties.get(INCARNATION, str(incarnation))) != str(incarnation):
+        raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
 
 
 async def guard(topic: str, admin: Admin, opening: Opening) -> None:

@@ -9,6 +9,7 @@ remove, by its own retention.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,13 +17,14 @@ import pulsar.asyncio
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.entry_properties import Owner
+from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention, Skipped
 from seqdedupe.log.pulsar import entries, place_bytes, plain
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Owner, Part, Settings
+from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Part, Settings
 from seqdedupe.log.pulsar.evicting import Answers, evicting
 from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, check_stays, guard
 from seqdedupe.log.pulsar.opening import Opening, Record
@@ -209,7 +211,7 @@ class PulsarLog:
                 marked.set_result(settled.doubtful or NOWHERE)
 
         try:
-            await check_stays(self._topic, self._shared.admin)
+            await check_stays(self._topic, self.incarnation, self._shared.admin)
             await check_deduplicates(self._topic, self._shared.admin)
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
@@ -320,13 +322,19 @@ class PulsarLog:
 
     @property
     def earlier(self) -> dict[str, int]:
-        """After a replay from the beginning: the highest sequence ID of each producer that published before the first
-        marker, as far as the client shows them."""
+        """See `Log.earlier`."""
         return self._content.earlier
 
-    def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
-        # Nobody may read on for an owner: he reads on himself, and settles by it.
-        return self._content.replay(from_index, reads_on=self._opening is None)
+    async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
+        try:
+            # Nobody may read on for an owner: he reads on himself, and settles by it.
+            async for entries in self._content.replay(from_index, reads_on=self._opening is None):
+                yield entries
+        except DamagedError:
+            # What has taken its name says nothing of it.
+            with suppress(NotFoundError):
+                await check_stays(self._topic, self.incarnation, self._shared.admin)
+            raise
 
     async def wait_for_more(self) -> None:
         await self._content.wait_for_more()

@@ -4,10 +4,11 @@ import logging
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 
+from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, PREFIX, EntryFormat, Settings
+from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.owner import ADDRESS
 from seqdedupe.log.pulsar.policies import ensure_safe
@@ -16,8 +17,6 @@ from seqdedupe.names import namespace_of, number_of, whole_of
 
 logger = logging.getLogger("seqdedupe.log")
 
-INCARNATION = PREFIX + "incarnation"
-"""A property of the topic."""
 _MODE_IDS = "SEQUENCE_ID"
 
 
@@ -167,10 +166,12 @@ class PulsarLogs:
                     self._topics.pop(incarnation, None)
         for incarnation in incarnations:
             if (topic := self._topics.pop(incarnation, None)) is not None:
+                # Looking at all topics takes a while, and somebody else may have deleted this one and made it anew.
                 with suppress(NotFoundError):
-                    # Somebody else who has it open lets go of it then, and nobody takes it.
-                    await self._admin.set_properties(topic, {LIFE: Life.DELETING.value})
-                    await self._admin.delete_topic(topic)
+                    if (await self._admin.properties(topic)).get(INCARNATION) == str(incarnation):
+                        # Somebody else who has it open lets go of it then, and nobody takes it.
+                        await self._admin.set_properties(topic, {LIFE: Life.DELETING.value})
+                        await self._admin.delete_topic(topic)
 
     async def close(self) -> None:
         """See `Logs.close`. The client is its owner's."""

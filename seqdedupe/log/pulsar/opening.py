@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from seqdedupe.entry_properties import Owner
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.pulsar.content import Found
-from seqdedupe.log.pulsar.entries import Message, Owner
+from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.places import Places, Point, size_of
 from seqdedupe.log.pulsar.terms import Standing
 from seqdedupe.log.pulsar.unsettled import Confirmed

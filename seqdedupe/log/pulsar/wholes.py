@@ -9,10 +9,10 @@ from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
+from seqdedupe.entry_properties import PARTITIONS, PREFIX
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.entries import PARTITIONS, PREFIX
 from seqdedupe.names import namespace_of, partition_name, whole_of
 
 FIRST_INCARNATION = PREFIX + "first_incarnation"
@@ -136,10 +136,14 @@ async def remove(admin: Admin, whole: Whole) -> None:
 
     Raises TOPIC_IN_USE while somebody is connected to a partition, and as `Admin`: then it is to be tried again.
     """
-    with suppress(NotFoundError):
-        if whole.life is not Life.DELETING:
-            await admin.set_properties(whole.topic, {LIFE: Life.DELETING.value})
-        await admin.delete_partitioned(whole.topic)
+    # Looking at all topics takes a while, and somebody else may have deleted this one and made it anew.
+    if (there := await look_at(admin, whole.topic)) is not None:
+        if there.first_incarnation != whole.first_incarnation:
+            return
+        with suppress(NotFoundError):
+            if there.life is not Life.DELETING:
+                await admin.set_properties(whole.topic, {LIFE: Life.DELETING.value})
+            await admin.delete_partitioned(whole.topic)
     await _sweep(admin, whole.topic)
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from seqdedupe.entry_properties import CONTROL, KIND
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Log, LogName
 from seqdedupe.log.pulsar import log as log_module
-from seqdedupe.log.pulsar.entries import CONTROL, KIND, EntryFormat
+from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
