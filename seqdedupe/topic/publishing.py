@@ -120,7 +120,9 @@ class Topic(LoggedTopic):
         except Exception as e:  # noqa: BLE001 (whatever it is: nothing but damage ends recovery)
             self._seems_damaged = False
             if isinstance(e, UnavailableError) and e.reason == "NOT_OWNER":
-                self._stand_by(e)
+                # What was in flight may be in its log, and is the other one's to say.
+                self._keeping_away.found_owned()
+                self._step_back(e)
             else:
                 self._not_now(e)
             return False
@@ -143,12 +145,8 @@ class Topic(LoggedTopic):
         elif self.state is not State.RECOVERING or not len(self.flight):
             self._set_state(State.READ_ONLY, why)
 
-    def _stand_by(self, e: UnavailableError) -> None:
-        """Another sidecar owns the log. What was in flight may be in it, and it is the other one's to say."""
-        self._keeping_away.found_owned()
-        self._step_back(e)
-
     def _step_back(self, e: SeqdedupeError) -> None:
+        """Another sidecar owns the log."""
         self.owner_address = e.numbers.get("owner_address", "")
         self.knows_its_end = False
         # A frame may be sent again there. A change may not be made again by whoever takes this for "nothing was done".
