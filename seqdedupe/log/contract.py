@@ -256,8 +256,8 @@ class Log(Protocol):
         """
 
     async def wait_until_free(self) -> None:
-        """Returns when nobody else seems to own the log, or somebody else does than before, so that it is worth opening
-        it for writing: an alarm, which proves nothing. At once, where nobody else can write.
+        """Returns when nobody else seems to own the log, so that it is worth opening it for writing: an alarm, which
+        proves nothing. At once, where nobody else can write.
 
         It outlasts failures of what it asks. Whoever is cancelled here does not wait any more, for certain.
         """

@@ -9,7 +9,6 @@ import pulsar.asyncio
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar.admin import Admin, Publisher
-from seqdedupe.log.pulsar.owner import ADDRESS
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -24,33 +23,28 @@ Connect = Callable[[], pulsar.asyncio.Client]
 
 
 async def wait_until_free(topic: str, admin: Admin, connect: Connect) -> None:
-    """Returns when the broker has given the topic to whoever waits for it, who has let go of it again; or when another
-    sidecar has it than before, which opening it tells.
+    """Returns when the broker has given the topic to whoever waits for it, who has let go of it again.
 
     Whatever fails is tried again. A broker gives a topic, also when it is unloaded, to who waits for it: so nobody
     waits there before the topic is free, or when somebody has it again.
     """
-    owners: set[str] = set()
-    while await _is_free(topic, admin, owners):
+    while True:
+        await _until_nobody_writes(topic, admin)
         if await _was_given(topic, admin, connect):
             return
 
 
-async def _is_free(topic: str, admin: Admin, owners: set[str]) -> bool:
-    """Waits until nobody writes, or False: until there is a second one among `owners`, the addresses that were seen."""
+async def _until_nobody_writes(topic: str, admin: Admin) -> None:
     now = asyncio.get_running_loop().time
     free_since: float | None = None
     while True:
         publishers = await publishers_of(topic, admin)
-        owners.update(publisher.metadata.get(ADDRESS, "") for publisher in publishers or ())
-        if len(owners) > 1:
-            return False
         if publishers is None or publishers:
             free_since = None
         elif free_since is None:
             free_since = now()
         elif now() - free_since >= FREE_SECONDS:
-            return True
+            return
         await asyncio.sleep(POLL_SECONDS if free_since is None else FREE_POLL_SECONDS)
 
 
