@@ -69,8 +69,6 @@ class Topic(LoggedTopic):
         self._own_ownership = 0
         """Of what is appended now."""
         self._trimming: asyncio.Task[None] | None = None
-        self.wanted = asyncio.Event()
-        """An operator wants this sidecar to have the topic, if nobody has it."""
         self._tried = Broadcast()
         """Tells that it was tried to take over the log."""
 
@@ -128,6 +126,8 @@ class Topic(LoggedTopic):
             return False
         self._seems_damaged = False
         self._keeping_away.serves()
+        # Else it would be taken back at once when it is given up.
+        self.wanted.clear()
         self._is_recovering = False
         self.knows_its_end = True
         self._set_state(State.SERVING, "")
@@ -173,8 +173,8 @@ class Topic(LoggedTopic):
         try:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.flight.all_of_now(), SETTLE_SECONDS)
-            if self._is_recovering:
-                raise moving
+            if self.state is not State.SERVING:
+                self.check_serving()
             self._is_recovering = True
             await self.log.let_go()
         finally:

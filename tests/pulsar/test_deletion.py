@@ -1,10 +1,12 @@
 """A topic on a real broker is deleted while other sidecars know it, follow it and would take it."""
 
+from collections.abc import Container
+
 import pytest
 
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS
-from seqdedupe.errors import SeqdedupeError, UnavailableError
-from seqdedupe.log.pulsar import kept, wholes
+from seqdedupe.errors import UnavailableError
+from seqdedupe.log.pulsar import guarding, kept, wholes
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.policy import Policy
@@ -40,8 +42,6 @@ async def test_whoever_follows_a_topic_lets_go_of_it_when_it_is_deleted(
     assert name not in one.topics.live
     await until(lambda: "is being deleted" in other.topics.live[name].why)
     assert await cluster.admin.topics(namespace) == [name], "the standby reads there"
-    with pytest.raises(SeqdedupeError, match="is being deleted"):
-        await one.run(one.topics.create(name))
     await other.look()
     assert name not in other.topics.live
     assert name not in other.topics.closed
@@ -68,6 +68,30 @@ async def test_who_comes_meanwhile_does_not_begin_to_use_it(member: MakeMember, 
         assert name not in each.topics.closed
 
 
+async def test_who_owns_a_topic_that_somebody_else_deletes_lets_go_of_it(
+    member: MakeMember, name: str, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarding, "LOOK_SECONDS", 1e9)
+    one, other = member(), member()
+    await one.start()
+    await one.run(one.topics.create(name))
+    await other.start()
+    await other.run(other.topics.delete(name))
+    # It has not looked yet.
+    await one.look()
+    assert await one.publish(name, 1) == 0
+    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0)
+    await until(lambda: "is being deleted" in one.topics.live[name].why)
+    await until(lambda: one.topics.live[name].state is State.STANDBY)
+    await one.look()
+    assert name not in one.topics.live
+
+    async def is_gone() -> bool:
+        return await cluster.admin.topics(namespace) == []
+
+    await until(is_gone)
+
+
 async def test_without_saying_so_the_standby_has_it(
     member: MakeMember, name: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,27 +105,61 @@ async def test_without_saying_so_the_standby_has_it(
     assert await other.publish(name, 2) == 1
 
 
+async def make(one: Member, name: str, partitions: int) -> None:
+    await one.run(partitioned.create(one.topics, name, partitions, Policy()) if partitions else one.topics.create(name))
+
+
+async def delete(one: Member, name: str, partitions: int) -> None:
+    await one.run(partitioned.delete(one.topics, name) if partitions else one.topics.delete(name))
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+async def test_a_late_deletion_does_nothing_to_the_new_one(
+    member: MakeMember, name: str, partitions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who finishes a deletion looks at all topics first, and meanwhile it is finished and the topic made anew."""
+    one, other = member(), member()
+    await one.start()
+    await make(one, name, partitions)
+    old = [log.incarnation for log in await one.logs.list()]
+    await other.start()
+    # Its readers would hinder the deletion.
+    for topic in other.topics.live.values():
+        await topic.close("it has let go")
+    look = other.logs._look
+
+    async def look_long(without: Container[str] = ()) -> None:
+        await look(without)
+        monkeypatch.setattr(other.logs, "_look", look)
+        await delete(one, name, partitions)
+        await until(lambda: not one.topics.records and not one.store.topics())
+        await make(one, name, partitions)
+
+    monkeypatch.setattr(other.logs, "_look", look_long)
+    await other.logs.delete(*old)
+    new = await one.logs.list()
+    assert len(new) == len(old)
+    assert not {log.incarnation for log in new} & set(old)
+    assert not any(log.is_going for log in new)
+
+
 async def made_anew(one: Member, other: Member, name: str, partitions: int, cluster: Cluster, namespace: str) -> str:
     """A topic, or one of its partitions, that both know with two messages; one has deleted it and made it anew with one
     message, and ended, while the other one did not look."""
     first = f"{name}-partition-0" if partitions else name
 
-    async def make() -> None:
-        works = partitioned.create(one.topics, name, partitions, Policy()) if partitions else one.topics.create(name)
-        await one.run(works)
-
     async def is_gone() -> bool:
         return not [*await cluster.admin.topics(namespace), *await cluster.admin.partitioned_topics(namespace)]
 
     await one.start()
-    await make()
+    await make(one, name, partitions)
     assert [await one.publish(first, sequence_id) for sequence_id in (0, 1)] == [0, 1]
     await other.start()
     assert other.topics.live[first].state is State.STANDBY
     assert other.topics.live[first].confirmed_index == 2
-    await one.run(partitioned.delete(one.topics, name) if partitions else one.topics.delete(name))
+    await delete(one, name, partitions)
     await until(is_gone)
-    await make()
+    await make(one, name, partitions)
     assert await one.publish(first, 0) == 0
     await one.kill()
     await cluster.until_nobody_writes(first)
