@@ -72,7 +72,10 @@ async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
             topic=name,
             incarnation=log.incarnation,
         )
-    logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
+    if topics.kind.log.is_shared:
+        logger.info("topic %s was found in the cluster: its log is read from its beginning", name)
+    else:
+        logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
     state = TopicState.DELETING if log.is_going else TopicState.ACTIVE
     record = TopicRecord(name, log.incarnation, state, log=topics.kind.log, partitions=log.partitions)
     await topics.store.put_topics(record)

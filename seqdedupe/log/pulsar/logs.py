@@ -87,10 +87,9 @@ class PulsarLogs:
                 raise error("INVALID_TOPIC_NAME", why, hint="Choose another name.") from e
             if e.reason != "TOPIC_EXISTS":
                 raise
-            if (await self._admin.properties(topic)).get(INCARNATION) != str(incarnation):
-                raise error(
-                    "TOPIC_EXISTS", f"Pulsar has a topic {topic} already, which this sidecar did not make"
-                ) from e
+            properties = await self._admin.properties(topic)
+            if properties.get(INCARNATION) != str(incarnation):
+                raise _exists(topic, properties) from e
 
     async def _create_partition(
         self, incarnation: int, topic: str, partitions: int, properties: Mapping[str, str]
@@ -223,3 +222,15 @@ class PulsarLogs:
             return Settings(entry_format, properties[MODE], partitions, self._shared.address)
         except (KeyError, ValueError) as e:
             raise error("LOG_DAMAGED", f"the properties of {topic} do not say {e}") from e
+
+
+def _exists(topic: str, properties: Mapping[str, str]) -> SeqdedupeError:
+    """Why there can be no new topic of this name: one with these properties is there."""
+    if wholes.is_going(properties):
+        what = f"{topic} is being deleted, and a sidecar is still connected to it"
+        hint = "Try again in a minute: within that time sidecars let go of it."
+    elif INCARNATION in properties:
+        what, hint = f"another sidecar has made the topic {topic}", None
+    else:
+        what, hint = f"Pulsar has a topic {topic} already, which no sidecar has made", wholes.NO_LOG
+    return error("TOPIC_EXISTS", what, hint=hint, topic=topic)

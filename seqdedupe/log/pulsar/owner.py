@@ -30,7 +30,10 @@ async def not_owner(
         return e
     message = f"{e.message}; it is the sidecar at {address}"
     if is_named_as_this:
-        message += f", which has this one's instance name {own_name}: is its data directory a copy? Give one a new one"
+        message += (
+            f", which has this one's instance name {own_name}: stop one of the two, and start it with an instance_name "
+            "of its own and an empty data directory"
+        )
         logger.error("%s", message)
     return error("NOT_OWNER", message, owner_address=address)
 

@@ -19,6 +19,9 @@ FIRST_INCARNATION = PREFIX + "first_incarnation"
 LIFE = PREFIX + "life"
 MAKER = PREFIX + "maker"
 
+NO_LOG = "Choose another name: what no sidecar has made cannot become a log."
+"""The hint where a name is taken by such a topic."""
+
 
 class Life(Enum):
     """Where it is in its life."""
@@ -102,7 +105,7 @@ async def begin(admin: Admin, topic: str, first_incarnation: int, partitions: in
 
 def _exists(topic: str, there: Whole | None) -> SeqdedupeError:
     if there is None:
-        what, hint = f"Pulsar has a topic {topic} already, or a partition of it, which no sidecar made", None
+        what, hint = f"Pulsar has a topic {topic} already, or a partition of it, which no sidecar made", NO_LOG
     elif there.life is Life.MAKING:
         what = f"the sidecar {there.maker} is making the partitioned topic {topic}, or has not ended that"
         hint = (
