@@ -566,8 +566,8 @@ def test_a_sidecar_that_is_not_there_is_waited_for_and_named(
     database: Database, topic: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rounds, "GIVE_UP_SECONDS", 0.5)
-    monkeypatch.setattr(planning, "SAY_SECONDS", 0.1)
-    monkeypatch.setattr(planning.patiently, "__defaults__", (0.2, lambda: False))
+    monkeypatch.setattr(planning, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(planning.patiently, "__defaults__", (3.0, lambda: False))
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9"):
         job("127.0.0.1:9", database, topic).run()
     assert "waiting: no connection to the sidecar at 127.0.0.1:9" in caplog.text
