@@ -12,7 +12,7 @@ from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
-from seqdedupe.topic.following import Tails, read_on
+from seqdedupe.topic.following import Followers, read_on
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import PAGE_BYTES, Page, check_index, end_index, index_after, read_page
@@ -61,7 +61,7 @@ class ReadService:
     def __init__(self, topics: Topics[Topic], streams: Streams) -> None:
         self._topics = topics
         self._streams = streams
-        self._tails = Tails(_encode)
+        self._followers = Followers(_encode)
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
@@ -113,7 +113,9 @@ class ReadService:
             await stream.share.wait_for(size)
             return size
 
-        async for page in read_on(topic, index, stop, room, skip_damaged=request.skip_damaged, tails=self._tails):
+        async for page in read_on(
+            topic, index, stop, room, skip_damaged=request.skip_damaged, followers=self._followers
+        ):
             # Counted for each who is sent it: gRPC makes a copy.
             size = len(page.records)
             stream.share.take(size)

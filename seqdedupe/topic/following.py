@@ -22,7 +22,7 @@ Alone or in twos they get each commit at once; of a hundred each gets what a ten
 """
 
 MAX_PAGES = 16
-"""Held for those who are about to take them; the one not taken for longest goes first."""
+"""Held for those who are about to take them, 16 MiB about; the one not taken for longest goes first."""
 
 
 class Turns:
@@ -61,13 +61,14 @@ class Turns:
             asyncio.get_running_loop().call_later(TURN_SECONDS, self._go_on)
 
 
-class Tails:
-    """The ends of all topics, as their followers get them. `encode` makes of a page what goes out."""
+class Followers:
+    """What the followers of all topics of a sidecar share. `encode` makes of a page what goes out."""
 
     def __init__(self, encode: Callable[[LoggedTopic, Page], bytes]) -> None:
         self.turns = Turns()
         self._encode = encode
         self._ends: WeakKeyDictionary[LoggedTopic, int] = WeakKeyDictionary()
+        """Up to where the newest page of each goes."""
         self._pages: OrderedDict[tuple[int, int, int], asyncio.Future[Page | None]] = OrderedDict()
 
     def end(self, topic: LoggedTopic, index: int) -> int:
@@ -116,12 +117,12 @@ async def read_on(
     room: Callable[[], Awaitable[int]] = _page_bytes,
     *,
     skip_damaged: bool = False,
-    tails: Tails | None = None,
+    followers: Followers | None = None,
 ) -> AsyncIterator[Page]:
     """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
 
-    `room` is asked before each how many bytes it may have. With `tails`, who has read all there was takes turns with
-    the others, and gets the pages that they get, encoded. Ends early when the topic closes. Raises NOT_OWNER or
+    `room` is asked before each how many bytes it may have. With `followers`, who has read all there was takes turns
+    with the others, and gets the pages that they get, encoded. Ends early when the topic closes. Raises NOT_OWNER or
     LOG_DAMAGED when no more messages will come from here, and LOG_DAMAGED for what is damaged where it reads unless
     `skip_damaged`.
     """
@@ -129,21 +130,20 @@ async def read_on(
     had_all = here >= topic.readable_index
     while stop_index is None or here < stop_index:
         await topic.wait_for_message(here)
-        if had_all and tails is not None:
-            await tails.turns.take()
+        sharing = followers if had_all else None
+        if sharing is not None:
+            await sharing.turns.take()
             if topic.state is State.DRAINING:
                 # Its log may be gone by now.
                 return
-            end = tails.end(topic, here)
-        else:
-            end = topic.readable_index
+        end = topic.readable_index if sharing is None else sharing.end(topic, here)
         if stop_index is not None:
             end = min(end, stop_index)
         if end <= here:
             topic.check_may_go_on()
             return
         max_bytes = await room()
-        page = await tails.page(topic, here, end) if had_all and tails is not None else None
+        page = None if sharing is None else await sharing.page(topic, here, end)
         if page is None or len(page.records) > max_bytes:
             page = await read_page(topic, here, end, max_bytes, skip_damaged=skip_damaged)
         yield page

@@ -14,13 +14,20 @@ from seqdedupe.errors import DamagedError
 from seqdedupe.log.contract import Records
 from seqdedupe.log.embedded import reader
 from seqdedupe.log.embedded.segment import Piece, Segment
+from seqdedupe.store.db import Store
 from seqdedupe.topic import following
-from seqdedupe.topic.following import TURNS_AT_ONCE, Tails, Turns, read_on
+from seqdedupe.topic.following import TURNS_AT_ONCE, Followers, Turns, read_on
 from seqdedupe.topic.logged import LoggedTopic
+from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.reading import Page
 from tests.log.conformance import parsed
+from tests.log.faulty import FaultyLog, Storage
 from tests.topic.test_originals import Process
+from tests.topic.test_recovery import INCARNATION, make_topic, store
+from tests.topic.test_recovery import publish as publish_unsettled
 from tests.topic.test_skip_damaged import damage
+
+__all__ = ["store"]
 
 WAIT_SECONDS = 120
 ROWS = 3
@@ -42,15 +49,15 @@ async def publish(process: Process, commits: int = 1, rows: int = ROWS) -> None:
         await process.publish([("a", i) for i in range(first, first + rows)])
 
 
-def tails(encodings: list[Page] | None = None) -> Tails:
-    """With the pages that were encoded."""
+def sharing(encodings: list[Page] | None = None) -> Followers:
+    """What followers share; `encodings` gets the pages that were encoded."""
 
     def encode(_: LoggedTopic, page: Page) -> bytes:
         if encodings is not None:
             encodings.append(page)
         return b"".join((page.records, b"end"))
 
-    return Tails(encode)
+    return Followers(encode)
 
 
 class Follower:
@@ -58,8 +65,8 @@ class Follower:
 
     def __init__(
         self,
-        process: Process,
-        tails: Tails | None,
+        topic: Topic,
+        shared: Followers | None,
         start: int,
         stop: int | None = None,
         room: Callable[[], Awaitable[int]] | None = None,
@@ -71,7 +78,7 @@ class Follower:
         self.skipped: list[range] = []
         self._news = asyncio.Event()
         options = {} if room is None else {"room": room}
-        self._read = read_on(process.topic, start, stop, skip_damaged=skip, tails=tails, **options)
+        self._read = read_on(topic, start, stop, skip_damaged=skip, followers=shared, **options)
         self.task = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
@@ -137,8 +144,8 @@ async def test_each_commit_is_read_and_encoded_once_for_all(
 ) -> None:
     reads = Reads(process, monkeypatch)
     encodings: list[Page] = []
-    shared = tails(encodings) if shares else None
-    followers = [Follower(process, shared, 0) for _ in range(FOLLOWERS)]
+    shared = sharing(encodings) if shares else None
+    followers = [Follower(process.topic, shared, 0) for _ in range(FOLLOWERS)]
     commits = 4
     for k in range(commits):
         await publish(process)
@@ -156,9 +163,9 @@ async def test_those_who_come_at_other_places_soon_get_the_same_pages(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await publish(process, 4)
-    shared = tails()
+    shared = sharing()
     # Within batches, at the beginning, and at the end.
-    followers = [Follower(process, shared, start) for start in (0, 1, 5, 6, 11, 12)]
+    followers = [Follower(process.topic, shared, start) for start in (0, 1, 5, 6, 11, 12)]
     for commit in (5, 6):
         await publish(process)
         await asyncio.gather(*(follower.has(commit * ROWS) for follower in followers))
@@ -170,7 +177,7 @@ async def test_those_who_come_at_other_places_soon_get_the_same_pages(
         await follower.leave()
 
 
-class LastPage(Tails):
+class LastPage(Followers):
     """A planted bug: whoever is at the end gets the newest page, wherever it was."""
 
     last: Page | None = None
@@ -182,7 +189,7 @@ class LastPage(Tails):
 
 async def test_the_control_a_page_for_another_place_is_noticed(process: Process) -> None:
     shared = LastPage(lambda _, page: b"".join((page.records, b"end")))
-    follower = Follower(process, shared, 0)
+    follower = Follower(process.topic, shared, 0)
     await publish(process)
     await follower.has(ROWS)
     await publish(process)
@@ -193,7 +200,7 @@ async def test_the_control_a_page_for_another_place_is_noticed(process: Process)
 @pytest.mark.parametrize("seed", range(6))
 async def test_each_gets_every_message_once_in_order_whoever_comes_goes_and_lags(process: Process, seed: int) -> None:
     rng = random.Random(seed)
-    shared = tails()
+    shared = sharing()
     open_ones: list[Follower] = []
 
     def join() -> Follower:
@@ -209,7 +216,7 @@ async def test_each_gets_every_message_once_in_order_whoever_comes_goes_and_lags
                 await asyncio.sleep(0)
             return own.randint(*sizes)
 
-        return Follower(process, shared, start, stop, room)
+        return Follower(process.topic, shared, start, stop, room)
 
     left = 0
     for _ in range(80):
@@ -232,11 +239,33 @@ async def test_each_gets_every_message_once_in_order_whoever_comes_goes_and_lags
         await follower.leave()
 
 
+async def test_what_is_not_confirmed_is_shown_to_nobody(store: Store) -> None:
+    log = FaultyLog(Storage(INCARNATION))
+    topic = make_topic(store, log)
+    await topic.recover()
+    shared = sharing()
+    followers = [Follower(topic, shared, 0) for _ in range(3)]
+    await publish_unsettled(topic, *range(3))
+    log.settle(1)
+    for follower in followers:
+        await follower.has(1)
+    # The others are in the log, too, and nobody has said so.
+    log.store()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert [follower.next_index for follower in followers] == [1] * 3
+    log.report()
+    for follower in followers:
+        await follower.has(3)
+        await follower.leave()
+    await topic.close("")
+
+
 async def test_whoever_goes_away_while_it_reads_for_all_takes_nobody_along(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = Reads(process, monkeypatch)
-    shared = tails()
+    shared = sharing()
     reads.may_go_on.clear()
     reading = [asyncio.ensure_future(shared.page(process.topic, 0, ROWS))]
     await publish(process)
@@ -250,7 +279,7 @@ async def test_whoever_goes_away_while_it_reads_for_all_takes_nobody_along(
         assert gone.cancelled()
     reads.may_go_on.set()
     assert await asyncio.wait_for(reading[2], WAIT_SECONDS) is None, "each reads for itself"
-    followers = [Follower(process, shared, ROWS) for _ in range(3)]
+    followers = [Follower(process.topic, shared, ROWS) for _ in range(3)]
     await publish(process)
     await asyncio.gather(*(follower.has(2 * ROWS) for follower in followers))
     for follower in followers:
@@ -258,14 +287,14 @@ async def test_whoever_goes_away_while_it_reads_for_all_takes_nobody_along(
 
 
 async def test_one_that_has_no_room_holds_up_nobody(process: Process) -> None:
-    shared = tails()
+    shared = sharing()
     never: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def no_room() -> int:
         return await asyncio.shield(never)
 
-    stuck = [Follower(process, shared, 0, room=no_room) for _ in range(TURNS_AT_ONCE + 1)]
-    others = [Follower(process, shared, 0) for _ in range(3)]
+    stuck = [Follower(process.topic, shared, 0, room=no_room) for _ in range(TURNS_AT_ONCE + 1)]
+    others = [Follower(process.topic, shared, 0) for _ in range(3)]
     for k in range(5):
         await publish(process)
         await asyncio.gather(*(follower.has((k + 1) * ROWS) for follower in others))
@@ -278,12 +307,12 @@ async def test_one_that_has_no_room_holds_up_nobody(process: Process) -> None:
 
 
 async def test_a_page_that_is_larger_than_the_room_is_read_alone(process: Process) -> None:
-    shared = tails()
+    shared = sharing()
 
     async def little() -> int:
         return 1
 
-    small, large = Follower(process, shared, 0, room=little), Follower(process, shared, 0)
+    small, large = Follower(process.topic, shared, 0, room=little), Follower(process.topic, shared, 0)
     await publish(process)
     await asyncio.gather(small.has(ROWS), large.has(ROWS))
     assert not small.pages[0].encoded
@@ -293,10 +322,10 @@ async def test_a_page_that_is_larger_than_the_room_is_read_alone(process: Proces
 
 
 async def test_each_stops_where_it_was_to_stop(process: Process) -> None:
-    shared = tails()
+    shared = sharing()
     stops = [1, 2, 3, 4, 5, 5, 6]
-    followers = [Follower(process, shared, 0, stop) for stop in stops]
-    goes_on = Follower(process, shared, 0)
+    followers = [Follower(process.topic, shared, 0, stop) for stop in stops]
+    goes_on = Follower(process.topic, shared, 0)
     for _ in range(2):
         await publish(process)
     async with asyncio.timeout(WAIT_SECONDS):
@@ -310,7 +339,7 @@ async def test_each_hears_of_damage_at_the_end(
     process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await publish(process, rows=10)
-    shared = tails()
+    shared = sharing()
     reads = Reads(process, monkeypatch)
 
     def damage_once() -> None:
@@ -318,8 +347,8 @@ async def test_each_hears_of_damage_at_the_end(
         damage(tmp_path, 10)
 
     reads.before = damage_once
-    plain = [Follower(process, shared, 10) for _ in range(3)]
-    skipping = [Follower(process, shared, 10, skip=True) for _ in range(3)]
+    plain = [Follower(process.topic, shared, 10) for _ in range(3)]
+    skipping = [Follower(process.topic, shared, 10, skip=True) for _ in range(3)]
     await publish(process, rows=10)
     for follower in plain:
         with pytest.raises(DamagedError) as caught:
@@ -342,8 +371,8 @@ async def test_those_who_wait_for_their_turn_when_the_topic_closes_end(
 ) -> None:
     """Not with what is wrong with a log that is gone by then."""
     monkeypatch.setattr(following, "TURN_SECONDS", NEVER_SECONDS)
-    shared = tails()
-    followers = [Follower(process, shared, 0) for _ in range(TURNS_AT_ONCE + 3)]
+    shared = sharing()
+    followers = [Follower(process.topic, shared, 0) for _ in range(TURNS_AT_ONCE + 3)]
     await asyncio.sleep(0)
     await publish(process)
     await asyncio.gather(*(follower.has(ROWS) for follower in followers[:TURNS_AT_ONCE]))
@@ -416,7 +445,7 @@ async def test_much_is_read_off_the_event_loop(
     monkeypatch.setattr(os, "preadv", preadv)
     await publish(process, 4, rows)
     assert (process.topic.log_bytes > reader.INLINE_BYTES) is not on_the_loop
-    follower = Follower(process, tails(), 0)
+    follower = Follower(process.topic, sharing(), 0)
     await follower.has(process.topic.readable_index)
     assert {thread is threading.current_thread() for thread in threads} == {on_the_loop}
     await follower.leave()
