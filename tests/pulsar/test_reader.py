@@ -1,6 +1,8 @@
 """Entries are read from a real broker as they stand there: all of them, in order, whoever wrote them."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -15,7 +17,7 @@ from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.log.pulsar.reader import READ_STEP_ENTRIES, Reader, open_reader
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line
-from tests.pulsar.owners import LIMIT_SECONDS, Cluster, Owner, quiet
+from tests.pulsar.owners import LIMIT_SECONDS, Cluster, Owner, quiet, until
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
@@ -140,6 +142,31 @@ async def test_closing_ends_the_waiting(cluster: Cluster, client: pulsar.asyncio
     await reader.close()
     with pytest.raises(SeqdedupeError, match="LOG_UNREADABLE"):
         await waiting
+
+
+async def test_nothing_is_left_of_a_reader_that_was_closed(
+    cluster: Cluster, client: pulsar.asyncio.Client, topic: str
+) -> None:
+    """Whatever is would hold a thread and six descriptors of its client for ever."""
+    await cluster.create(topic)
+    reader = await open_reader(client, topic, None, QUEUE_ENTRIES)
+    left = weakref.ref(reader._reader._reader)
+    await reader.close()
+    del reader
+    await until(lambda: gc.collect() >= 0 and left() is None)
+
+
+async def test_the_clients_own_reader_stays_for_ever(
+    cluster: Cluster, client: pulsar.asyncio.Client, topic: str
+) -> None:
+    """The control of the test above."""
+    await cluster.create(topic)
+    reader = await client.create_reader(topic, pulsar.MessageId.earliest)
+    left = weakref.ref(reader._reader)
+    await reader.close()
+    del reader
+    gc.collect()
+    assert left() is not None
 
 
 async def test_cut_lines_and_unloaded_topics_are_read_on_without_a_gap(

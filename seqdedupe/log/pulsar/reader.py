@@ -4,6 +4,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
+import _pulsar
 import pulsar
 import pulsar.asyncio
 
@@ -88,7 +89,7 @@ async def open_reader(client: pulsar.asyncio.Client, topic: str, start: MessageI
 
     So many entries are fetched ahead, whatever their size. Raises LOG_UNREADABLE.
     """
-    place = pulsar.MessageId.earliest if start is None else pulsar.MessageId(-1, *start)
+    place = _pulsar.MessageId.earliest if start is None else _pulsar.MessageId(-1, *start)
     try:
         for timeout_seconds in OPEN_TIMEOUTS_SECONDS:
             with suppress(TimeoutError):
@@ -99,9 +100,36 @@ async def open_reader(client: pulsar.asyncio.Client, topic: str, start: MessageI
         raise _unreadable(topic, e) from e
 
 
-async def _opened(client: pulsar.asyncio.Client, topic: str, place: pulsar.MessageId, queue_entries: int) -> Any:
-    opening = client.create_reader(topic, place, receiver_queue_size=queue_entries, start_message_id_inclusive=True)
+async def _opened(client: pulsar.asyncio.Client, topic: str, place: _pulsar.MessageId, queue_entries: int) -> Any:
+    opening = _create(client, topic, place, queue_entries)
     return await opened(opening, lambda reader: reader._reader.close_async(lambda _: None))
+
+
+async def _create(client: pulsar.asyncio.Client, topic: str, place: _pulsar.MessageId, queue_entries: int) -> Any:
+    """As `client.create_reader`, whose readers stay for ever, and with them their client's threads and descriptors.
+
+    What is below it keeps a reader's callback as long as the reader; and that callback keeps its future, which has the
+    reader. This one lets go of its future.
+    """
+    configuration = _pulsar.ReaderConfiguration()
+    configuration.receiver_queue_size(queue_entries)
+    configuration.start_message_id_inclusive(True)
+    loop = asyncio.get_running_loop()
+    created = loop.create_future()
+    waiting = [created]
+    client._client.create_reader_async_v2(
+        topic, place, configuration, lambda found: loop.call_soon_threadsafe(_hand_over, waiting.pop(), found)
+    )
+    return pulsar.asyncio.Reader(await created, pulsar.schema.BytesSchema())
+
+
+def _hand_over(waiting: "asyncio.Future[Any]", found: Any) -> None:
+    if waiting.done():
+        return
+    if isinstance(found, _pulsar.Error):
+        waiting.set_exception(pulsar.asyncio.PulsarException(found.error, found.message))
+    else:
+        waiting.set_result(found)
 
 
 def _entry(native: Any) -> Entry:
