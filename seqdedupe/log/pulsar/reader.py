@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import _pulsar
@@ -89,7 +90,7 @@ async def open_reader(client: pulsar.asyncio.Client, topic: str, start: MessageI
 
     So many entries are fetched ahead, whatever their size. Raises LOG_UNREADABLE.
     """
-    place = _pulsar.MessageId.earliest if start is None else _pulsar.MessageId(-1, *start)
+    place = pulsar.MessageId.earliest if start is None else pulsar.MessageId(-1, *start)._msg_id
     try:
         for timeout_seconds in OPEN_TIMEOUTS_SECONDS:
             with suppress(TimeoutError):
@@ -106,30 +107,34 @@ async def _opened(client: pulsar.asyncio.Client, topic: str, place: _pulsar.Mess
 
 
 async def _create(client: pulsar.asyncio.Client, topic: str, place: _pulsar.MessageId, queue_entries: int) -> Any:
-    """As `client.create_reader`, whose readers stay for ever, and with them their client's threads and descriptors.
+    """As the client's own `create_reader`, after which a reader and its client's threads and descriptors stay for good.
 
-    What is below it keeps a reader's callback as long as the reader; and that callback keeps its future, which has the
-    reader. This one lets go of its future.
+    A reader keeps the callback of its opening as long as it lives, so that must not keep the reader.
     """
-    configuration = _pulsar.ReaderConfiguration()
-    configuration.receiver_queue_size(queue_entries)
-    configuration.start_message_id_inclusive(True)
-    loop = asyncio.get_running_loop()
-    created = loop.create_future()
-    waiting = [created]
-    client._client.create_reader_async_v2(
-        topic, place, configuration, lambda found: loop.call_soon_threadsafe(_hand_over, waiting.pop(), found)
-    )
-    return pulsar.asyncio.Reader(await created, pulsar.schema.BytesSchema())
+    schema = pulsar.schema.BytesSchema()
+    settings = _pulsar.ReaderConfiguration()
+    settings.schema(schema.schema_info())
+    settings.receiver_queue_size(queue_entries)
+    settings.start_message_id_inclusive(True)
+    waiting = [asyncio.get_running_loop().create_future()]
+    reader = waiting[0]
+    client._client.create_reader_async_v2(topic, place, settings, partial(_hand_over, waiting))
+    return pulsar.asyncio.Reader(await reader, schema)
 
 
-def _hand_over(waiting: "asyncio.Future[Any]", found: Any) -> None:
-    if waiting.done():
+def _hand_over(waiting: "list[asyncio.Future[Any]]", outcome: Any) -> None:
+    """On a thread of the client."""
+    future = waiting.pop()
+    future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: "asyncio.Future[Any]", outcome: Any) -> None:
+    if future.done():
         return
-    if isinstance(found, _pulsar.Error):
-        waiting.set_exception(pulsar.asyncio.PulsarException(found.error, found.message))
+    if isinstance(outcome, _pulsar.Error):
+        future.set_exception(pulsar.asyncio.PulsarException(outcome.error, outcome.message))
     else:
-        waiting.set_result(found)
+        future.set_result(outcome)
 
 
 def _entry(native: Any) -> Entry:
