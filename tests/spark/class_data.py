@@ -57,9 +57,9 @@ def make() -> None:
         environment = os.environ | {"PYSPARK_SUBMIT_ARGS": spark, "PYSPARK_PYTHON": sys.executable}
         # The JVM outlives its session, and has the same output: what is read until its end has the archive written.
         subprocess.run(
-            [sys.executable, "-c", SESSION],
+            [sys.executable, "-"],
+            input=SESSION.encode(),
             env=environment,
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=TIMEOUT_SECONDS,
