@@ -38,11 +38,12 @@ _topics = itertools.count()
 DEAR = ("tests/spark/", "tests/pulsar/")
 
 # The longest files come next, for the same reason, the longest of all first. Those of a dear folder share little or
-# nothing with its others.
+# nothing with its others, or are worth a Spark session of their own.
 LONG = (
     "tests/test_demo.py",
     "tests/format/test_fuzz.py",
     "tests/broker_sidecar/test_hostile.py",
+    "tests/spark/test_kill_driver_postgres.py",
     "tests/pulsar/test_functions.py",
     "tests/spark/test_job_command.py",
     "tests/spark/test_source_pipelines.py",
