@@ -24,7 +24,7 @@ logger = logging.getLogger("seqdedupe.topics")
 OPENED_AT_START = 256
 """So many topics are opened before the sidecar serves; more wait."""
 
-APART_SECONDS = 0.01
+APART_SECONDS = 0.05
 """Before each of those that nobody uses: most of the disk and of the event loop is for those who use others."""
 
 USE_SECONDS = 2.0
@@ -75,7 +75,8 @@ class Waiting:
             return
         # What reads store and log is not left behind where this is cancelled.
         if not await shielded(self.opening, record.name, topics.opened(record)):
-            await topics.go_on_opening(record)
+            # It looks again soon, in case of damage. Nobody waits for more.
+            await asyncio.wait({topics.in_background(topics.go_on_opening(record))}, timeout=USE_SECONDS)
         elif topic := topics.live.get(record.name):
             await topic.recover()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError
+from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import partition_name
 from seqdedupe.topic import partitioned, waiting
 from seqdedupe.topic.answers import Receipt
@@ -34,6 +34,7 @@ class Counted(Process):
     """A process that counts how often each log is opened; one can be held up in the middle of that."""
 
     opened: Counter[str]
+    refuses = False
 
     async def start(self) -> None:
         self.opened = Counter()
@@ -50,6 +51,8 @@ class Counted(Process):
             self.opened[record.name] += 1
             self.has_begun.set()
             await self.may_open.wait()
+            if self.refuses:
+                raise error("LOG_REFUSED", "a planned failure")
             return await original(record, *arguments, **keys)
 
         kind.open = opened  # type: ignore[method-assign]
@@ -175,6 +178,20 @@ async def test_one_that_cannot_be_opened_holds_up_no_other(process: Counted, mon
     await until(lambda: process.state(LAST) is State.SERVING and process.state(OTHERS[0]) is State.DAMAGED)
     assert {process.state(name) for name in OTHERS[1:]} == {State.SERVING}
     process.storages[lost] = there
+
+
+async def test_nobody_waits_for_one_that_is_tried_again_and_again(
+    process: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "USE_SECONDS", 0.01)
+    process.refuses = True
+    with pytest.raises(UnavailableError):
+        await find(process.topics, LAST)
+    await until(lambda: process.topics.waiting.begin(LAST) is None)
+    with pytest.raises(UnavailableError, match="a planned failure"):
+        await find(process.topics, LAST)
+    process.refuses = False
+    await until(lambda: process.state(LAST) is State.SERVING)
 
 
 async def test_damage_is_told_when_somebody_looks_and_not_before(process: Counted) -> None:
