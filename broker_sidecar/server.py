@@ -58,7 +58,7 @@ class Sidecar:
         self._config = config
         self._rebuild_store = rebuild_store
         self._streams = Streams(config.max_streams)
-        self._health = health.Health(self._streams)
+        self._health = health.Health(self._streams, lambda name: self._topics.waiting.begin(name))
         self.address: SidecarAddress | None = None
 
     async def listen(self) -> None:

@@ -53,6 +53,9 @@ class EmbeddedLogs:
         self._fatal = fatal
         self._committer: Committer | None = None
         self._open: dict[int, EmbeddedLog] = {}
+        self._look_for_closed_at = 2
+        self._made: set[int] = set()
+        """Logs that are durable, and were not opened since."""
         self._scrub: Scrub | None = None
         self._shared = Shared(
             clock_ms=clock_ms,
@@ -84,6 +87,7 @@ class EmbeddedLogs:
             await self._in_thread(create_log, self._of(incarnation), topic, secret, partitions)
         except OSError as e:
             raise error("LOG_REFUSED", f"the log of topic {topic} cannot be made: {e}") from e
+        self._made.add(incarnation)
 
     async def announce(self, whole: str) -> None:
         """See `Logs.announce`. Nobody shares them."""
@@ -130,8 +134,14 @@ class EmbeddedLogs:
                 opened = await self._in_thread(look)
         except OSError as e:
             raise unreadable(folder, e) from e
-        for closed in [key for key, log in self._open.items() if log.is_closed]:
-            del self._open[closed]
+        tail = opened[1]
+        tail.is_new = incarnation in self._made and not (tail.segment.end or tail.cut_bytes or tail.missing)
+        self._made.discard(incarnation)
+        if len(self._open) >= self._look_for_closed_at:
+            for closed in [key for key, log in self._open.items() if log.is_closed]:
+                del self._open[closed]
+            # As many openings later: to look through all at each one would take longer than to open it.
+            self._look_for_closed_at = 2 * len(self._open) + 1
         self._open[incarnation] = log = EmbeddedLog(self._shared, folder, *opened)
         return log
 
