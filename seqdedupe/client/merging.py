@@ -16,7 +16,7 @@ SMALL_BATCH_BYTES = 16 * 1024
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part(Generic[S]):
     """A producer's frame, on its way alone or as a part of another."""
 

@@ -90,6 +90,8 @@ class Openings:
                         one.answer.set_result(answer)
                     else:
                         one.answer.set_exception(answer)
+                        # It may be cancelled before it is told.
+                        one.answer.exception()
         finally:
             self._task = None
 

@@ -1,4 +1,4 @@
-"""A publish stream to one topic, and the producers that share it."""
+"""A publish stream to one topic, and the producers that share it: their frames out, and to each its answers."""
 
 import asyncio
 from collections import deque
@@ -148,8 +148,7 @@ class PublishStream:
             self._begun.set()
             self._over.set()
             for leaving in self._senders.values():
-                if not leaving.done():
-                    leaving.set_exception(self._end)
+                _send_away(leaving, self._end)
 
     # -- out ---------------------------------------------------------------------------------------------------
 
@@ -213,7 +212,7 @@ class PublishStream:
                 if sender.take(answer.incarnation, answer.term, answers):
                     self._senders[sender].set_result(None)
             except Exception as e:  # noqa: BLE001 (whatever it is, it is this one's)
-                self._senders[sender].set_exception(e)
+                _send_away(self._senders[sender], e)
             self.ready(sender)
         return False
 
@@ -240,6 +239,13 @@ class PublishStream:
             self._goes_alone.update(sender for sender in causes if self._is_here(sender))
         for part in parts:
             _of(part.sender, told).refusals.append((part.frame.number, why))
+
+
+def _send_away(leaving: asyncio.Future[None], why: Exception) -> None:
+    if not leaving.done():
+        leaving.set_exception(why)
+        # It may be cancelled before it is told.
+        leaving.exception()
 
 
 def _of(sender: Sender, told: dict[Sender, Answers]) -> Answers:
