@@ -22,6 +22,7 @@ FIGURES = (
     "half_old",
     "many_names",
     "reading",
+    "followers",
     "decisions",
     "snapshot_pause",
     "start",
