@@ -18,7 +18,7 @@ import uvloop
 from bench.echo import ECHO
 from seqdedupe import wire
 from seqdedupe.batch import Batch
-from seqdedupe.client.session import FULL_MESSAGE_BYTES
+from seqdedupe.client.stream import FULL_MESSAGE_BYTES
 from seqdedupe.v1 import publish_pb2
 
 LARGE = [("grpc.max_receive_message_length", 1 << 26)]

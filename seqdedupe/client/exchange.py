@@ -13,11 +13,18 @@ from seqdedupe.client.outbox import Frame
 from seqdedupe.errors import error
 from seqdedupe.v1 import publish_pb2
 
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 
 
+def publish_call(channel: grpc.aio.Channel) -> Call:
+    """A publish stream that has said nothing yet."""
+    return channel.stream_stream(_PUBLISH_STREAM)()
+
+
 async def exchange(
-    channel: grpc.aio.Channel,
+    call: Call,
     address: SidecarAddress,
     topic: str,
     *,
@@ -30,7 +37,6 @@ async def exchange(
 
     Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
     """
-    call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_PUBLISH_STREAM)()
 
     async def write() -> None:
         with typed_errors(address):
