@@ -95,8 +95,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Four more than there are cores: much of the time a worker waits for a process, a disk or a clock."""
-    return (os.cpu_count() or 1) + 4
+    """Three more than there are cores: much of the time a worker waits for a process, a disk or a clock."""
+    return (os.cpu_count() or 1) + 3
 
 
 @pytest.fixture(scope="session")

@@ -57,13 +57,16 @@ async def exchange(
                     raise error("UNREACHABLE", f"the sidecar at {address} ended the stream")
                 is_over = take(raw)
 
-    tasks = [asyncio.create_task(work) for work in (write(), read(), watch())]
+    reading = asyncio.create_task(read())
+    others = [asyncio.create_task(work) for work in (write(), watch())]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([reading, *others], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in tasks:
+        for task in others:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         call.cancel()
+        # The reader hears of that from gRPC, and so late that nothing of the call is left to be told to a loop that may
+        # be closed by then.
+        await asyncio.gather(reading, *others, return_exceptions=True)

@@ -1,19 +1,14 @@
 """Followers at the end of a topic get the same pages, take turns, and each gets every message once, in order."""
 
 import asyncio
-import os
 import random
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.contract import Records
-from seqdedupe.log.embedded import reader
-from seqdedupe.log.embedded.segment import Piece, Segment
 from seqdedupe.store.db import Store
 from seqdedupe.topic import following
 from seqdedupe.topic.following import TURNS_AT_ONCE, Followers, Turns, read_on
@@ -420,32 +415,3 @@ async def test_time_brings_the_next_turns() -> None:
     async with asyncio.timeout(WAIT_SECONDS):
         for _ in range(3):
             await asyncio.gather(*(turns.take() for _ in range(3 * TURNS_AT_ONCE)))
-
-
-@pytest.mark.parametrize(("rows", "on_the_loop"), [(100, True), (10_000, False)])
-async def test_much_is_read_off_the_event_loop(
-    process: Process, monkeypatch: pytest.MonkeyPatch, rows: int, on_the_loop: bool
-) -> None:
-    """Whoever lags has much to read; what has just come is little."""
-    threads: list[threading.Thread] = []
-    really = Segment.read
-
-    def read(self: Segment, *arguments: Any) -> Piece:
-        piece = really(self, *arguments)
-        threads.append(threading.current_thread())
-        return piece
-
-    def preadv(file: int, buffers: list[memoryview], offset: int, _: int) -> int:
-        """All is in memory."""
-        data = os.pread(file, len(buffers[0]), offset)
-        buffers[0][: len(data)] = data
-        return len(data)
-
-    monkeypatch.setattr(Segment, "read", read)
-    monkeypatch.setattr(os, "preadv", preadv)
-    await publish(process, 4, rows)
-    assert (process.topic.log_bytes > reader.INLINE_BYTES) is not on_the_loop
-    follower = Follower(process.topic, sharing(), 0)
-    await follower.has(process.topic.readable_index)
-    assert {thread is threading.current_thread() for thread in threads} == {on_the_loop}
-    await follower.leave()

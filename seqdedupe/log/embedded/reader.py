@@ -34,11 +34,8 @@ from seqdedupe.log.embedded.segment import (
 from seqdedupe.log.embedded.window import WINDOW_BYTES, ReadAhead, Window
 from seqdedupe.message_id import MessageId
 
-INLINE_BYTES = 256 * 1024
-"""What the event loop itself reads and checks, if the system has it in memory, in less than a hop to a thread takes.
-
-That is what has come lately. Whoever has more to read does not keep publishers waiting.
-"""
+INLINE_BYTES = 1024 * 1024
+"""What the event loop itself reads and checks at once, if the system has it in memory: a quarter of a millisecond."""
 
 ANYWHERE = 2**63 - 1
 """Damage is passed over wherever it ends."""
@@ -377,10 +374,10 @@ def _read_from_memory(
     segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None
 ) -> Piece | None:
     """A small piece, or None if it is not in memory. A hop to a thread would cost more than this does."""
-    if size >= CHUNK_BYTES or min(size, end - offset) > INLINE_BYTES:
+    if size >= CHUNK_BYTES:
         return None
     try:
-        return segment.read(offset, end, index, size, payloads_from, read_from_memory)
+        return segment.read(offset, end, index, min(size, INLINE_BYTES), payloads_from, read_from_memory)
     except (NotInMemoryError, FileNotFoundError, SeqdedupeError):
         # What is wrong is looked at again in a thread.
         return None
