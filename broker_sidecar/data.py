@@ -12,7 +12,7 @@ from broker_sidecar.config import Config
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Logs
-from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.attached import AttachedTopic
@@ -162,7 +162,7 @@ def _cluster(config: Config, store: Store) -> "Cluster":
 
 def _check_no_logs(log: str, folder: Path) -> None:
     """Raises INVALID_CONFIGURATION if there are any: without the store's records nobody else would notice them."""
-    if folder.is_dir() and any(entry.is_dir() for entry in folder.iterdir()):
+    if folder.is_dir() and incarnations(folder):
         raise error(
             "INVALID_CONFIGURATION", f"log = {log!r}: the data directory has logs of a sidecar's own, in {folder}",
             key="log",

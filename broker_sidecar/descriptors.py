@@ -7,9 +7,10 @@ import resource
 
 from seqdedupe.errors import error
 from seqdedupe.log.embedded.commit import MAX_OPEN_FILES
+from seqdedupe.log.embedded.syncing import MAX_LEFT
 
-LOG_FILES = 2 * MAX_OPEN_FILES
-"""Kept from one round of the commit thread to the next, and opened in it."""
+LOG_FILES = 2 * MAX_OPEN_FILES + MAX_LEFT
+"""Kept from one round of the commit thread to the next, opened in it, and left to be synced."""
 
 RESERVE = 64
 """For the store, reading and making logs, and whatever the process itself has open."""

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from broker_sidecar.directory import prepare
 from seqdedupe.errors import REASONS, ConfigurationError
+from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused
@@ -198,7 +199,7 @@ def test_a_lost_store_is_refused_and_rebuilt_on_request(copied: Sidecar) -> None
     client.close()
     copied.kill()
     copied.log.clear()
-    client_before = sorted(int(folder.name) for folder in (copied.data / "logs").iterdir())
+    client_before = incarnations(copied.data / "logs")
     shutil.rmtree(copied.data / "store")
     said = refused_start(copied)
     assert "STORE_MISSING" in said

@@ -14,7 +14,9 @@ from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.embedded.commit import Committer
+from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.log import EmbeddedLog, Shared
+from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.scrub import Scrub
 from seqdedupe.log.embedded.secret import SECRET_FILE, secret_of
 from seqdedupe.log.embedded.segment import Identity, Segment, segment_path, unreadable
@@ -54,6 +56,7 @@ class EmbeddedLogs:
         self._committer: Committer | None = None
         self._open: dict[int, EmbeddedLog] = {}
         self._scrub: Scrub | None = None
+        self._replay = Replay(folder)
         self._shared = Shared(
             clock_ms=clock_ms,
             segment_bytes=segment_bytes,
@@ -66,7 +69,7 @@ class EmbeddedLogs:
     def committer(self) -> Committer:
         """The commit thread, started when it is first asked for, on the event loop."""
         if self._committer is None:
-            self._committer = Committer(self._shared.clock_ms, self._fatal)
+            self._committer = Committer(self._shared.clock_ms, self._fatal, Journal(self._replay))
         return self._committer
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
@@ -101,6 +104,7 @@ class EmbeddedLogs:
         if folder.exists():
             shutil.rmtree(folder)
             sync_folder(self._folder)
+        self._replay.drop(incarnation)
 
     async def open(
         self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b""
@@ -117,7 +121,9 @@ class EmbeddedLogs:
             found = secret_of(folder, secret or b"")
             if found.why is not None:
                 raise found.why
-            segments, tail = open_segments(folder, Identity(incarnation, key_of(found.secret)), covered_index)
+            identity = Identity(incarnation, key_of(found.secret))
+            self._replay.take_back(folder, identity)
+            segments, tail = open_segments(folder, identity, covered_index)
             if found.missing is not None:
                 tail.missing = (found.missing, found.secret)
             return segments, tail

@@ -1,0 +1,60 @@
+"""Syncs segment files in the background, and has the journal forget what they hold by then."""
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from seqdedupe.log.embedded.writer import LeftFile
+
+MAX_LEFT = 128
+"""So many files wait to be synced at most."""
+
+
+class Syncer:
+    """A thread that does one thing after the other: what is handed over first is on the disk first.
+
+    `fatal` is called, in the thread, if a sync fails. Nothing is forgotten any more then: the journal has what the
+    disk has not.
+    """
+
+    def __init__(self, fatal: Callable[[str], None]) -> None:
+        self._fatal = fatal
+        self._queue: SimpleQueue[LeftFile | Callable[[], None] | None] = SimpleQueue()
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="seqdedupe-sync", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more files should be left to it now."""
+        return self._queue.qsize() >= MAX_LEFT
+
+    def sync(self, left: LeftFile) -> None:
+        """Syncs the file, and closes it."""
+        self._queue.put(left)
+
+    def then(self, forget: Callable[[], None]) -> None:
+        """Calls this when all files are synced that were handed over before. It must not raise."""
+        self._queue.put(forget)
+
+    def close(self) -> None:
+        """Returns when all is done that was handed over."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if isinstance(work, LeftFile):
+                self._sync(work)
+            elif not self._has_failed:
+                work()
+
+    def _sync(self, left: LeftFile) -> None:
+        try:
+            os.fdatasync(left.file)
+        except OSError as e:
+            self._has_failed = True
+            self._fatal(f"{left.path} cannot be synced: {e}")
+        finally:
+            os.close(left.file)
