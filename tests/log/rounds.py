@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -144,8 +145,11 @@ class LosingDisk(Disk):
                 self._look(path, at / name, files, random)
                 continue
             synced = self._contents.get(inode, b"")
-            is_it = there.get(name) == inode
-            files[at / name] = self._survives(synced, path.read_bytes(), random) if random and is_it else synced
+            files[at / name] = synced
+            if random and there.get(name) == inode:
+                # Whoever forgets may remove it meanwhile.
+                with suppress(FileNotFoundError):
+                    files[at / name] = self._survives(synced, path.read_bytes(), random)
 
     def _survives(self, synced: bytes, written: bytes, random: Random) -> bytes:
         size = random.choice((len(synced), len(written), random.randint(0, len(written))))

@@ -59,8 +59,9 @@ class Journal:
 
     def confirm(self, round_: Sequence[Written]) -> bool:
         """Makes a round durable: all of it, or nothing of it counts. False if each segment has to be synced instead."""
-        size = sum(news.end - news.start for news in round_)
-        if size > (len(round_) - 1) * SYNC_BYTES or self._rests or len(self._to_forget) >= MAX_FILES:
+        new = [news for news in round_ if news.buffers]
+        size = sum(news.end - news.start for news in new)
+        if size >= (len(new) - 1) * SYNC_BYTES or self._rests or len(self._to_forget) >= MAX_FILES:
             return False
         try:
             file = self._opened()
@@ -69,7 +70,7 @@ class Journal:
             # A number is never given twice: what is refused may stand there all the same.
             self._number += 1
             raw = journal.encoded(
-                [_part(news) for news in round_ if news.buffers],
+                [_part(news) for news in new],
                 number=self._number,
                 previous=self._confirmed,
                 forgotten=self._forgotten,

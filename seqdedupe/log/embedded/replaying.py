@@ -54,8 +54,7 @@ def forget(folder: Path, number: int, files: list[Path]) -> None:
 class Replay:
     """What is left of earlier processes in the journal of a folder of logs. For any thread.
 
-    Read when it is first asked for. While `is_whole` says that something of it is missing or damaged, nothing of it is
-    forgotten.
+    Read when it is first asked for. While something of it is missing or damaged nothing of it is forgotten.
     """
 
     def __init__(self, logs_folder: Path) -> None:
