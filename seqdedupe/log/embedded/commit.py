@@ -6,6 +6,7 @@ several when the journal is, and their segments are synced later.
 """
 
 import asyncio
+import resource
 import threading
 import time
 from collections import OrderedDict, deque
@@ -25,8 +26,17 @@ Whoever sends several at once has more under way, and on few cores the wake-ups 
 the wait (`python -m bench publish single_messages`). A lone batch is never kept waiting.
 """
 
-MAX_OPEN_FILES = 128
-"""So many files are held open for topics that are written to: with more of them, those used last."""
+MAX_OPEN_FILES = 1024
+"""So many files are held open for topics that are written to: with more of them, those used last.
+
+A file that the journal has more of has to be synced before it is closed, so each topic beyond them costs a sync again.
+"""
+
+OPEN_FILES_SHARE = 8
+"""But no more than this part of what the process may open, 128 of 1024."""
+
+MAX_ROUND = 128
+"""So many topics are in one round at most."""
 
 IDLE_SECONDS = 10
 """A file that nothing was written to for so long is let go of, and what the journal holds is forgotten so often."""
@@ -44,6 +54,11 @@ class Signal(Enum):
 
     TICK = "look for idle files"
     END = "end when all is done that came before"
+
+
+def open_files_within(limit: int) -> int:
+    """How many are held open, if the process may have so many; as many again may wait to be synced."""
+    return min(MAX_OPEN_FILES, max(1, limit // OPEN_FILES_SHARE))
 
 
 Work = Opening | Closing | Signal
@@ -67,7 +82,9 @@ class Committer:
         self._open: OrderedDict[Writer, float] = OrderedDict()
         """The writers that hold a file, and when it was last used; the one not used for longest comes first."""
         self._journal = journal
-        self._syncer = Syncer(fatal)
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_open_files = open_files_within(soft) if soft != resource.RLIM_INFINITY else MAX_OPEN_FILES
+        self._syncer = Syncer(fatal, self._max_open_files)
         self._thread = threading.Thread(target=self._run, name="seqdedupe-commit", daemon=True)
         self._thread.start()
         self._timer = self._loop.call_later(IDLE_SECONDS, self._tick)
@@ -84,9 +101,9 @@ class Committer:
             while not ended:
                 work = self._wait()
                 ended = Signal.END in work
-                for at in range(0, len(work), MAX_OPEN_FILES):
-                    self._round([item for item in work[at : at + MAX_OPEN_FILES] if not isinstance(item, Signal)])
-                    if len(self._open) > MAX_OPEN_FILES:
+                for at in range(0, len(work), MAX_ROUND):
+                    self._round([item for item in work[at : at + MAX_ROUND] if not isinstance(item, Signal)])
+                    if len(self._open) > self._max_open_files:
                         self._let_go()
                 if Signal.TICK in work:
                     self._let_go()
@@ -156,7 +173,7 @@ class Committer:
         idle_since = time.monotonic() - IDLE_SECONDS
         while self._open:
             writer, used = next(iter(self._open.items()))
-            if len(self._open) <= MAX_OPEN_FILES and used > idle_since:
+            if len(self._open) <= self._max_open_files and used > idle_since:
                 break
             del self._open[writer]
             self._leave(writer)

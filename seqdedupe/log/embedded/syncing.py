@@ -7,19 +7,17 @@ from queue import SimpleQueue
 
 from seqdedupe.log.embedded.writer import LeftFile
 
-MAX_LEFT = 128
-"""So many files wait to be synced at most."""
-
 
 class Syncer:
     """A thread that does one thing after the other: what is handed over first is on the disk first.
 
     `fatal` is called, in the thread, if a sync fails. Nothing is forgotten any more then: the journal has what the
-    disk has not.
+    disk has not. At most `max_files` should wait to be synced.
     """
 
-    def __init__(self, fatal: Callable[[str], None]) -> None:
+    def __init__(self, fatal: Callable[[str], None], max_files: int) -> None:
         self._fatal = fatal
+        self._max_files = max_files
         self._queue: SimpleQueue[LeftFile | Callable[[], None] | None] = SimpleQueue()
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="seqdedupe-sync", daemon=True)
@@ -28,7 +26,7 @@ class Syncer:
     @property
     def is_full(self) -> bool:
         """Whether no more files should be left to it now."""
-        return self._queue.qsize() >= MAX_LEFT
+        return self._queue.qsize() >= self._max_files
 
     def sync(self, left: LeftFile) -> None:
         """Syncs the file, and closes it."""
