@@ -11,7 +11,7 @@ from typing import Any
 import pulsar
 
 from bench.figure import Figure, Ratio, over
-from bench.pulsar_publish import WarmBroker
+from bench.pulsar_setup import WarmBroker
 from pulsar_broker.distribution import get
 from pulsar_broker.instance import FULL_NAME, Instance, details
 from seqdedupe.client import blocking

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pulsar
@@ -17,8 +16,8 @@ import pulsar
 from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.publish import rising
+from bench.pulsar_setup import KEYS, NAMESPACE, WarmBroker
 from pulsar_broker.distribution import get
-from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
 from seqdedupe.testing import Sidecar
 
@@ -26,21 +25,8 @@ IN_FLIGHT = 5_000
 MESSAGES = 50_000
 PLAIN_ROWS, PACKED_ROWS = 250, 1_000
 PACKED_MESSAGES = 1_000_000
-NAMESPACE = "persistent://public/default"
-KEYS: dict[str, Any] = {
-    "brokerDeduplicationEnabled": "true",
-    "defaultRetentionTimeInMinutes": -1,
-    "defaultRetentionSizeInMB": -1,
-}
-"""Of the broker."""
 
 _names = itertools.count()
-
-
-class WarmBroker(Broker):
-    """Compiles all that is worth it."""
-
-    environment = MappingProxyType({})
 
 
 def stock(service_url: str, size: int) -> float:
@@ -91,13 +77,7 @@ def _create(address: str, name: str, entry_format: str) -> str:
 def figure(folder: Path) -> Iterator[Figure]:
     with (
         WarmBroker(get(), **KEYS) as broker,
-        Sidecar(
-            folder / "sidecar",
-            log="pulsar",
-            pulsar_service_url=broker.service_url,
-            pulsar_admin_url=broker.admin_url,
-            pulsar_manage_topic_policies=True,
-        ) as sidecar,
+        Sidecar(folder / "sidecar", **broker.sidecar_keys) as sidecar,
     ):
         plain = _create(sidecar.address, "plain", "plain")
         packed = _create(sidecar.address, "packed", "packed")

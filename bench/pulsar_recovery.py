@@ -17,6 +17,7 @@ import pulsar
 
 from bench import setup
 from bench.figure import Figure, Ratio, over
+from bench.pulsar_setup import KEYS, NAMESPACE
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from broker_sidecar.pulsar_config import PulsarConfig
@@ -33,15 +34,12 @@ from seqdedupe.topic.state import State
 TAIL = 200_000
 ROWS = 1_000
 IN_FLIGHT = 5_000
-STOCK_TOPIC = "persistent://public/default/stock"
-KEYS: dict[str, Any] = {
-    "brokerDeduplicationEnabled": "true",
-    # It takes no snapshot by itself.
+STOCK_TOPIC = f"{NAMESPACE}/stock"
+NO_SNAPSHOTS: dict[str, Any] = {
     "brokerDeduplicationEntriesInterval": 1_000_000_000,
     "brokerDeduplicationSnapshotIntervalSeconds": 0,
-    "defaultRetentionTimeInMinutes": -1,
-    "defaultRetentionSizeInMB": -1,
 }
+"""Of a broker that takes none by itself."""
 
 
 def _config(broker: Broker, folder: Path) -> Config:
@@ -134,7 +132,7 @@ def _opened(broker: Broker, admin: Admin) -> float:
 
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
-    with Broker(get(), **KEYS) as broker:
+    with Broker(get(), **KEYS | NO_SNAPSHOTS) as broker:
         config, admin = _config(broker, folder / "data"), Admin(AdminUrl(broker.admin_url))
         asyncio.run(_fill(config))
         _publish(broker)

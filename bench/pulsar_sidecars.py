@@ -16,7 +16,7 @@ import grpc.aio
 from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.publish import rising
-from bench.pulsar_publish import KEYS, NAMESPACE, WarmBroker
+from bench.pulsar_setup import KEYS, NAMESPACE, WarmBroker
 from pulsar_broker.distribution import get
 from seqdedupe.client import Client
 from seqdedupe.rendezvous import in_order
@@ -59,15 +59,7 @@ async def _create(addresses: Sequence[str], topics: Sequence[str]) -> None:
 def figure(folder: Path) -> Iterator[Figure]:
     with WarmBroker(get(), **KEYS) as broker, ExitStack() as stack:
         addresses = [
-            stack.enter_context(
-                Sidecar(
-                    folder / f"sidecar-{k}",
-                    log="pulsar",
-                    pulsar_service_url=broker.service_url,
-                    pulsar_admin_url=broker.admin_url,
-                    pulsar_manage_topic_policies=True,
-                )
-            ).address
+            stack.enter_context(Sidecar(folder / f"sidecar-{k}", **broker.sidecar_keys)).address
             for k in range(SIDECARS)
         ]
         topics = [f"{NAMESPACE}/many-{k}" for k in range(TOPICS)]

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from bench import spark_setup
 from bench.figure import Figure, Ratio, over
-from bench.pulsar_publish import KEYS, WarmBroker
+from bench.pulsar_setup import KEYS, WarmBroker
 from pulsar_broker.distribution import get
 from seqdedupe.testing import Sidecar
 
@@ -33,14 +33,7 @@ def _query(session: SparkSession, **options: str) -> float:
 def figure(folder: Path) -> Iterator[Figure]:
     with (
         WarmBroker(get(), **KEYS) as broker,
-        Sidecar(
-            folder / "sidecar",
-            log="pulsar",
-            pulsar_service_url=broker.service_url,
-            pulsar_admin_url=broker.admin_url,
-            pulsar_manage_topic_policies=True,
-            pulsar_entry_format="packed",
-        ) as sidecar,
+        Sidecar(folder / "sidecar", pulsar_entry_format="packed", **broker.sidecar_keys) as sidecar,
     ):
         spark_setup.publish(sidecar.address, ROWS, TOPICS)
         with spark_setup.session(**{"spark.driver.memory": "3g"}) as session:

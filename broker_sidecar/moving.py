@@ -43,17 +43,16 @@ async def _move(topic: Topic, to: str, shared: "Shared") -> str:
     if to:
         await _check_can_have(topic, to)
     await topic.hand_over(to, AWAY_SECONDS)
+    said = [f"nobody has taken it within {neighbours.TAKE_SECONDS:.0f} s"]
     try:
         async with asyncio.timeout(neighbours.TAKE_SECONDS):
-            address = to or await _next_owner(topic, shared)
-            await _taken(topic.name, address)
+            return await _taken(topic, to, shared, said)
     except (SeqdedupeError, TimeoutError) as e:
-        why = str(e) or f"nobody has taken it within {neighbours.TAKE_SECONDS:.0f} s"
+        why = "; ".join(said)
         raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and is taken again here: {why}") from e
     finally:
         # Keeping away ends. If nobody has the topic it is taken back by that, else it is seen who has it.
         topic.wanted.set()
-    return address
 
 
 async def _check_can_have(topic: Topic, address: str) -> None:
@@ -70,21 +69,26 @@ async def _check_can_have(topic: Topic, address: str) -> None:
         raise error("MOVE_FAILED", f"topic {topic.name} stays here: at {address} it is {state}: {known.why}")
 
 
-async def _next_owner(topic: Topic, shared: "Shared") -> str:
-    """The address of who has the topic, when another one does."""
-    while (address := await owner_of(topic.name, shared.admin)) in ("", shared.address):  # noqa: ASYNC110 (nobody tells)
-        await asyncio.sleep(POLL_SECONDS)
-    return address
+async def _taken(topic: Topic, to: str, shared: "Shared", said: list[str]) -> str:
+    """The address of the sidecar that serves the topic, when one does: the one at `to`, or (empty) whoever has it.
 
-
-async def _taken(name: str, address: str) -> None:
-    """Returns when the sidecar at this address serves the topic."""
+    Raises why the one at `to` does not; `said` ends with what was heard last.
+    """
     while True:
         try:
-            await neighbours.take(address, name)
-            return
+            address = to or await _next_owner(topic.name, shared)
+            await neighbours.take(address, topic.name)
+            return address
         except SeqdedupeError as e:
-            # It may have tried just before the topic was given up.
-            if e.reason != "NOT_OWNER":
+            said[1:] = [str(e)]
+            # It may have tried just before the topic was given up. Of several, another one may have it in the end.
+            if to and e.reason != "NOT_OWNER":
                 raise
         await asyncio.sleep(POLL_SECONDS)
+
+
+async def _next_owner(name: str, shared: "Shared") -> str:
+    """The address of who has the topic, when another one does."""
+    while (address := await owner_of(name, shared.admin)) in ("", shared.address):  # noqa: ASYNC110 (nobody tells)
+        await asyncio.sleep(POLL_SECONDS)
+    return address

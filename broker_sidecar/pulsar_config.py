@@ -49,6 +49,9 @@ class PulsarConfig:
 
     def check(self) -> None:
         """For a sidecar whose log is Pulsar. Raises INVALID_CONFIGURATION."""
+        for name, url in (("service_url", self.service_url), ("admin_url", self.admin_url)):
+            if not url:
+                raise invalid(f"pulsar.{name}", "is missing: with log = pulsar both URLs are needed")
         # What is in a URL may be a password, and is not shown.
         if not _SERVICE_URL.fullmatch(self.service_url):
             raise invalid("pulsar.service_url", "should be like pulsar://host:6650 or pulsar+ssl://host:6651")

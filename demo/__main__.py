@@ -90,12 +90,7 @@ def log_keys(*, is_pulsar: bool) -> Iterator[dict[str, object]]:
         return
     print("Starting a Pulsar broker, which holds the messages.", flush=True)
     with Broker(get()) as broker:
-        yield {
-            "log": "pulsar",
-            "pulsar_service_url": broker.service_url,
-            "pulsar_admin_url": broker.admin_url,
-            "pulsar_manage_topic_policies": True,
-        }
+        yield broker.sidecar_keys
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -151,6 +151,16 @@ class Broker:
         self.admin_url = f"http://127.0.0.1:{admin_port}"
         (self._folder / "standalone.conf").write_text(configuration(port, admin_port, keys))
 
+    @property
+    def sidecar_keys(self) -> dict[str, Any]:
+        """What is configured in a sidecar that keeps its topics there."""
+        return {
+            "log": "pulsar",
+            "pulsar_service_url": self.service_url,
+            "pulsar_admin_url": self.admin_url,
+            "pulsar_manage_topic_policies": True,
+        }
+
     def __enter__(self) -> Self:
         try:
             self.start()

@@ -10,6 +10,9 @@ NO_SEQUENCE_ID = -1
 NO_EPOCH = 0
 """That of a producer which nobody has opened, or nobody since it was forgotten."""
 
+MAX_INDEX = 2**63 - 1
+"""Of a message, and of where reading begins or ends."""
+
 LINK_LEFT_OUT = -2
 """In `Batch.previous_sequence_ids`: the producer does not say what it sent before."""
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from seqdedupe.errors import error
+from seqdedupe.limits import MAX_INDEX
 from seqdedupe.v1 import batch_pb2
 
 _NUMBER = r"\d{1,19}"
@@ -17,6 +18,13 @@ _POSITION = re.compile(
     re.ASCII,
 )
 _MAX_INT64 = 2**63 - 1
+
+
+def checked_index(index: int) -> int:
+    """The index, if it can be a message's. Raises INVALID_POSITION."""
+    if not 0 <= index <= MAX_INDEX:
+        raise error("INVALID_POSITION", f"{index} is not an index: they are counted from 0, up to {MAX_INDEX}")
+    return index
 
 
 class MessageId(NamedTuple):

@@ -19,6 +19,7 @@ from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2, read_pb2
 ROOT = Path(__file__).parent.parent
 ERRORS = ROOT / "docs" / "errors.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [
     path
     for package in ("seqdedupe", "broker_sidecar", "spark")
@@ -61,6 +62,12 @@ def used() -> dict[str, bool]:
             for word, is_given in words_in(path):
                 found[word] = found.get(word, False) or is_given
     return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_holds_two_versions_of_itself(page: Path) -> None:
+    """What a merge could not decide stands between such lines, and no other tool looks at pages."""
+    assert not re.findall(r"^(?:<{7}|>{7}|\|{7})(?: .*)?$", page.read_text(), re.MULTILINE)
 
 
 def test_every_reason_has_its_row_with_code_and_retry() -> None:

@@ -173,7 +173,7 @@ def _become(request: Any, streams: list[int]) -> Sequence[str]:
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kernels.prepare()
-    for name in ("broker_sidecar.server", *MAINS.values()):
+    for name in ("broker_sidecar.server", "seqdedupe.cli.commands", *MAINS.values()):
         importlib.import_module(name)
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

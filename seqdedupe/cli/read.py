@@ -17,10 +17,9 @@ from seqdedupe.client.reader import Start
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.command import printable, standard_output
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
-
-MAX_INDEX = 2**63 - 1
 
 
 class _StartType(click.ParamType[Start | PartitionedPosition]):

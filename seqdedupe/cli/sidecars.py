@@ -42,7 +42,8 @@ def sidecars(context: click.Context, address: str, as_json: bool) -> None:
     )
     for one in found:
         if len(one.addresses) > 1:
-            echo(printable(f"{one.name} has {len(one.addresses)} addresses: two sidecars must not have one name"))
+            two = "it was elsewhere before, or two sidecars have one name, which must not be"
+            echo(printable(f"{one.name} has {len(one.addresses)} addresses: {two}"))
 
 
 @sidecars.command()

@@ -178,18 +178,7 @@ def _on_off(topic: admin_pb2.Topic) -> str | None:
     return "on" if topic.policy.deduplication_enabled else "off"
 
 
-@click.group(invoke_without_command=True, short_help="List, create, delete, show topics.")
-@common
-@click.pass_context
-def topics(context: click.Context, address: str, as_json: bool) -> None:
-    """List the topics. The commands below create, delete and show one."""
-    if not is_alone(context):
-        return
-    with connect(address) as client:
-        found = client.admin.topics()
-    if as_json:
-        print_json([_topic_json(topic) for topic in found])
-        return
+def _print_topics(found: list[admin_pb2.Topic]) -> None:
     print_table(
         ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
         [
@@ -197,6 +186,23 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
             for t in found
         ],
     )
+    if any(topic.state == admin_pb2.TOPIC_STATE_STANDBY for topic in found):
+        echo("STANDBY: not the sidecar that was asked has the topic, but another one (`seqdedupe topics show TOPIC`).")
+
+
+@click.group(invoke_without_command=True, short_help="List, create, delete, move, show topics.")
+@common
+@click.pass_context
+def topics(context: click.Context, address: str, as_json: bool) -> None:
+    """List the topics. The commands below create, delete, move and show one."""
+    if not is_alone(context):
+        return
+    with connect(address) as client:
+        found = client.admin.topics()
+    if as_json:
+        print_json([_topic_json(topic) for topic in found])
+        return
+    _print_topics(found)
 
 
 @topics.command()

@@ -1,6 +1,7 @@
 """What operators ask a sidecar. Topics and producers are the messages of `admin.proto`."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -8,6 +9,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client import transfer
 from seqdedupe.client.calls import Calls, Connection
 from seqdedupe.client.connection import call
+from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, topic_name
 from seqdedupe.v1 import admin_pb2
@@ -30,6 +32,15 @@ class PolicyState(NamedTuple):
     """What is set there."""
     applied: admin_pb2.TopicPolicy
     """What is in force there, each value of it."""
+
+
+@contextmanager
+def _making_a_request() -> Iterator[None]:
+    """Raises INVALID_REQUEST for a number or a text that a request has no room for."""
+    try:
+        yield
+    except ValueError as e:
+        raise error("INVALID_REQUEST", f"a request cannot say this: {e}") from e
 
 
 def _state(answer: Any) -> PolicyState:
@@ -59,11 +70,14 @@ class Admin:
         """With so many partitions, for good; 0: it is not partitioned. What its policy (of each partition) leaves out
         is inherited, and so is `deduplication_enabled` None. `entry_format` is `plain` or `packed`, where the log is a
         Pulsar cluster's; left out, it is the sidecar's default. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        if entry_format not in _ENTRY_FORMATS:
+            raise error("INVALID_REQUEST", f"{entry_format!r} is no entry format: plain and packed are")
         given = admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
         given.MergeFrom(policy or admin_pb2.TopicPolicy())
-        request = admin_pb2.CreateTopicRequest(
-            topic=topic_name(topic), policy=given, partitions=partitions, entry_format=_ENTRY_FORMATS[entry_format]
-        )
+        with _making_a_request():
+            request = admin_pb2.CreateTopicRequest(
+                topic=topic_name(topic), policy=given, partitions=partitions, entry_format=_ENTRY_FORMATS[entry_format]
+            )
         return (await self._calls.call(lambda sidecar: sidecar.admin.CreateTopic, request)).topic
 
     async def delete_topic(self, topic: str) -> None:
@@ -114,9 +128,11 @@ class Admin:
     async def remove_policy(self, name: str, *values: str) -> PolicyState:
         """These values (none: all) are inherited again. Otherwise as `set_policy`."""
         if is_namespace(name):
-            of_namespace = admin_pb2.RemoveNamespacePolicyRequest(namespace=name, values=values)
+            with _making_a_request():
+                of_namespace = admin_pb2.RemoveNamespacePolicyRequest(namespace=name, values=values)
             return _state(await self._calls.call(lambda sidecar: sidecar.admin.RemoveNamespacePolicy, of_namespace))
-        request = admin_pb2.RemoveTopicPolicyRequest(topic=topic_name(name), values=values)
+        with _making_a_request():
+            request = admin_pb2.RemoveTopicPolicyRequest(topic=topic_name(name), values=values)
         topic = (await self._calls.call(lambda sidecar: sidecar.admin.RemoveTopicPolicy, request)).topic
         return PolicyState(topic.set_policy, topic.policy)
 
@@ -138,21 +154,24 @@ class Admin:
 
     async def producer(self, topic: str, name: str) -> admin_pb2.Producer:
         """Raises NotFoundError."""
-        request = admin_pb2.GetProducerRequest(topic=topic_name(topic), producer_name=name)
+        with _making_a_request():
+            request = admin_pb2.GetProducerRequest(topic=topic_name(topic), producer_name=name)
         return (await self._calls.call(lambda sidecar: sidecar.admin.GetProducer, request)).producer
 
     async def message_state(
         self, topic: str, producer_name: str, sequence_id: int
     ) -> admin_pb2.GetMessageStateResponse:
         """What is known of one message. Raises NotFoundError."""
-        request = admin_pb2.GetMessageStateRequest(
-            topic=topic_name(topic), producer_name=producer_name, sequence_id=sequence_id
-        )
+        with _making_a_request():
+            request = admin_pb2.GetMessageStateRequest(
+                topic=topic_name(topic), producer_name=producer_name, sequence_id=sequence_id
+            )
         return await self._calls.call(lambda sidecar: sidecar.admin.GetMessageState, request)
 
     async def in_flight(self, topic: str, *, longer_than_ms: int = 0) -> admin_pb2.ListInFlightResponse:
         """The producers with messages in flight for at least so long, the longest first. Raises NotFoundError."""
-        request = admin_pb2.ListInFlightRequest(topic=topic_name(topic), longer_than_ms=longer_than_ms)
+        with _making_a_request():
+            request = admin_pb2.ListInFlightRequest(topic=topic_name(topic), longer_than_ms=longer_than_ms)
         return await self._calls.call(lambda sidecar: sidecar.admin.ListInFlight, request)
 
     async def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
@@ -162,7 +181,8 @@ class Admin:
         InvalidRequestError. After OutcomeUnknownError look at the producer before doing it again: whoever has opened
         the name since would be reset a second time.
         """
-        request = admin_pb2.ResetProducerRequest(topic=topic_name(topic), producer_name=name, persisted=persisted)
+        with _making_a_request():
+            request = admin_pb2.ResetProducerRequest(topic=topic_name(topic), producer_name=name, persisted=persisted)
         return await self._calls.call(lambda sidecar: sidecar.admin.ResetProducer, request)
 
     async def snapshot(self, topic: str) -> Position:
@@ -228,7 +248,8 @@ class Admin:
         Raises NotFoundError if it has none, InvalidRequestError (SIDECAR_ALIVE), UnavailableError: then some may be
         removed, and doing it again removes what is left.
         """
-        request = admin_pb2.ForgetSidecarRequest(name=name)
+        with _making_a_request():
+            request = admin_pb2.ForgetSidecarRequest(name=name)
         return list((await self._calls.call(lambda sidecar: sidecar.admin.ForgetSidecar, request)).topics)
 
     async def move_topic(self, topic: str, to: str = "") -> str:
@@ -238,7 +259,8 @@ class Admin:
         Raises NotFoundError, InvalidRequestError; UnavailableError (MOVE_FAILED): then it stays where it was, or is
         taken again there.
         """
-        request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
+        with _making_a_request():
+            request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
         return (await self._calls.call(lambda sidecar: sidecar.admin.MoveTopic, request)).owner_address
 
     async def version(self) -> admin_pb2.GetVersionResponse:

@@ -17,7 +17,8 @@ from seqdedupe.client.reader import Reader, Start
 from seqdedupe.client.sidecars import Addresses, Sidecars
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.errors import UnavailableError, error
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.limits import MAX_INDEX
+from seqdedupe.message_id import MessageId, Position, checked_index
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.v1 import batch_pb2, read_pb2
 
@@ -26,6 +27,9 @@ _SERVING = b"\x08\x01"
 """An encoded HealthCheckResponse with `status` (field 1) SERVING (1)."""
 
 _POLL_SECONDS = 0.05
+
+_MAX_INT64 = 2**63 - 1
+"""More a request cannot say, and no topic has."""
 
 
 class TopicEnds(NamedTuple):
@@ -142,21 +146,23 @@ class Client:
 
     async def locate_time(self, topic: str, publish_time_ms: int) -> Located:
         """The first message published at or after a time; the end if there is none. Raises NotFoundError."""
-        return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), publish_time_ms=publish_time_ms))
+        time_ms = min(max(publish_time_ms, -_MAX_INT64), _MAX_INT64)
+        return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), publish_time_ms=time_ms))
 
     async def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located:
         """Where about so many bytes of the stored form end, at least a message after `from_index` unless that is the
-        end. Raises NotFoundError, PositionError."""
-        budget = read_pb2.ByteBudget(from_index=from_index, bytes=size_bytes)
+        end. Raises NotFoundError, PositionError, InvalidRequestError."""
+        budget = read_pb2.ByteBudget(from_index=checked_index(from_index), bytes=min(size_bytes, _MAX_INT64))
         return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), byte_budget=budget))
 
     async def position_at(self, topic: str, index: int) -> Position:
         """The position of the message with this index: all that says which one it is.
 
-        Raises NotFoundError, PositionError if the message is trimmed or not there yet, DamagedError.
+        Raises NotFoundError, PositionError if the message is trimmed or not there yet, InvalidRequestError for what is
+        no index, DamagedError.
         """
-        start = read_pb2.ReadStart(index=index)
-        request = read_pb2.ReadRequest(topic=topic_name(topic), start=start, stop_index=index + 1)
+        start, stop_index = read_pb2.ReadStart(index=checked_index(index)), min(index + 1, MAX_INDEX)
+        request = read_pb2.ReadRequest(topic=topic_name(topic), start=start, stop_index=stop_index)
         answer = await self._calls.call(lambda sidecar: sidecar.read.Read, request)
         for record in answer.records:
             if record.HasField("batch"):

@@ -83,6 +83,11 @@ _LOST = {
 }
 """What gRPC says, beside UNAVAILABLE, when a connection breaks within a call."""
 
+_HINT_OF_LOST = (
+    "The sidecar's log says what it waits for. What the call was to change may be in force or not: look, then do it "
+    "again. Messages are sent again with the same sequence IDs."
+)
+
 
 _used = False
 _forked = False
@@ -173,11 +178,14 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
         hint = next((hint for sign, hint in _HINTS_OF_UNREACHABLE.items() if sign in details), None)
         return error("UNREACHABLE", f"no connection to the sidecar at {address}: {details}", hint=hint)
     if failure.code() in _LOST:
-        return error("OUTCOME_UNKNOWN", f"the call to {address} broke: {failure.code().name}: {details}")
+        what = f"the call to {address} broke: {failure.code().name}: {details}"
+        if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            what = f"the sidecar at {address} has not answered in time"
+        return error("OUTCOME_UNKNOWN", what, hint=_HINT_OF_LOST)
     if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
         hint = (
             "Is this the address of a sidecar, and is it of this version? Producers and readers need one with "
-            "log = embedded, brokers one with log = broker."
+            "log = embedded or pulsar, brokers one with log = broker."
         )
         return error("INVALID_ADDRESS", f"{address} does not know this call: {details}", hint=hint)
     return error("INTERNAL", f"{address} answered {failure.code().name}: {details}")

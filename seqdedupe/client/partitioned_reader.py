@@ -1,10 +1,10 @@
 """The reader of a partitioned topic: its partitions' messages, each partition in order, all of them in turn."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from collections.abc import Awaitable, Callable
+from typing import Literal, NamedTuple
 
+from seqdedupe.client.messages import Messages
 from seqdedupe.client.reader import Reader, Start
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import error
@@ -43,7 +43,7 @@ class PartitionEnds(NamedTuple):
     latest: Position
 
 
-class PartitionedReader:
+class PartitionedReader(Messages):
     """Reads all partitions of a topic: `async for message in reader`, or `reader.batches()` for whole batches.
 
     It is a `Reader` of each partition, with what that says, and hands out one batch of each in turn as they come:
@@ -72,18 +72,10 @@ class PartitionedReader:
         self._readers: list[Reader] = []
         self._fetching: dict[int, asyncio.Task[bool]] = {}
         self._ended: set[int] = set()
-        self._positions: list[Position] = []  # after what was handed out, but for the batch in hand
+        self._starts: tuple[Position, ...] = ()
         self._turn = 0  # whose batch is in hand, or was
         self._holds = False  # whether it is
         self._closed = False
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     @property
     def position(self) -> PartitionedPosition | None:
@@ -91,57 +83,27 @@ class PartitionedReader:
         told where to start."""
         if not self._readers:
             return self._start if isinstance(self._start, PartitionedPosition) else None
-        positions = self._positions.copy()
-        positions[self._turn] = self._position_in_turn()
-        return PartitionedPosition(tuple(positions))
-
-    def _position_in_turn(self) -> Position:
-        # A reader that has fetched a batch, or is about to, says nothing of what was handed out of the one before.
-        reader = self._readers[self._turn]
-        if not self._holds or not reader._row or reader.position is None:
-            return self._positions[self._turn]
-        return reader.position
+        each = zip(self._readers, self._starts, strict=True)
+        return PartitionedPosition(tuple(reader.position or start for reader, start in each))
 
     @property
     def skipped(self) -> dict[int, list[range]]:
         """With `skip_damaged`, by partition the indexes of messages that were passed over, in order."""
         return {k: reader.skipped for k, reader in enumerate(self._readers)}
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Message:
-        while (message := self.next_in_hand()) is None:
-            if not await self.fetch():
-                raise StopAsyncIteration
-        return message
-
-    async def batches(self) -> AsyncIterator[StoredBatch]:
-        """Whole batches as stored; the first and last of each partition are cut to what was asked for."""
-        while (stored := await self.next_batch()) is not None:
-            yield stored
-
-    async def next_batch(self) -> StoredBatch | None:
-        """The next whole batch, or what single messages have left of one; None at the end."""
-        return self.rest_in_hand() if self.has_in_hand() or await self.fetch() else None
-
     def has_in_hand(self) -> bool:
-        """Whether the next message needs no waiting."""
         return self._holds and self._readers[self._turn].has_in_hand()
 
     def next_in_hand(self) -> Message | None:
-        """The next message that needs no waiting; None if there is none."""
         return self._readers[self._turn].next_in_hand() if self._holds else None
 
     def rest_in_hand(self) -> StoredBatch | None:
-        """What is left of the batch in hand, all of it handed out with this."""
         return self._readers[self._turn].rest_in_hand() if self._holds else None
 
     def take_record(self) -> bool:
-        """Takes a batch in hand that was received already, of the next partition that has one; false if none has."""
+        """As of a single topic, of the next partition that has one."""
         if not self._readers:
             return False
-        self._positions[self._turn] = self._position_in_turn()
         self._holds = False
         count = len(self._readers)
         for k in ((self._turn + 1 + i) % count for i in range(count)):
@@ -159,7 +121,6 @@ class PartitionedReader:
         return False
 
     async def fetch(self) -> bool:
-        """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
         if not self._readers and not self._closed:
             await self._open()
         while not self._closed:
@@ -176,17 +137,15 @@ class PartitionedReader:
     async def _open(self) -> None:
         ends = await self._ends()
         if isinstance(self._start, PartitionedPosition):
-            starts = self._start.partitions
-            if len(starts) != len(ends):
-                what = f"the position has {len(starts)} partitions, and {self.topic} has {len(ends)}"
+            self._starts = self._start.partitions
+            if len(self._starts) != len(ends):
+                what = f"the position has {len(self._starts)} partitions, and {self.topic} has {len(ends)}"
                 raise error("INVALID_POSITION", what, hint="It is of another topic, or of one that was made anew.")
         else:
-            starts = tuple(one.earliest if self._start == "earliest" else one.latest for one in ends)
-        self._positions = list(starts)
-        self._readers = [self._part(k, start) for k, start in enumerate(starts)]
+            self._starts = tuple(one.earliest if self._start == "earliest" else one.latest for one in ends)
+        self._readers = [self._part(k, start) for k, start in enumerate(self._starts)]
 
     async def close(self) -> None:
-        """Ends it; a `fetch` under way ends too."""
         self._closed = True
         for reader in self._readers:
             await reader.close()

@@ -1,22 +1,21 @@
 """The reader: a topic's messages in order, none skipped, none doubled, over broken connections and restarts."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import grpc.aio
 
 from seqdedupe import wire
 from seqdedupe.batch import decode
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
+from seqdedupe.client.messages import Messages
 from seqdedupe.client.receipts import NO_PARTITION
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.client.waiting import OnWaiting, Waiting
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_id import MessageId, Position, checked_index
 from seqdedupe.message_ids import MessageIds
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
@@ -32,7 +31,7 @@ _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
 
 
-class Reader:
+class Reader(Messages):
     """Reads a topic: `async for message in reader`, or `async for stored in reader.batches()` for whole batches.
 
     It starts after a position or message ID, at an index, with the earliest message left, or with the latest: the
@@ -64,9 +63,8 @@ class Reader:
         on_waiting: OnWaiting | None = None,
         partition: int = NO_PARTITION,
     ) -> None:
-        if stop_index is not None and (follow or stop_index < 0):
-            why = "an index is 0 or higher" if stop_index < 0 else "a reader that follows has no end"
-            raise error("INVALID_POSITION", f"stop_index is {stop_index}: {why}")
+        if stop_index is not None and follow:
+            raise error("INVALID_POSITION", f"stop_index is {stop_index}: a reader that follows has no end")
         self.topic = topic_name(topic)
         self.skipped: list[range] = []
         """With `skip_damaged`, the indexes of messages that were passed over, in order."""
@@ -78,7 +76,7 @@ class Reader:
         self._follow = follow
         self._incarnation: int | None = None
         self._next_index: int | None = None  # None: not known before the first message
-        self._stop_index = stop_index
+        self._stop_index = None if stop_index is None else checked_index(stop_index)
         self._stops_at_end = stop_index is None and not follow  # where that is the first connection tells
         self._after: Position | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -93,61 +91,30 @@ class Reader:
         elif isinstance(start, MessageId):
             self._read_on_after(Position.of(start))
         elif isinstance(start, int):
-            if start < 0:
-                raise error("INVALID_POSITION", f"{start} is not an index: they are counted from 0")
-            self._next_index = start
+            self._next_index = checked_index(start)
         elif start not in ("earliest", "latest"):
             raise error("INVALID_POSITION", f"{start!r} is neither a position nor 'earliest' nor 'latest'")
+        self._before: Position | None = self._after  # what was handed out before that batch
 
     def _read_on_after(self, position: Position) -> None:
         self._after, self._incarnation, self._next_index = position, position.incarnation, position.index + 1
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
     @property
     def position(self) -> Position | None:
         """After the last message handed out; before the first, where it was told to start if that is known."""
-        if self._stored is not None and self._row:
-            return self._stored.position(self._row - 1)
-        return self._after
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Message:
-        while (message := self.next_in_hand()) is None:
-            if not await self.fetch():
-                raise StopAsyncIteration
-        return message
-
-    async def batches(self) -> AsyncIterator[StoredBatch]:
-        """Whole batches as stored; the first and last are cut to what was asked for."""
-        while (stored := await self.next_batch()) is not None:
-            yield stored
-
-    async def next_batch(self) -> StoredBatch | None:
-        """The next whole batch, or what single messages have left of one; None at the end."""
-        return self.rest_in_hand() if self.has_in_hand() or await self.fetch() else None
+        stored, row = self._stored, self._row  # in this order: the event loop may take the next batch meanwhile
+        return stored.position(row - 1) if stored is not None and row else self._before
 
     def has_in_hand(self) -> bool:
-        """Whether the next message needs no waiting."""
         return self._stored is not None and self._row < len(self._stored)
 
     def next_in_hand(self) -> Message | None:
-        """The next message that needs no waiting; None if there is none."""
         if self._stored is None or self._row >= len(self._stored):
             return None
         self._row += 1
         return Message(self._stored, self._row - 1)
 
     def rest_in_hand(self) -> StoredBatch | None:
-        """What is left of the batch in hand, all of it handed out with this."""
         stored, row = self._stored, self._row
         if stored is None:
             return None
@@ -155,7 +122,6 @@ class Reader:
         return stored.rest(row)
 
     async def fetch(self) -> bool:
-        """Waits until another batch is in hand; false at the end and once closed. One task at a time."""
         check_not_forked()
         while not self._closed:
             try:
@@ -182,7 +148,6 @@ class Reader:
         return False
 
     def take_record(self) -> bool:
-        """Takes a batch in hand that was received already; false if there is none. Not while `fetch` is under way."""
         if self._closed or not self._records:
             return False
         self._take_in_hand(self._records[-1])
@@ -190,7 +155,6 @@ class Reader:
         return True
 
     async def close(self) -> None:
-        """Ends it; a `fetch` under way ends too."""
         self._closed = True
         await self._disconnect()
 
@@ -236,6 +200,7 @@ class Reader:
         self._check_incarnation(last.incarnation)
         if self._start == "latest" and self._after is None:
             self._read_on_after(last)
+            self._before = last
         if self._stops_at_end:
             if self._stop_index is not None and self._stop_index > last.index + 1:
                 raise error(
@@ -330,7 +295,8 @@ class Reader:
         except ValueError as e:
             what = f"the message IDs of {self.topic} from index {base_index} on are wrong: {e}"
             raise error("LOG_DAMAGED", what, index=base_index) from e
+        self._before = self.position
         publish_time_ms, ownership = record.publish_time_ms, record.ownership
-        self._stored = StoredBatch(batch, base_index, publish_time_ms, incarnation, ownership, ids, self._partition)
         self._row = 0
+        self._stored = StoredBatch(batch, base_index, publish_time_ms, incarnation, ownership, ids, self._partition)
         self._read_on_after(self._stored.position(len(batch) - 1))

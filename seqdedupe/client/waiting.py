@@ -12,7 +12,10 @@ SAY_WAITING_SECONDS = 1.0
 
 
 class Waiting:
-    """Calls `on_waiting`, on the event loop, once each time that something has waited for SAY_WAITING_SECONDS."""
+    """Calls `on_waiting`, on the event loop, once each time that something has waited for SAY_WAITING_SECONDS.
+
+    What it raises ends nobody's work: the loop's exception handler is given it, which logs it.
+    """
 
     def __init__(self, on_waiting: OnWaiting | None) -> None:
         self._on_waiting = on_waiting
@@ -20,12 +23,13 @@ class Waiting:
 
     def waits(self, why: UnavailableError) -> None:
         """It waits, or waits on."""
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         if self._since is None:
             self._since = now
         if self._on_waiting is not None and now - self._since >= SAY_WAITING_SECONDS:
             self._since = math.inf  # said
-            self._on_waiting(why)
+            loop.call_soon(self._on_waiting, why)
 
     def goes_on(self) -> None:
         """What it waited for is there."""

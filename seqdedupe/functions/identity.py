@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from seqdedupe.entry_properties import Place
 from seqdedupe.errors import InvalidRequestError, error
-from seqdedupe.functions.entries import Place
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.names import new_producer_name
 
@@ -65,10 +65,10 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
 
 def by_index(function: str, topic: str, place: Place | None) -> Identity:
     """By the index that a sidecar gave the message. Raises INVALID_FUNCTION for one that no sidecar wrote."""
-    if place is None or place.message_index < 0:
+    if place is None or place.index < 0:
         raise error(
             "INVALID_FUNCTION",
             f"identity is 'index', but a message of {topic} was written by no sidecar: it has no index",
             hint="Use identity = 'message_id' for topics that others write to.",
         )
-    return Identity(f"{function}/{topic}/{place.incarnation}", place.message_index)
+    return Identity(f"{function}/{topic}/{place.owner.incarnation}", place.index)

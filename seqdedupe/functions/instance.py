@@ -9,11 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from seqdedupe.entry_properties import BATCH, CONTROL, MARKER
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.functions import identity as identities
-from seqdedupe.functions.entries import BATCH, CONTROL, MARKER, Owners
 from seqdedupe.functions.identity import Identity
 from seqdedupe.functions.outputs import Output
+from seqdedupe.functions.owners import Owners
 from seqdedupe.functions.pipeline import Input, Pipeline, Process
 from seqdedupe.functions.process import text_of, traceback_of
 from seqdedupe.functions.settings import check_deployment, settings_of

@@ -5,8 +5,8 @@ import binascii
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, PREFIX, USER, Place
 from seqdedupe.errors import error
-from seqdedupe.functions import entries
 from seqdedupe.functions.outputs import Callback, Output
 from seqdedupe.names import topic_name
 
@@ -39,12 +39,12 @@ class Source:
         """Why some of it is missing here: Pulsar takes properties and keys that are no text, its client gives none."""
         self.topic = str(context.get_current_message_topic_name())
         given: Mapping[str, str] = self._read(context.get_message_properties, {})
-        self.place = entries.place_of(given.get(entries.ENTRY, ""), self.topic)
+        self.place = Place.parse(given.get(ENTRY, ""), self.topic)
         """Where it stands in a topic that a sidecar writes; None if none has written it."""
-        self.kind = given.get(entries.KIND, "") if self.place is not None else ""
+        self.kind = given.get(KIND, "") if self.place is not None else ""
         self.key: bytes | None = self._read(context.get_message_key, "").encode() or None
         self.event_time_ms = int(context.get_message_eventtime() or 0)
-        self.properties = {name: value for name, value in given.items() if not name.startswith(entries.PREFIX)}
+        self.properties = {name: value for name, value in given.items() if not name.startswith(PREFIX)}
         if self.place is not None:
             self._restore(given)
 
@@ -58,12 +58,12 @@ class Source:
     def _restore(self, given: Mapping[str, str]) -> None:
         """What Pulsar could not have as it was."""
         for name, value in given.items():
-            if name.startswith(entries.USER):
-                self.properties[name.removeprefix(entries.USER)] = value
+            if name.startswith(USER):
+                self.properties[name.removeprefix(USER)] = value
         try:
-            if entries.KEY_BASE64 in given:
-                self.key = base64.b64decode(given[entries.KEY_BASE64], validate=True)
-            self.event_time_ms = int(given.get(entries.EVENT_TIME_MS, self.event_time_ms))
+            if KEY_BASE64 in given:
+                self.key = base64.b64decode(given[KEY_BASE64], validate=True)
+            self.event_time_ms = int(given.get(EVENT_TIME_MS, self.event_time_ms))
         except (binascii.Error, ValueError) as e:
             raise error("INVALID_FUNCTION", f"a message of {self.topic} is not as a sidecar writes it: {e}") from e
 

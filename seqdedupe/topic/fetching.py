@@ -56,6 +56,10 @@ class Fetching:
                 note = "nobody owns it now whose snapshot could be fetched"
             except SeqdedupeError as e:
                 note = f"its owner's snapshot could not be fetched: {e.message}"
+            except Exception as e:
+                # Whatever it is: the other topics are fetched all the same, and this one is tried again.
+                logger.error("the snapshot of topic %s could not be fetched", name, exc_info=e)
+                note = f"its owner's snapshot could not be fetched: {type(e).__name__}: {e}"
         if isinstance(topic, Closed):
             if topic.note != note:
                 logger.warning("topic %s has no state here: %s", name, note)

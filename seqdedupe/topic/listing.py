@@ -23,14 +23,12 @@ logger = logging.getLogger("seqdedupe.topics")
 async def open_all(topics: "Topics[Any]") -> None:
     """Makes the store's records say what the logs say, and opens all topics. As `Topics.open_all`."""
     records, logs = topics.store.topics(), await topics.kind.list()
-    known, names = {record.incarnation for record in records}, {record.name: record for record in records}
+    if topics.kind.log.is_shared:
+        await _leave_made_anew(topics, records, logs)
+    known = {record.incarnation for record in records}
     for log in logs:
-        if log.incarnation in known:
-            continue
-        if topics.kind.log.is_shared and (before := names.get(log.topic or "")):
-            logger.warning("topic %s was deleted and made anew", before.name)
-            await topics.store.remove_topic(before.incarnation)
-        await _record(topics, log)
+        if log.incarnation not in known:
+            await _record(topics, log)
     if topics.kind.log.is_shared and (changed := _changed(logs, records)):
         await topics.store.put_topics(*changed)
         for record in changed:
@@ -42,10 +40,14 @@ async def open_all(topics: "Topics[Any]") -> None:
 
 
 async def look_again(topics: "Topics[Any]") -> None:
-    """Opens the topics that others have made, and lets go of those that others delete. As `Topics.looking`."""
+    """Opens the topics that others have made, also in place of others, and lets go of those that others delete. As
+    `Topics.looking`."""
+    before = topics.store.topics()
     # What is served here nobody else can delete.
     logs = await topics.kind.list(without=[name for name, one in topics.live.items() if one.state is State.SERVING])
-    known = {record.incarnation for record in topics.store.topics()}
+    await _leave_made_anew(topics, before, logs)
+    # What was known before may have been deleted here since the list was made.
+    known = {record.incarnation for record in (*before, *topics.store.topics())}
     new = [
         await _record(topics, log)
         for log in logs
@@ -70,7 +72,10 @@ async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
             topic=name,
             incarnation=log.incarnation,
         )
-    logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
+    if topics.kind.log.is_shared:
+        logger.info("topic %s was found in the cluster: its log is read from its beginning", name)
+    else:
+        logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
     state = TopicState.DELETING if log.is_going else TopicState.ACTIVE
     record = TopicRecord(name, log.incarnation, state, log=topics.kind.log, partitions=log.partitions)
     await topics.store.put_topics(record)
@@ -96,7 +101,7 @@ def _unused(logs: Iterable[LogName]) -> dict[str, int]:
 
 def _together(records: Iterable[TopicRecord]) -> list[list[TopicRecord]]:
     """Records by incarnation: those of a topic's partitions in one list, others each in one."""
-    return [list(some) for _, some in groupby(records, lambda one: (one.partitions and whole_of(one.name)) or one.name)]
+    return [list(some) for _, some in groupby(records, lambda one: _asked(one.name, one.partitions))]
 
 
 async def _open_together(topics: "Topics[Any]", records: list[TopicRecord]) -> None:
@@ -119,3 +124,40 @@ async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None
         await shielded(topics.deleting, name, topics.remove([name], name))
     elif whole is not None and whole not in topics.changing:
         await shielded(topics.changing, whole, topics.remove_partitions(whole))
+
+
+async def _leave_made_anew(topics: "Topics[Any]", records: Iterable[TopicRecord], logs: Iterable[LogName]) -> None:
+    """Others have deleted these topics and made them anew, perhaps with another number of partitions. `records` are
+    older than the list: a log that was made meanwhile need not be in it."""
+    there, taken = {log.incarnation for log in logs}, {_asked(log.topic, log.partitions) for log in logs if log.topic}
+    gone = [
+        record
+        for record in records
+        if record.state is TopicState.ACTIVE
+        and record.incarnation not in there
+        and _asked(record.name, record.partitions) in taken
+    ]
+    for asked in dict.fromkeys(_asked(record.name, record.partitions) for record in gone):
+        old = [record for record in gone if _asked(record.name, record.partitions) == asked]
+        if not any(_is_in_use(topics, record) for record in old):
+            logger.warning("topic %s was deleted and made anew", asked)
+            if old[0].partitions and asked in topics.partitions:
+                topics.partitions.release(asked)
+            await topics.lives.leave(old)
+
+
+def _asked(name: str, partitions: int) -> str:
+    """What a topic is to whoever asks for it, whole."""
+    return (partitions and whole_of(name)) or name
+
+
+def _is_in_use(topics: "Topics[Any]", record: TopicRecord) -> bool:
+    """Whether it is served here, opened, made or deleted: then the next look sees what has become of it."""
+    name, live = record.name, topics.live.get(record.name)
+    return (
+        (live is not None and live.state is State.SERVING)
+        or topics.opening[name].locked()
+        or any(name in some for some in (topics.creating, topics.deleting, topics.renewing))
+        or _asked(name, record.partitions) in topics.changing
+        or topics.records.get(name, record) != record
+    )

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -101,3 +101,20 @@ class Lives(Generic[T]):
                 del self._records[name]
                 self._on_state(name, None)
         await self._stored.clean_up(*deleting)
+
+    async def leave(self, records: Sequence[TopicRecord]) -> None:
+        """Forgets topics, live or closed, whose logs are gone, and whose names others have; nothing else is deleted.
+
+        Whoever uses one comes again, and finds what has its name now. Raises STORE_UNAVAILABLE: then it is to be done
+        again.
+        """
+        topics = [self._live[record.name] for record in records if record.name in self._live]
+        for record in records:
+            for some in (self._live, self._closed, self._records):
+                some.pop(record.name, None)
+            self._on_state(record.name, None)
+        for topic in topics:
+            topic.has_successor = True
+            await topic.close("it was deleted and made anew")
+        for record in records:
+            await self._store.remove_topic(record.incarnation)

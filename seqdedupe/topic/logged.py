@@ -58,6 +58,8 @@ class LoggedTopic(TopicBase):
         self.policy_stated = -1
         """From this index on the log states the policy; -1: not known."""
         self.import_parts = control.ImportParts()
+        self.wanted = asyncio.Event()
+        """This sidecar is to try to take the topic now, if it has it not."""
 
     @property
     def first_index(self) -> int:

@@ -81,7 +81,9 @@ class PublishedTopics:
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
         topic = live if isinstance(live, Topic) else None
-        if topic is not None and topic.state is not State.DRAINING:
+        # Without the state of its topic a log cannot say what stands there.
+        lacks_state = topic is not None and topic.damage is not None and topic.damage.reason == "NO_STATE"
+        if topic is not None and topic.state is not State.DRAINING and not lacks_state:
             await _check(topic.log, topic, loaded)
             return
         covered_index, place = (loaded.next_index, loaded.opaque) if loaded and loaded.opaque else (0, b"")

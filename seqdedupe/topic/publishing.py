@@ -69,8 +69,6 @@ class Topic(LoggedTopic):
         self._own_ownership = 0
         """Of what is appended now."""
         self._trimming: asyncio.Task[None] | None = None
-        self.wanted = asyncio.Event()
-        """An operator wants this sidecar to have the topic, if nobody has it."""
         self._tried = Broadcast()
         """Tells that it was tried to take over the log."""
 
@@ -120,12 +118,16 @@ class Topic(LoggedTopic):
         except Exception as e:  # noqa: BLE001 (whatever it is: nothing but damage ends recovery)
             self._seems_damaged = False
             if isinstance(e, UnavailableError) and e.reason == "NOT_OWNER":
-                self._stand_by(e)
+                # What was in flight may be in its log, and is the other one's to say.
+                self._keeping_away.found_owned()
+                self._step_back(e)
             else:
                 self._not_now(e)
             return False
         self._seems_damaged = False
         self._keeping_away.serves()
+        # Else it would be taken back at once when it is given up.
+        self.wanted.clear()
         self._is_recovering = False
         self.knows_its_end = True
         self._set_state(State.SERVING, "")
@@ -143,12 +145,8 @@ class Topic(LoggedTopic):
         elif self.state is not State.RECOVERING or not len(self.flight):
             self._set_state(State.READ_ONLY, why)
 
-    def _stand_by(self, e: UnavailableError) -> None:
-        """Another sidecar owns the log. What was in flight may be in it, and it is the other one's to say."""
-        self._keeping_away.found_owned()
-        self._step_back(e)
-
     def _step_back(self, e: SeqdedupeError) -> None:
+        """Another sidecar owns the log."""
         self.owner_address = e.numbers.get("owner_address", "")
         self.knows_its_end = False
         # A frame may be sent again there. A change may not be made again by whoever takes this for "nothing was done".
@@ -175,8 +173,8 @@ class Topic(LoggedTopic):
         try:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.flight.all_of_now(), SETTLE_SECONDS)
-            if self._is_recovering:
-                raise moving
+            if self.state is not State.SERVING:
+                self.check_serving()
             self._is_recovering = True
             await self.log.let_go()
         finally:

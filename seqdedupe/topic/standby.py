@@ -84,6 +84,9 @@ async def _tail(topic: LoggedTopic, merge: Merge, *, until_end: bool = False) ->
         except DamagedError as e:
             # Whoever takes the log over looks at it again, and says so for good.
             logger.error("topic %s is read no further by this standby: %s", topic.name, e)
+            if e.reason == "NO_STATE":
+                # Not when its owner is gone, who alone has what is missing here.
+                topic.wanted.set()
             return
         except (UnavailableError, OSError) as e:
             logger.warning("the log of topic %s cannot be read on now: %s", topic.name, e)

@@ -180,7 +180,7 @@ class Listing:
         found: list[str] = []
         for name in selection.names:
             if name not in there and name not in partitions:
-                raise error("TOPIC_NOT_FOUND", f"the sidecar has no topic {name}", topic=name)
+                raise error("TOPIC_NOT_FOUND", f"there is no topic {name}", topic=name)
             found += [name] if name in there else partitions[name]
         return _in_order(found)
 

@@ -112,7 +112,8 @@ def test_frames_of_one_message_are_judged_one_by_one(client: Client, topic: str)
 
 
 def test_many_small_frames_leave_others_their_turn(client: Client, topic: str) -> None:
-    """A hundred times 256 frames of one row: all are answered, and others get their turn meanwhile."""
+    """A hundred times 256 frames of one row: all are answered, and others get their turn meanwhile. How long they wait
+    follows from how many are settled at once, which `test_a_backlog_is_written_in_groups` counts."""
     other = topic + "-other"
     epochs = client.epochs(topic, "p") | client.epochs(other, "q")
     content = bytearray(encoded(batch([("p", 0)], epochs, {"p": -1}, [b""])))
@@ -129,7 +130,6 @@ def test_many_small_frames_leave_others_their_turn(client: Client, topic: str) -
     while client.producer(topic, "p")[1] < len(frames) - 1:
         assert verdicts(bystander.receipt(batch([("q", between)], epochs)), 1) == [NOT_DUP]
         between += 1
-    assert between > 9  # five or six if one group of the commit thread may have them all
     for number, _ in frames:
         assert not receipt_of(stream.answer(number)).verdicts
     assert client.end_index(topic) == len(frames)

@@ -12,7 +12,7 @@ import pytest
 
 from seqdedupe.cli.main import main
 from seqdedupe.cli.options import print_table, tell_waiting
-from seqdedupe.cli.topics import _print_topic
+from seqdedupe.cli.topics import _print_topic, _print_topics
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import json_text, printable
 from seqdedupe.errors import error
@@ -62,6 +62,13 @@ def test_following_ends_quietly_at_ctrl_c(run: Run, tmp_path: Path, environment:
         process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_SECONDS) == 130
         assert process.stderr.read().strip() == b""
+
+
+def test_ctrl_c_during_the_imports_ends_it_quietly(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([COMMAND, "version"], env=environment, capture_output=True, timeout=TIMEOUT_SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -190,6 +197,15 @@ def test_of_a_damaged_topic_nothing_is_shown_that_is_not_known(capsys: pytest.Ca
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     names = ("deduplication", "messages", "last", "snapshot", "producers", "log")
     assert [lines[name] for name in names] == ["?"] * len(names)
+
+
+def test_standby_is_said_to_be_what_the_sidecar_is_that_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody who reads the list is to think that such a topic is served by none."""
+    serving = admin_pb2.Topic(name="a", state=admin_pb2.TOPIC_STATE_SERVING)
+    _print_topics([serving])
+    assert "STANDBY" not in capsys.readouterr().out
+    _print_topics([serving, admin_pb2.Topic(name="b", state=admin_pb2.TOPIC_STATE_STANDBY)])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("STANDBY: ")
 
 
 def test_a_column_of_numbers_stands_to_the_right_where_one_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,9 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import click
+
+from seqdedupe.cli.commands import cli
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
 
 SHELLS_OWN = set("|<>$&;*`")
@@ -24,6 +27,15 @@ def _examples() -> list[tuple[str, str]]:
 def _pattern(output: str) -> str:
     """In the document `…` stands for anything."""
     return ".*".join(re.escape(part) for part in output.split("…"))
+
+
+def test_every_command_is_in_the_table() -> None:
+    """A group's commands in one row with it."""
+    cells = re.findall(r"^\| ([^|]*) \|", DOCUMENT.read_text(), re.MULTILINE)
+    rows = [set(re.findall(r"[a-z-]+", cell)) for cell in cells]
+    for name, command in cli.commands.items():
+        below = command.commands if isinstance(command, click.Group) else ()
+        assert any({name, *below} <= row for row in rows), f"{name} {' '.join(below)}"
 
 
 def test_the_examples_are_true(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
 """`seqdedupe read --where`."""
 
 import json
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -101,8 +101,9 @@ def test_following_waits_for_a_message_that_fits(run: Run, environment: dict[str
 def follow_until_interrupted(process: "subprocess.Popen[bytes]", address: str) -> None:
     assert process.stdout is not None
     assert process.stderr is not None
-    with Client(address) as client, client.producer("awaited", "b") as producer:
-        while process.poll() is None and not select.select([process.stdout], [], [], 0.05)[0]:
+    with selectors.DefaultSelector() as output, Client(address) as client, client.producer("awaited", "b") as producer:
+        output.register(process.stdout, selectors.EVENT_READ)
+        while process.poll() is None and not output.select(0.05):
             producer.send(b"other", key="other")
             producer.send(b"this", key="wanted")
             producer.flush()

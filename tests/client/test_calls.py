@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from seqdedupe import rendezvous
-from seqdedupe.cli.main import cli
-from seqdedupe.client import Client, DataLossError, NotFoundError, UnavailableError, blocking
+from seqdedupe.cli.commands import cli
+from seqdedupe.client import Client, DataLossError, InvalidRequestError, NotFoundError, UnavailableError, blocking
 from seqdedupe.command import run_command
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -51,6 +51,29 @@ def refuse(e: Refused) -> Callable[[str], bytes]:
         raise e
 
     return on_unary
+
+
+async def test_what_a_request_cannot_say_is_refused_here(shared_sidecar: Sidecar, topic: str) -> None:
+    no_text, too_much = "caf\udce9", 2**63
+    async with Client(shared_sidecar.address) as client:
+        admin = client.admin
+        for refused in (
+            admin.create_topic(topic, partitions=too_much),
+            admin.create_topic(topic, entry_format="wide"),
+            admin.producer(topic, no_text),
+            admin.message_state(topic, no_text, 0),
+            admin.message_state(topic, "p", too_much),
+            admin.in_flight(topic, longer_than_ms=too_much),
+            admin.reset_producer(topic, "p", too_much),
+            admin.remove_policy(topic, no_text),
+            admin.remove_policy("public/default", no_text),
+            admin.forget_sidecar(no_text),
+            admin.move_topic(topic, no_text),
+        ):
+            with pytest.raises(InvalidRequestError):
+                await refused
+        with pytest.raises(NotFoundError):
+            await admin.topic(topic)
 
 
 async def test_calls_of_a_topic_go_to_its_owner(three: list[Front], topic: str, tmp_path: Path) -> None:

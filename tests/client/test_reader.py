@@ -217,6 +217,53 @@ async def test_ends_and_places_of_a_topic(shared_sidecar: Sidecar, topic: str) -
                 await client.position_at(topic, beyond)
 
 
+async def test_numbers_that_no_topic_has_are_refused_as_any_that_one_lacks(shared_sidecar: Sidecar, topic: str) -> None:
+    await publish(shared_sidecar, topic, 3)
+    async with Client(shared_sidecar.address) as client:
+        for last in (2**63 - 2, 2**63 - 1):
+            for refused in (client.position_at(topic, last), client.locate_bytes(topic, last, 1)):
+                with pytest.raises(PositionError):
+                    await refused
+            with pytest.raises(PositionError):
+                await client.reader(topic, last).next_batch()
+        for none in (-1, 2**63, 2**200):
+            for refused in (client.position_at(topic, none), client.locate_bytes(topic, none, 1)):
+                with pytest.raises(InvalidRequestError, match=f"{none} is not an index"):
+                    await refused
+            with pytest.raises(InvalidRequestError, match=f"{none} is not an index"):
+                client.reader(topic, none)
+            with pytest.raises(InvalidRequestError, match=f"{none} is not an index"):
+                client.reader(topic, stop_index=none)
+        async with client.reader(topic, 2, stop_index=2**63 - 1) as reader:
+            assert indexes(await take(reader, 1)) == [2]
+        for much in (2**63 - 1, 2**63, 2**200):
+            assert (await client.locate_bytes(topic, 0, much)).index == 3
+            assert (await client.locate_time(topic, much)).index == 3
+            assert (await client.locate_time(topic, -much)).index == 0
+
+
+async def test_a_batch_in_hand_is_not_in_the_position_before_a_message_of_it_was_handed_out(
+    shared_sidecar: Sidecar, topic: str
+) -> None:
+    """Who stores the position when a call was interrupted would lose the batch."""
+    await publish(shared_sidecar, topic, 20)  # in batches of 10
+    places = await positions(shared_sidecar, topic)
+    async with Client(shared_sidecar.address) as client, client.reader(topic) as reader:
+        assert await reader.fetch()
+        before = reader.position
+        assert before is None
+        await take(reader, 10)
+        assert await reader.fetch()
+        assert reader.position == places[9]
+        await take(reader, 1)
+        assert reader.position == places[10]
+    async with Client(shared_sidecar.address) as client, client.reader(topic, places[4]) as reader:
+        assert await reader.fetch()
+        assert reader.position == places[4]
+        assert await reader.next_batch()
+        assert reader.position == places[9]
+
+
 async def test_messages_and_batches_of_one_reader_go_together(shared_sidecar: Sidecar, topic: str) -> None:
     await publish(shared_sidecar, topic, 21)  # in batches of 10, 10 and 1
     async with Client(shared_sidecar.address) as client, client.reader(topic) as reader:

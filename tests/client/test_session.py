@@ -593,6 +593,26 @@ async def test_a_producer_says_once_each_time_why_nothing_becomes_durable(
             assert said == ["LOG_REFUSED"] * (number + 1)
 
 
+async def test_an_error_of_who_is_told_of_waiting_ends_nothing(
+    fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SAY_WAITING_SECONDS", 0.05)
+    handled: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: handled.append(str(context["exception"])))
+
+    def on_frame(frame: Frame) -> list[Response]:
+        return [fake.stored(frame) if handled else fake.refusal(frame, "LOG_REFUSED", 10)]
+
+    def fail(why: UnavailableError) -> None:
+        raise RuntimeError(why.reason)
+
+    fake.on_frame = on_frame
+    async with Client(fake.address) as client, client.producer("t", "p", ONE_BY_ONE, on_waiting=fail) as producer:
+        for number in range(2):
+            assert (await (await producer.send(b""))).sequence_id == number
+    assert handled == ["LOG_REFUSED"]
+
+
 async def test_a_producer_with_nothing_to_send_that_is_connected_again_waits_for_nothing(
     fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pulsar
 
-from seqdedupe.functions import entries
+from seqdedupe.entry_properties import ENTRY, KIND
 from seqdedupe.functions.instance import Instance
 
 TOPIC = "persistent://public/default/in"
@@ -66,8 +66,8 @@ def inputs(count: int, first: int = 0) -> list[Message]:
 def written(index: int, kind: str = "", *, term: int = 3, incarnation: int = 99) -> dict[str, str]:
     """Properties of what a sidecar has written."""
     number = max(index, 0)
-    properties = {entries.ENTRY: f"1:{incarnation}:{term}:{term:016x}:{number}:{index}"}
-    return properties | ({entries.KIND: kind} if kind else {})
+    properties = {ENTRY: f"1:{incarnation}:{term}:{term:016x}:{number}:{index}"}
+    return properties | ({KIND: kind} if kind else {})
 
 
 def details(**changes: Any) -> SimpleNamespace:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, USER, Place
 from seqdedupe.errors import ConfigurationError
-from seqdedupe.functions import DedupeFunction, entries, function
+from seqdedupe.functions import DedupeFunction, function
+from seqdedupe.functions.owners import Owners
 from seqdedupe.functions.settings import check_deployment
 from seqdedupe.testing import Sidecar
 from tests.functions import examples
@@ -201,7 +203,7 @@ def test_a_message_of_somebody_else_is_no_marker_whatever_it_calls_itself(
     start: Start, shared_sidecar: Sidecar, topic: str
 ) -> None:
     runtime = start()
-    runtime.give([Message(b"0", Id(0), properties={entries.KIND: "marker"})])
+    runtime.give([Message(b"0", Id(0), properties={KIND: "marker"})])
     runtime.until_acknowledged(1)
     assert payloads(shared_sidecar, topic) == [b"0"]
 
@@ -210,7 +212,7 @@ def test_what_pulsar_could_not_have_as_it_was_comes_out_as_it_was(
     start: Start, shared_sidecar: Sidecar, topic: str
 ) -> None:
     key = base64.b64encode(b"\xff\x00").decode()
-    own = {entries.KEY_BASE64: key, entries.EVENT_TIME_MS: "-5", f"{entries.USER}seqdedupe.own": "mine", "a": "b"}
+    own = {KEY_BASE64: key, EVENT_TIME_MS: "-5", f"{USER}seqdedupe.own": "mine", "a": "b"}
     runtime = start()
     runtime.give([Message(b"0", Id(0), key=key, properties=written(0) | own)])
     runtime.until_acknowledged(1)
@@ -240,14 +242,14 @@ def test_what_an_owner_wrote_when_another_one_had_taken_over_counts_for_nobody(
 
 
 def test_a_topic_that_was_made_anew_begins_with_any_term() -> None:
-    owners = entries.Owners()
+    owners = Owners()
     places = [
         (written(5, term=7), 1),
         (written(0, term=1, incarnation=100), 2),
         (written(1, term=1, incarnation=100), 3),
     ]
     for properties, entry_id in places:
-        place = entries.place_of(properties[entries.ENTRY], TOPIC)
+        place = Place.parse(properties[ENTRY], TOPIC)
         assert place is not None
         assert not owners.is_void(place, 7, entry_id)
 

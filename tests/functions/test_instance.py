@@ -10,7 +10,8 @@ import pytest
 
 from seqdedupe.client import blocking
 from seqdedupe.client.blocking import Message as Stored
-from seqdedupe.functions import entries, publisher
+from seqdedupe.entry_properties import ENTRY
+from seqdedupe.functions import publisher
 from seqdedupe.testing import Sidecar
 from tests.client.fronts import addresses, fronts, move
 from tests.client.proxy import Proxy
@@ -77,7 +78,7 @@ def test_an_instance_that_begins_again_doubles_nothing(start: Start, shared_side
 
 def test_bytes_key_time_and_properties_pass_unchanged(start: Start, shared_sidecar: Sidecar, topic: str) -> None:
     runtime = start()
-    given = Message(b" 7 \xff", Id(0), key="k", event_time_ms=77, properties={"a": "b", entries.ENTRY: "x"})
+    given = Message(b" 7 \xff", Id(0), key="k", event_time_ms=77, properties={"a": "b", ENTRY: "x"})
     runtime.give([given])
     runtime.until_acknowledged(1)
     (message,) = stored(shared_sidecar, topic)

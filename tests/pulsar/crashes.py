@@ -105,16 +105,7 @@ async def make_namespace(cluster: Cluster, name: str) -> None:
 
 def sidecar_of(broker: Broker, namespace: str, folder: Path, **keys: Any) -> Sidecar:
     """A standby for the topics of the namespace, not started yet."""
-    return Sidecar(
-        folder,
-        log="pulsar",
-        standby=True,
-        pulsar_service_url=broker.service_url,
-        pulsar_admin_url=broker.admin_url,
-        pulsar_namespaces=namespace,
-        pulsar_manage_topic_policies=True,
-        **keys,
-    )
+    return Sidecar(folder, standby=True, pulsar_namespaces=namespace, **broker.sidecar_keys, **keys)
 
 
 class Scene:

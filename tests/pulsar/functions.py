@@ -42,13 +42,7 @@ def path_of(topic: str) -> str:
 
 def pulsar_keys(broker: Broker, namespace: str) -> dict[str, Any]:
     """Of a sidecar that writes there."""
-    return {
-        "log": "pulsar",
-        "pulsar_service_url": broker.service_url,
-        "pulsar_admin_url": broker.admin_url,
-        "pulsar_manage_topic_policies": True,
-        "pulsar_namespaces": namespace,
-    }
+    return broker.sidecar_keys | {"pulsar_namespaces": namespace}
 
 
 def stored(sidecar: Sidecar, topic: str) -> list[Result]:

@@ -1,9 +1,15 @@
 """A topic on a real broker is deleted while other sidecars know it, follow it and would take it."""
 
+from collections.abc import Container
+
 import pytest
 
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS
-from seqdedupe.log.pulsar import wholes
+from seqdedupe.errors import UnavailableError
+from seqdedupe.log.pulsar import guarding, kept, wholes
+from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.topic import partitioned
+from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.state import State
 from tests.pulsar.members import MakeMember, Member
 from tests.pulsar.owners import Cluster, until
@@ -62,6 +68,30 @@ async def test_who_comes_meanwhile_does_not_begin_to_use_it(member: MakeMember, 
         assert name not in each.topics.closed
 
 
+async def test_who_owns_a_topic_that_somebody_else_deletes_lets_go_of_it(
+    member: MakeMember, name: str, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarding, "LOOK_SECONDS", 1e9)
+    one, other = member(), member()
+    await one.start()
+    await one.run(one.topics.create(name))
+    await other.start()
+    await other.run(other.topics.delete(name))
+    # It has not looked yet.
+    await one.look()
+    assert await one.publish(name, 1) == 0
+    monkeypatch.setattr(guarding, "LOOK_SECONDS", 0)
+    await until(lambda: "is being deleted" in one.topics.live[name].why)
+    await until(lambda: one.topics.live[name].state is State.STANDBY)
+    await one.look()
+    assert name not in one.topics.live
+
+    async def is_gone() -> bool:
+        return await cluster.admin.topics(namespace) == []
+
+    await until(is_gone)
+
+
 async def test_without_saying_so_the_standby_has_it(
     member: MakeMember, name: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,3 +103,107 @@ async def test_without_saying_so_the_standby_has_it(
     await until(lambda: other.topics.live[name].state is State.SERVING)
     await other.look()
     assert await other.publish(name, 2) == 1
+
+
+async def make(one: Member, name: str, partitions: int) -> None:
+    await one.run(partitioned.create(one.topics, name, partitions, Policy()) if partitions else one.topics.create(name))
+
+
+async def delete(one: Member, name: str, partitions: int) -> None:
+    await one.run(partitioned.delete(one.topics, name) if partitions else one.topics.delete(name))
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+async def test_a_late_deletion_does_nothing_to_the_new_one(
+    member: MakeMember, name: str, partitions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who finishes a deletion looks at all topics first, and meanwhile it is finished and the topic made anew."""
+    one, other = member(), member()
+    await one.start()
+    await make(one, name, partitions)
+    old = [log.incarnation for log in await one.logs.list()]
+    await other.start()
+    # Its readers would hinder the deletion.
+    for topic in other.topics.live.values():
+        await topic.close("it has let go")
+    look = other.logs._look
+
+    async def look_long(without: Container[str] = ()) -> None:
+        await look(without)
+        monkeypatch.setattr(other.logs, "_look", look)
+        await delete(one, name, partitions)
+        await until(lambda: not one.topics.records and not one.store.topics())
+        await make(one, name, partitions)
+
+    monkeypatch.setattr(other.logs, "_look", look_long)
+    await other.logs.delete(*old)
+    new = await one.logs.list()
+    assert len(new) == len(old)
+    assert not {log.incarnation for log in new} & set(old)
+    assert not any(log.is_going for log in new)
+
+
+async def made_anew(one: Member, other: Member, name: str, partitions: int, cluster: Cluster, namespace: str) -> str:
+    """A topic, or one of its partitions, that both know with two messages; one has deleted it and made it anew with one
+    message, and ended, while the other one did not look."""
+    first = f"{name}-partition-0" if partitions else name
+
+    async def is_gone() -> bool:
+        return not [*await cluster.admin.topics(namespace), *await cluster.admin.partitioned_topics(namespace)]
+
+    await one.start()
+    await make(one, name, partitions)
+    assert [await one.publish(first, sequence_id) for sequence_id in (0, 1)] == [0, 1]
+    await other.start()
+    assert other.topics.live[first].state is State.STANDBY
+    assert other.topics.live[first].confirmed_index == 2
+    await delete(one, name, partitions)
+    await until(is_gone)
+    await make(one, name, partitions)
+    assert await one.publish(first, 0) == 0
+    await one.kill()
+    await cluster.until_nobody_writes(first)
+    return first
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+async def test_who_did_not_look_meanwhile_follows_the_new_one(
+    member: MakeMember,
+    name: str,
+    cluster: Cluster,
+    namespace: str,
+    partitions: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # So that the readers of who does not look do not hinder the deletion for long.
+    monkeypatch.setattr(kept, "IDLE_SECONDS", 0.1)
+    one, other = member(), member()
+    first = await made_anew(one, other, name, partitions, cluster, namespace)
+    old = other.topics.live[first]
+    with pytest.raises(UnavailableError, match="NOT_OWNER"):
+        await other.run(old.take())
+    assert "made anew" in old.why
+    await other.look()
+    new = await other.take(first)
+    assert (new.confirmed_index, new.incarnation > old.incarnation) == (1, True)
+    assert await other.publish(first, 1) == 1, "what the old one had is new"
+    await one.start()
+    assert one.topics.live[first].confirmed_index == 2
+
+
+async def test_without_looking_at_the_incarnation_it_is_damaged(
+    member: MakeMember, name: str, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control arm: whoever asks is told so for good."""
+    monkeypatch.setattr(kept, "IDLE_SECONDS", 0.1)
+
+    async def stays(topic: str, incarnation: int, admin: Admin) -> None:
+        return
+
+    monkeypatch.setattr("seqdedupe.log.pulsar.log.check_stays", stays)
+    one, other = member(), member()
+    await made_anew(one, other, name, 0, cluster, namespace)
+    old = other.topics.live[name]
+    with pytest.raises(UnavailableError):
+        await other.run(old.take())
+    await until(lambda: old.state is State.DAMAGED)

@@ -9,8 +9,9 @@ import pulsar.asyncio
 import pytest
 
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker, free_port
+from seqdedupe.entry_properties import ENTRY
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar.entries import ENTRY, Entry, Message
+from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.log.pulsar.reader import READ_STEP_ENTRIES, Reader, open_reader
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line

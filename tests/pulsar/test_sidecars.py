@@ -52,12 +52,9 @@ def started(tmp_path: Path, broker: Broker, namespace: str) -> Iterator[Start]:
     async def start(instance_name: str, **keys: Any) -> Sidecar:
         sidecar = Sidecar(
             tmp_path / f"sidecar-{len(every)}",
-            log="pulsar",
-            pulsar_service_url=broker.service_url,
-            pulsar_admin_url=broker.admin_url,
-            pulsar_manage_topic_policies=True,
             pulsar_namespaces=namespace,
             instance_name=instance_name,
+            **broker.sidecar_keys,
             **keys,
         )
         every.append(sidecar)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,10 @@ from seqdedupe.client import blocking
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.http import AdminUrl
-from seqdedupe.names import topic_name
+from seqdedupe.names import partition_name, topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark import reader_job
+from seqdedupe_spark.audit_job import audit, selection_of
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.options import Options, parse
 from seqdedupe_spark.planning import SUBSCRIPTION_PREFIX, Listing, open_client
@@ -132,6 +134,41 @@ def test_a_job_moves_to_the_brokers_and_back(
     assert CliRunner().invoke(reader_job.cli, ["reset", *arguments]).exit_code == 0
     with blocking.Client(sidecar.address) as client:
         assert database.position(topic) == client.ends(topic).last
+
+
+def publish_keyed(address: str, topic: str, count: int) -> None:
+    """So many messages, again if they are there."""
+    with blocking.Client(address) as client, client.producer(topic, "p") as producer:
+        for i in range(count):
+            producer.send(f"value {i}".encode(), i, key=f"key {i}")
+        producer.flush()
+
+
+def test_partitions_that_hold_messages_twice_are_read_once_and_audited(
+    spark: SparkSession, sidecar: Sidecar, direct: Direct, database: Database, topic: str
+) -> None:
+    """Straight from the broker, and on through the sidecar."""
+    with blocking.Client(sidecar.address) as client:
+        client.admin.create_topic(topic, partitions=2, entry_format="packed", deduplication_enabled=False)
+
+    def run(options: Options) -> tuple[int, int]:
+        done = ReaderJob(spark, JobConfig(JOB, options, database.store, TABLE, deduplicate=True), select).run()
+        return done.read, done.duplicates
+
+    for _ in range(2):
+        publish_keyed(sidecar.address, topic, 60)
+    assert run(direct.options(topic, maxOffsetsPerTrigger=70)) == (120, 60)
+    publish_keyed(sidecar.address, topic, 80)
+    assert run(source(sidecar.address, topic=topic)) == (80, 60)
+    values = database.query(f"SELECT value FROM {TABLE}")
+    assert Counter(values) == Counter((f"value {i}".encode(),) for i in range(80))
+    topics = [partition_name(topic_name(topic), k) for k in range(2)]
+    with blocking.Client(sidecar.address) as client:
+        assert [database.position(one) for one in topics] == [client.ends(one).last for one in topics]
+    report = audit(spark, selection_of([topic], None), sidecar.address)
+    assert [one.topic for one in report.topics] == topics
+    assert sum(one.doubled.messages for one in report.topics) == 120
+    assert all(one.out_of_order.messages == one.missing.messages == 0 for one in report.topics)
 
 
 def kill_who_comes(gate: Gate, first: Callable[[], None]) -> threading.Thread:

@@ -15,12 +15,13 @@ import pytest
 from pyspark import cloudpickle
 
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker
+from seqdedupe import entry_properties
+from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.pulsar import entries, plain
-from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, EntryFormat, Message, Part, Settings
+from seqdedupe.log.pulsar.entries import EntryFormat, Message, Part, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
-from seqdedupe.log.pulsar.logs import INCARNATION
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import task
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
@@ -79,7 +80,7 @@ async def written(
 
 def void(entry_format: EntryFormat) -> Message:
     """What the first owner of a topic has under way and nobody waits for any more."""
-    owner = entries.Owner(OF_LOG, 1, ownership_of(b"token%011d" % 1))
+    owner = entry_properties.Owner(OF_LOG, 1, ownership_of(b"token%011d" % 1))
     encoded = batch([("late", 1)]).encode()
     if entry_format is EntryFormat.PLAIN:
         return next(plain.messages_of(owner, 402, 400, encoded))

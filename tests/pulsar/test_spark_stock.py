@@ -89,8 +89,7 @@ class Job:
 
     def _round(self, moves: bool) -> int:
         with self._store() as store:
-            self._positions.bind(store, Binding(TABLE, False))
-            store.prepare(TABLE, SCHEMA)
+            self._positions.bind(store, Binding(TABLE, False), SCHEMA)
             listing, standings = self._positions.look(self._client, store)
         for step in self._positions.plan(listing, standings):
             report = self._task.run([step])

@@ -189,7 +189,7 @@ def test_topics_of_a_sidecar(spark: SparkSession, sidecar: Sidecar) -> None:
         (["clean", "empty"], 0, "clean: 2 topics"),
         (["--topics-pattern", "clean|late"], 1, "not clean: 1 of 2 topics"),
         (["doubled", "--json"], 1, '"doubled": {"messages": 2, "producers": 2, "examples": [{"producer": "a", '),
-        (["nowhere"], 2, "the sidecar has no topic persistent://public/default/nowhere [TOPIC_NOT_FOUND]"),
+        (["nowhere"], 2, "there is no topic persistent://public/default/nowhere [TOPIC_NOT_FOUND]"),
         (["--topics-pattern", "("], 2, "--topics-pattern: '(' is not a regular expression"),
         (["a b"], 2, "INVALID_TOPIC_NAME"),
         ([], 2, "Name topics, or give --topics-pattern."),

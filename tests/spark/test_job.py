@@ -200,6 +200,22 @@ def test_a_reset_ends_a_run_and_the_next_goes_on_from_there(address: str, databa
     assert sorted(database.indexes(full)) == sorted([*range(20), *range(10, 20)])
 
 
+def test_a_reset_to_a_message_id_stores_in_which_history_it_is(address: str, database: Database, topic: str) -> None:
+    full = publish(address, topic, 20)
+    job(address, database, topic).run()
+    with Client(address) as client:
+        whole = client.position_at(topic, 9)
+    assert whole.ownership
+    for place in (str(whole.message_id), f"{whole.incarnation}@9", str(whole)):
+        _, after = reset_position(database.store, JOB, topic, place, address)
+        assert after.position == whole == stored(database)[full].position
+    before = stored(database)
+    with pytest.raises(PositionError) as raised:
+        reset_position(database.store, JOB, topic, str(whole._replace(ownership=whole.ownership ^ 1)), address)
+    assert raised.value.reason == "POSITION_DIVERGED"
+    assert stored(database) == before
+
+
 @pytest.mark.parametrize(("place", "expected"), [("earliest", 20), ("latest", 0)])
 def test_a_reset_to_either_end(address: str, database: Database, topic: str, place: str, expected: int) -> None:
     publish(address, topic, 20)
@@ -550,8 +566,8 @@ def test_a_sidecar_that_is_not_there_is_waited_for_and_named(
     database: Database, topic: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rounds, "GIVE_UP_SECONDS", 0.5)
-    monkeypatch.setattr(planning, "SAY_SECONDS", 0.1)
-    monkeypatch.setattr(planning.patiently, "__defaults__", (0.2, lambda: False))
+    monkeypatch.setattr(planning, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(planning.patiently, "__defaults__", (3.0, lambda: False))
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9"):
         job("127.0.0.1:9", database, topic).run()
     assert "waiting: no connection to the sidecar at 127.0.0.1:9" in caplog.text
@@ -594,6 +610,21 @@ def test_a_job_goes_on_as_it_was_begun_only(address: str, database: Database, to
     assert raised.value.reason == "JOB_CHANGED"
     assert ReaderJob(SESSION, given, select).run().read == 5
     each_once(database.indexes(full), 10)
+
+
+def test_a_table_that_does_not_fit_binds_nobody(address: str, database: Database, topic: str) -> None:
+    full = publish(address, topic, 5)
+    _execute(database, "CREATE TABLE others (topic TEXT)")
+    given = config(address, database, topic)
+    with pytest.raises(ConfigurationError) as raised:
+        ReaderJob(SESSION, replace(given, table="others"), select).run()
+    assert raised.value.reason == "INVALID_OUTPUT"
+    assert ReaderJob(SESSION, given, select).run().read == 5
+    each_once(database.indexes(full), 5)
+    with pytest.raises(ConfigurationError) as raised:
+        ReaderJob(SESSION, replace(given, table="anew"), select).run()
+    assert raised.value.reason == "JOB_CHANGED"
+    assert not database.query("SELECT 1 FROM sqlite_master WHERE name = 'anew'"), "nothing was made"
 
 
 def test_a_table_that_is_gone_is_an_error(address: str, database: Database, topic: str) -> None:

@@ -205,6 +205,19 @@ def test_wrong_options_are_one_line(flags: list[str], status: int, said: str) ->
     assert said in err
 
 
+def test_a_name_that_is_not_utf_8_is_one_line(sidecar: Sidecar, stored: str) -> None:
+    wrong, events = os.fsdecode(b"caf\xe9"), ["--topic", "events", "--address", sidecar.address]
+    for what, flags in (
+        ("job", ["run", "--job", wrong, "--table", TABLE, *events]),
+        ("table", ["run", "--job", JOB, "--table", wrong, *events]),
+        ("job", ["positions", "--job", wrong]),
+        ("job", ["reset", "--job", wrong, "--to", "latest", *events]),
+    ):
+        status, out, err = run(*flags, "--store", stored)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert f"{what}: the name 'caf\\udce9' is not UTF-8 [INVALID_OPTION]" in err
+
+
 def test_without_java_it_says_what_to_install(tmp_path: Path) -> None:
     flags = ["--job", JOB, "--store", "sqlite:///out.db", "--table", TABLE, "--topic", "events"]
     process = start(tmp_path, "run", *flags, PATH="/nowhere", JAVA_HOME="/nowhere")

@@ -99,7 +99,7 @@ def test_a_table_keeps_the_options_it_was_created_with(
     ("options", "said"),
     [
         ({"topik": "t"}, "there is no option topik: did you mean topic?"),
-        ({"topic": "missing-topic"}, "the sidecar has no topic persistent://public/default/missing-topic"),
+        ({"topic": "missing-topic"}, "there is no topic persistent://public/default/missing-topic"),
         ({"topic": "t", "schema": "value string"}, "column value is string, it should be binary"),
     ],
 )

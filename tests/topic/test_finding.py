@@ -11,9 +11,10 @@ from seqdedupe.errors import DamagedError, NotFoundError, UnavailableError, erro
 from seqdedupe.log.contract import LogName
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
-from seqdedupe.topic import finding
+from seqdedupe.topic import finding, partitioned
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.looking import Looking
+from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
@@ -218,3 +219,151 @@ async def test_a_topic_that_is_open_while_its_log_is_deleted_can_be_deleted(two:
         await one.topics.delete(NAME)
     await finding.delete(one.topics, NAME)
     assert (await one.topics.create(NAME)).confirmed_index == 0
+
+
+async def make(sidecar: Sidecar, partitions: int) -> list[str]:
+    """A topic of so many partitions, 0 for a plain one: the names of what has a log."""
+    if not partitions:
+        await sidecar.topics.create(NAME)
+        return [NAME]
+    await partitioned.create(sidecar.topics, NAME, partitions, Policy())
+    return sidecar.topics.partitions.names(NAME)
+
+
+async def delete(sidecar: Sidecar) -> None:
+    is_partitioned = NAME in sidecar.topics.partitions
+    await (partitioned.delete(sidecar.topics, NAME) if is_partitioned else finding.delete(sidecar.topics, NAME))
+
+
+def incarnations(sidecar: Sidecar) -> dict[str, int]:
+    return {record.name: record.incarnation for record in sidecar.store.topics()}
+
+
+SHAPES = [(0, 0), (2, 2), (3, 2), (2, 3), (0, 2), (2, 0)]
+"""Partitions of a topic before and after."""
+
+
+@pytest.mark.parametrize("is_owner", [False, True])
+@pytest.mark.parametrize(("before", "after"), SHAPES)
+async def test_a_topic_that_others_have_made_anew_is_followed(
+    two: tuple[Sidecar, Sidecar], before: int, after: int, is_owner: bool
+) -> None:
+    one, other = two
+    maker = other if is_owner else one
+    for name in await make(maker, before):
+        await Publisher("p", lambda name=name: [maker.topics.get(name)]).publish(30)  # type: ignore[misc]
+    for each in two:
+        await each.topics.looking.once()
+        assert len(each.topics.records) == max(before, 1)
+    old = [topic for topic in other.topics.live.values() if isinstance(topic.log, FaultyLog)]
+    for topic in old if is_owner else []:
+        # Nobody hears of it.
+        await topic.hand_over("", LIMIT_SECONDS)
+    await delete(one)
+    names = await make(one, after)
+    await Publisher("p", lambda: [one.topics.get(names[0])]).publish(2)
+    await other.topics.looking.once()
+    assert incarnations(other) == incarnations(one)
+    assert sorted(other.topics.live) == sorted(names)
+    assert {name: state for name, state in other.states.items() if state} == dict.fromkeys(names, State.STANDBY)
+    assert list(other.topics.partitions) == list(one.topics.partitions)
+    assert all(topic.has_successor and topic.state is State.DRAINING for topic in old)
+    # What the old one had is not the new one's.
+    for name in names:
+        await one.topics.live[name].hand_over("", LIMIT_SECONDS)
+        topic = await finding.find(other.topics, name)
+        await topic.take()
+        assert await stored(topic) == ({"p": [0, 1]} if name == names[0] else {})
+    await other.stop()
+    await other.start()
+    assert incarnations(other) == incarnations(one)
+    assert sorted(other.topics.live) == sorted(names)
+
+
+@pytest.mark.parametrize(("before", "after"), SHAPES)
+async def test_a_sidecar_that_was_down_meanwhile_follows_the_new_one(
+    two: tuple[Sidecar, Sidecar], before: int, after: int
+) -> None:
+    one, other = two
+    await make(one, before)
+    await other.topics.looking.once()
+    await other.stop()
+    await delete(one)
+    names = await make(one, after)
+    await other.start()
+    assert incarnations(other) == incarnations(one)
+    assert {name: state for name, state in other.states.items() if state} == dict.fromkeys(names, State.STANDBY)
+
+
+async def test_what_is_made_here_during_a_look_is_not_taken_for_gone(two: tuple[Sidecar, Sidecar]) -> None:
+    """The list that the look has got is older: it shows what was there before."""
+    one, _ = two
+    logs, lists = one.logs, one.logs.list
+    await one.topics.create(NAME)
+
+    async def list_slowly(without: Container[str] = ()) -> list[LogName]:
+        there = await lists(without)
+        await delete(one)
+        await one.topics.create(NAME)
+        return there
+
+    logs.list = list_slowly  # type: ignore[method-assign]
+    await one.topics.looking.once()
+    assert len(one.store.topics()) == 1
+    assert one.topics.get(NAME).state is State.SERVING
+    assert one.topics.get(NAME).incarnation in one.logs.storages
+
+
+async def test_what_was_deleted_here_during_a_look_does_not_come_back(two: tuple[Sidecar, Sidecar]) -> None:
+    one, _ = two
+    logs, lists = one.logs, one.logs.list
+    await one.topics.create(NAME)
+
+    async def list_slowly(without: Container[str] = ()) -> list[LogName]:
+        there = await lists(without)
+        await delete(one)
+        return there
+
+    logs.list = list_slowly  # type: ignore[method-assign]
+    await one.topics.looking.once()
+    assert (one.store.topics(), one.topics.all()) == ([], [])
+
+
+async def test_a_store_that_fails_then_is_put_right_by_the_next_look(
+    two: tuple[Sidecar, Sidecar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two
+    await make(one, 2)
+    await other.topics.looking.once()
+    await delete(one)
+    await make(one, 2)
+
+    async def fail(incarnation: int) -> None:
+        raise error("STORE_UNAVAILABLE", "the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(other.store, "remove_topic", fail)
+        with pytest.raises(UnavailableError, match="STORE_UNAVAILABLE"):
+            await other.topics.looking.once()
+    await other.topics.looking.once()
+    assert incarnations(other) == incarnations(one)
+    assert {topic.state for topic in other.topics.all()} == {State.STANDBY}
+
+
+async def test_without_leaving_it_the_old_one_stays(
+    two: tuple[Sidecar, Sidecar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control arm."""
+    one, other = two
+    await make(one, 0)
+    await other.topics.looking.once()
+    old = incarnations(other)
+    await delete(one)
+    await make(one, 0)
+
+    async def leave_nothing(*_: object) -> None:
+        return
+
+    monkeypatch.setattr("seqdedupe.topic.listing._leave_made_anew", leave_nothing)
+    await other.topics.looking.once()
+    assert incarnations(other) == old != incarnations(one)

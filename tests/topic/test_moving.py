@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.errors import UnavailableError
+from seqdedupe.errors import NotFoundError, UnavailableError
 from seqdedupe.topic import publishing
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
@@ -111,3 +111,37 @@ async def test_a_topic_that_its_owner_has_just_lost_is_not_given_up(two: Two) ->
     two.one.log.opening_allowed.set()
     await two.one.until(State.SERVING)
     await two.publisher.publish(10)
+
+
+@pytest.mark.parametrize("two", [True], indirect=True)
+async def test_who_was_wanted_while_it_took_a_topic_gives_it_up_all_the_same(two: Two) -> None:
+    one, other = two.one, two.other
+    other.log.opening_allowed.clear()
+    tried = other.log.opened
+    await one.topic.hand_over("", FOR_GOOD_SECONDS)
+    # It has begun by itself before it is told to.
+    await until(lambda: other.log.opened > tried)
+    taking = asyncio.ensure_future(other.topic.take())
+    await until(other.topic.wanted.is_set)
+    other.log.opening_allowed.set()
+    await taking
+    one.log.opening_allowed.clear()
+    tried = other.log.opened
+    await other.topic.hand_over(one.log.address, FOR_GOOD_SECONDS)
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert other.log.opened == tried
+    one.log.opening_allowed.set()
+    await taken_by(one)
+    assert other.topic.state is State.STANDBY
+
+
+async def test_a_topic_that_is_deleted_while_it_is_given_up_is_given_to_nobody(two: Two) -> None:
+    at_work = await two.with_frames_in_flight()
+    moving = asyncio.ensure_future(two.one.topic.hand_over(two.other.log.address, FOR_GOOD_SECONDS))
+    await until(lambda: takes_nothing_now(two.one.topic))
+    await two.one.topic.delete()
+    with pytest.raises(NotFoundError):
+        await moving
+    assert not two.one.ended
+    at_work.cancel()

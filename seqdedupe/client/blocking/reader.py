@@ -7,6 +7,7 @@ from typing import Self
 from seqdedupe.client import partitioned_reader as _partitioned_reader
 from seqdedupe.client import reader as _reader
 from seqdedupe.client.blocking.loop import run
+from seqdedupe.client.messages import Messages
 from seqdedupe.client.partitioned_reader import PartitionedPosition
 from seqdedupe.client.reader import Start
 from seqdedupe.client.sidecars import Sidecars
@@ -18,7 +19,7 @@ from seqdedupe.message_id import Position
 class _Messages:
     """What readers for threads have in common."""
 
-    _reader: _reader.Reader | _partitioned_reader.PartitionedReader
+    _reader: Messages
 
     def __enter__(self) -> Self:
         return self

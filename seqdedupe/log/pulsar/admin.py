@@ -158,7 +158,7 @@ class Admin:
             raise error(
                 "INVALID_NAMESPACE",
                 f"Pulsar has no namespace {namespace}",
-                hint=f"Create it: pulsar-admin namespaces create {namespace}",
+                hint=f"Is the name mistyped? Or create it: pulsar-admin namespaces create {namespace}",
             ) from e
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise _not_pulsar(path)

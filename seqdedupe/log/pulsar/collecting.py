@@ -4,11 +4,12 @@ from itertools import accumulate
 
 import numpy as np
 
+from seqdedupe.entry_properties import BATCH, CONTROL, KIND
 from seqdedupe.format import columns, records
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, header, marker_body
 from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Entries, Run, Runs
-from seqdedupe.log.pulsar.entries import BATCH, CONTROL, KIND, Entry, damaged, encoded, read_marker
+from seqdedupe.log.pulsar.entries import Entry, damaged, encoded, read_marker
 from seqdedupe.log.pulsar.plain import Rows
 from seqdedupe.log.pulsar.terms import Terms, Verdict
 

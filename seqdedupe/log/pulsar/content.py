@@ -8,12 +8,13 @@ import numpy as np
 import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
+from seqdedupe.entry_properties import Owner
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.log.contract import Entries, Location, Records, Runs
 from seqdedupe.log.pulsar.cursor import Step
-from seqdedupe.log.pulsar.entries import NOWHERE, Entry, Owner
+from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.kept import Kept
 from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
 from seqdedupe.log.pulsar.terms import Counts, Verdict
@@ -179,7 +180,21 @@ class Content:
             raise self._trimmed(here.next_index)
 
     async def replay(self, from_index: int, *, reads_on: bool) -> AsyncGenerator[Entries, None]:
-        """Up to the limit; with `reads_on` up to the topic's end, which is known then."""
+        """Up to the limit; with `reads_on` up to the topic's end, which is known then.
+
+        Raises NO_STATE too, where Pulsar has removed what stands after the known end, so that only others know of it.
+        """
+        try:
+            async for entries in self._replay(from_index, reads_on=reads_on):
+                yield entries
+        except DamagedError as e:
+            end = self.places.end
+            if e.reason != "LOG_GAP" or await self._first_ledger() <= end.message_id.ledger_id:
+                raise
+            why = f"{self._topic} does not go on from index {end.next_index}, up to which it is known here"
+            raise error("NO_STATE", f"{why}: {e.message}", index=end.next_index) from e
+
+    async def _replay(self, from_index: int, *, reads_on: bool) -> AsyncGenerator[Entries, None]:
         self.check_is_there(from_index, at_end=True)
         at_end = from_index == self._limit().next_index
         has_begun = from_index == self.places.first.next_index

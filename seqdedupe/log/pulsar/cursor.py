@@ -5,10 +5,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from seqdedupe.entry_properties import KIND
 from seqdedupe.errors import error
 from seqdedupe.log.contract import Entries
 from seqdedupe.log.pulsar.collecting import Collector
-from seqdedupe.log.pulsar.entries import KIND, NOWHERE, Entry
+from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.places import STEP_BYTES, Point, begins_record, size_of
 from seqdedupe.log.pulsar.reader import Reader
 from seqdedupe.log.pulsar.terms import Terms, Verdict, gap

@@ -1,10 +1,8 @@
-"""What an entry of ours in a Pulsar topic says of itself: properties, which any client can read.
+"""Markers, control records and packed batches as entries of a Pulsar topic; rows that are an entry each are in `plain`.
 
-`docs/formats-pulsar.md` lists them. Markers, control records and packed batches are made and read here, rows that are
-an entry each in `plain`. No I/O, and nothing of Pulsar's client: `Message` is what it is given, `Entry` what it gives.
+No I/O, and nothing of Pulsar's client: `Message` is what it is given, `Entry` what it gives.
 """
 
-import re
 from enum import Enum
 from typing import NamedTuple
 
@@ -12,30 +10,27 @@ import numpy as np
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Batch
+from seqdedupe.entry_properties import (
+    ADDRESS,
+    BATCH,
+    CONTROL,
+    ENTRY,
+    FORMAT,
+    KIND,
+    MARKER,
+    MODE,
+    PARTITIONS,
+    ROWS,
+    TOKEN,
+    Owner,
+    Place,
+)
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.columns import COLUMNS_END, PLACES
 from seqdedupe.format.headers import BATCH_TAG, HEADER_BYTES, TOKEN_BYTES, header, ownership_of
 from seqdedupe.format.layout import layout_columns
 from seqdedupe.format.tag import NO_KEY
 from seqdedupe.message_id import MessageId
-
-FORMAT_VERSION = 1
-
-PREFIX = "seqdedupe."
-"""Of our properties' names."""
-ENTRY = PREFIX + "entry"
-KIND = PREFIX + "kind"
-ROWS = PREFIX + "rows"
-TOKEN = PREFIX + "token"
-FORMAT = PREFIX + "format"
-MODE = PREFIX + "mode"
-PARTITIONS = PREFIX + "partitions"
-ADDRESS = PREFIX + "address"
-
-# What KIND says; without it the entry is one message.
-MARKER = "marker"
-CONTROL = "control"
-BATCH = "batch"
 
 MAX_ENTRY_BYTES = 5 * 1024 * 1024
 """The `maxMessageSize` of a broker, as it is delivered: of payload, key, properties and all that the client adds."""
@@ -46,11 +41,6 @@ _PROPERTY_BYTES = 16
 
 NOWHERE = MessageId(-1, -1)
 """Of no entry, and before them all: what a receipt says that proves nothing."""
-
-_MAX_INT64 = 2**63 - 1
-
-_PLACE = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19}):([0-9a-f]{16}):(\d{1,19}):(-1|\d{1,19})", re.ASCII)
-_VERSION = re.compile(r"(\d{1,9}):", re.ASCII)
 
 
 class Message(NamedTuple):
@@ -78,44 +68,6 @@ class Entry(NamedTuple):
     """As Pulsar has it; -1 where the client does not show it."""
     of_batch: int = 0
     """How many messages Pulsar's entry has, if it is a batch that its client made."""
-
-
-class Owner(NamedTuple):
-    """Under which marker an entry was written, in which incarnation of the topic."""
-
-    incarnation: int
-    term: int
-    ownership: int
-    """The first eight bytes of the marker's token, as an unsigned number."""
-
-    def __str__(self) -> str:
-        """What ENTRY begins with: the version of the format, and these."""
-        return f"{FORMAT_VERSION}:{self.incarnation}:{self.term}:{self.ownership:016x}:"
-
-
-class Place(NamedTuple):
-    """What ENTRY says."""
-
-    owner: Owner
-    number: int
-    index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
-
-    def __str__(self) -> str:
-        return f"{self.owner}{self.number}:{self.index}"
-
-    @staticmethod
-    def parse(text: str) -> "Place | None":
-        """What `str()` gave; None if this is something else. Raises NEWER_FORMAT."""
-        version = _VERSION.match(text)
-        if version and int(version[1]) > FORMAT_VERSION:
-            raise error("NEWER_FORMAT", f"an entry has format version {version[1]}; this one reads {FORMAT_VERSION}")
-        parts = _PLACE.fullmatch(text)
-        if not parts or int(parts[1]) != FORMAT_VERSION:
-            return None
-        owner = Owner(int(parts[2]), int(parts[3]), int(parts[4], 16))
-        if not owner.term or max(owner.incarnation, owner.term) > _MAX_INT64:
-            return None
-        return Place(owner, int(parts[5]), int(parts[6]))
 
 
 class EntryFormat(Enum):

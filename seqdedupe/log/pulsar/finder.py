@@ -13,8 +13,9 @@ An entry that is valid stays so, whatever comes after it.
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from seqdedupe.entry_properties import BATCH, ENTRY, KIND, ROWS, Place
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import BATCH, ENTRY, KIND, ROWS, Entry, Place
+from seqdedupe.log.pulsar.entries import Entry
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import begins_record
 from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict

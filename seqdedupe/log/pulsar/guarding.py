@@ -1,7 +1,9 @@
-"""What is looked at while a topic is owned: that nobody else writes to it, and that Pulsar's deduplication is on."""
+"""What is looked at while a topic is owned: that nobody else writes to it or deletes it, and that it deduplicates."""
 
 import asyncio
+from contextlib import suppress
 
+from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.opening import Opening
@@ -11,7 +13,7 @@ from seqdedupe.log.pulsar.writer import Writer
 ALONE_SECONDS = 5.0
 """Statistics follow a hand-over within a tenth of a second, unless the broker is in trouble."""
 LOOK_SECONDS = 60.0
-"""Between two looks at Pulsar's deduplication."""
+"""Between two looks at Pulsar's deduplication, and whether somebody deletes the topic."""
 CONNECTED_POLL_SECONDS = 0.25
 DISCONNECTED_SECONDS = 2.0
 """After an unload the client connects again in a tenth of that; else it may wait for half a minute, and a new producer
@@ -36,15 +38,18 @@ async def check_deduplicates(topic: str, admin: Admin) -> None:
         raise error("LOG_REFUSED", _not_deduplicated(topic))
 
 
-async def check_stays(topic: str, admin: Admin) -> None:
-    """Raises NOT_OWNER if the topic is being deleted, by whomever: nobody takes it any more."""
-    if is_going(await admin.properties(topic)):
+async def check_stays(topic: str, incarnation: int, admin: Admin) -> None:
+    """Raises NOT_OWNER if the topic is being deleted, by whomever, or made anew already: nobody takes it any more."""
+    properties = await admin.properties(topic)
+    if is_going(properties):
         raise error("NOT_OWNER", f"{topic} is being deleted")
+    if (now := properties.get(INCARNATION, str(incarnation))) != str(incarnation):
+        raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
 
 
 async def guard(topic: str, admin: Admin, opening: Opening) -> None:
     """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
-    that sends nothing would not notice; or when Pulsar's deduplication is off.
+    that sends nothing would not notice; when somebody deletes the topic; or when Pulsar's deduplication is off.
     """
     opening.fail(await _why_lost(topic, admin, opening.writer))
 
@@ -60,16 +65,19 @@ async def _why_lost(topic: str, admin: Admin, writer: Writer) -> str:
             return f"the producer of {topic} has lost its connection"
         if now() - looked_at >= LOOK_SECONDS:
             looked_at = now()
-            if await _is_not_deduplicated(topic, admin):
-                return _not_deduplicated(topic)
+            if why := await _why_not(topic, admin):
+                return why
 
 
-async def _is_not_deduplicated(topic: str, admin: Admin) -> bool:
-    try:
-        return not (await admin.stats(topic)).deduplicates
-    except SeqdedupeError:
-        # An admin URL that does not answer ends no owner.
-        return False
+async def _why_not(topic: str, admin: Admin) -> str:
+    """Why nobody should own the topic any more; empty if there is no reason."""
+    # An admin URL that does not answer ends no owner.
+    with suppress(SeqdedupeError):
+        if is_going(await admin.properties(topic)):
+            return f"{topic} is being deleted"
+        if not (await admin.stats(topic)).deduplicates:
+            return _not_deduplicated(topic)
+    return ""
 
 
 def _not_deduplicated(topic: str) -> str:

@@ -9,39 +9,35 @@ remove, by its own retention.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import pulsar.asyncio
 
-from seqdedupe import batch as batches
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.entry_properties import Owner
+from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention, Skipped
-from seqdedupe.log.pulsar import entries, place_bytes, plain
+from seqdedupe.log.pulsar import entries, place_bytes, recording
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Owner, Part, Settings
+from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, Part, Settings
 from seqdedupe.log.pulsar.evicting import Answers, evicting
 from seqdedupe.log.pulsar.guarding import check_alone, check_deduplicates, check_stays, guard
-from seqdedupe.log.pulsar.opening import Opening, Record
+from seqdedupe.log.pulsar.opening import Opening
 from seqdedupe.log.pulsar.owner import ADDRESS, not_owner
 from seqdedupe.log.pulsar.places import Point
 from seqdedupe.log.pulsar.waiting import Connect, wait_until_free
 from seqdedupe.log.pulsar.writer import Settled, Writer, open_writer
 from seqdedupe.message_id import MessageId
 
-SURELY_TAKEN_BYTES = 1024 * 1024
-"""A batch of so many has no row that is too large, whatever it consists of."""
 PLAIN_QUEUE_ENTRIES = 500
 PACKED_QUEUE_ENTRIES = 10
 """Entries that a reader fetches ahead at most."""
 MOVE_SECONDS = 10.0
 """Between two moves of the subscription: each takes calls of the admin URL."""
-
-_WIDEST_NUMBER = 2**62
-_WIDEST_OWNER = Owner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
 @dataclass(slots=True)
@@ -93,8 +89,7 @@ class PulsarLog:
         self._shared = shared
         self._topic = topic
         self._settings = settings
-        self._is_plain = settings.format is EntryFormat.PLAIN
-        queue_entries = PLAIN_QUEUE_ENTRIES if self._is_plain else PACKED_QUEUE_ENTRIES
+        queue_entries = PLAIN_QUEUE_ENTRIES if settings.format is EntryFormat.PLAIN else PACKED_QUEUE_ENTRIES
         self._content = Content(shared.client, topic, points, queue_entries, lambda: self._limit, self._look_at_ledgers)
         self._first_ledger_id = NOWHERE.ledger_id
         """Before it all ledgers are gone, as far as was looked."""
@@ -153,34 +148,21 @@ class PulsarLog:
     # Writing.
 
     def check(self, batch: bytes) -> None:
-        if len(batch) <= SURELY_TAKEN_BYTES:
-            return
-        part = entries.encoded(batches.decode(batch))
-        self._records(_WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, part)
-
-    def _records(self, owner: Owner, number: int, index: int, now_ms: int, part: Part) -> list[Record]:
-        """What becomes of a batch. Raises MESSAGE_TOO_LARGE."""
-        if self._is_plain:
-            return [Record(list(plain.messages_of(owner, number, index, part.encoded)), 1, is_batch=False)]
-        records: list[Record] = []
-        for one in entries.split(part):
-            message = entries.packed(owner, number + len(records), index, now_ms, one)
-            records.append(Record([message._replace(event_time_ms=now_ms)], one.rows, is_batch=True))
-            index += one.rows
-        return records
+        recording.check(self._settings.format, batch)
 
     def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms, part = self._now_ms(), Part(batch, rows, column_bytes)
-        opening.append(self._records(opening.owner, opening.next_number, opening.next_index, now_ms, part), now_ms)
+        at = opening.owner, opening.next_number, opening.next_index, now_ms
+        opening.append(recording.of_batch(self._settings.format, *at, part), now_ms)
 
     def append_control(self, body: bytes) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms = self._now_ms()
-        message = entries.control(opening.owner, opening.next_number, opening.next_index, body)
-        opening.append([Record([message._replace(event_time_ms=now_ms)], 0, is_batch=False)], now_ms)
+        at = opening.owner, opening.next_number, opening.next_index, now_ms
+        opening.append(recording.of_control(*at, body), now_ms)
 
     def _open_now(self) -> Opening:
         if self._opening is None:
@@ -209,7 +191,7 @@ class PulsarLog:
                 marked.set_result(settled.doubtful or NOWHERE)
 
         try:
-            await check_stays(self._topic, self._shared.admin)
+            await check_stays(self._topic, self.incarnation, self._shared.admin)
             await check_deduplicates(self._topic, self._shared.admin)
             self._writer = writer = await self._open_writer(hear)
             self._name_number = writer.name_number + 1
@@ -320,13 +302,19 @@ class PulsarLog:
 
     @property
     def earlier(self) -> dict[str, int]:
-        """After a replay from the beginning: the highest sequence ID of each producer that published before the first
-        marker, as far as the client shows them."""
+        """See `Log.earlier`."""
         return self._content.earlier
 
-    def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
-        # Nobody may read on for an owner: he reads on himself, and settles by it.
-        return self._content.replay(from_index, reads_on=self._opening is None)
+    async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
+        try:
+            # Nobody may read on for an owner: he reads on himself, and settles by it.
+            async for entries in self._content.replay(from_index, reads_on=self._opening is None):
+                yield entries
+        except DamagedError:
+            # What has taken its name says nothing of it.
+            with suppress(NotFoundError):
+                await check_stays(self._topic, self.incarnation, self._shared.admin)
+            raise
 
     async def wait_for_more(self) -> None:
         await self._content.wait_for_more()

@@ -4,10 +4,11 @@ import logging
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 
+from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar import wholes
-from seqdedupe.log.pulsar.entries import FORMAT, MODE, PARTITIONS, PREFIX, EntryFormat, Settings
+from seqdedupe.log.pulsar.entries import EntryFormat, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
 from seqdedupe.log.pulsar.owner import ADDRESS
 from seqdedupe.log.pulsar.policies import ensure_safe
@@ -16,8 +17,6 @@ from seqdedupe.names import namespace_of, number_of, whole_of
 
 logger = logging.getLogger("seqdedupe.log")
 
-INCARNATION = PREFIX + "incarnation"
-"""A property of the topic."""
 _MODE_IDS = "SEQUENCE_ID"
 
 
@@ -88,10 +87,9 @@ class PulsarLogs:
                 raise error("INVALID_TOPIC_NAME", why, hint="Choose another name.") from e
             if e.reason != "TOPIC_EXISTS":
                 raise
-            if (await self._admin.properties(topic)).get(INCARNATION) != str(incarnation):
-                raise error(
-                    "TOPIC_EXISTS", f"Pulsar has a topic {topic} already, which this sidecar did not make"
-                ) from e
+            properties = await self._admin.properties(topic)
+            if properties.get(INCARNATION) != str(incarnation):
+                raise _exists(topic, properties) from e
 
     async def _create_partition(
         self, incarnation: int, topic: str, partitions: int, properties: Mapping[str, str]
@@ -168,10 +166,12 @@ class PulsarLogs:
                     self._topics.pop(incarnation, None)
         for incarnation in incarnations:
             if (topic := self._topics.pop(incarnation, None)) is not None:
+                # Looking at all topics takes a while, and somebody else may have deleted this one and made it anew.
                 with suppress(NotFoundError):
-                    # Somebody else who has it open lets go of it then, and nobody takes it.
-                    await self._admin.set_properties(topic, {LIFE: Life.DELETING.value})
-                    await self._admin.delete_topic(topic)
+                    if (await self._admin.properties(topic)).get(INCARNATION) == str(incarnation):
+                        # Somebody else who has it open lets go of it then, and nobody takes it.
+                        await self._admin.set_properties(topic, {LIFE: Life.DELETING.value})
+                        await self._admin.delete_topic(topic)
 
     async def close(self) -> None:
         """See `Logs.close`. The client is its owner's."""
@@ -222,3 +222,15 @@ class PulsarLogs:
             return Settings(entry_format, properties[MODE], partitions, self._shared.address)
         except (KeyError, ValueError) as e:
             raise error("LOG_DAMAGED", f"the properties of {topic} do not say {e}") from e
+
+
+def _exists(topic: str, properties: Mapping[str, str]) -> SeqdedupeError:
+    """Why there can be no new topic of this name: one with these properties is there."""
+    if wholes.is_going(properties):
+        what = f"{topic} is being deleted, and a sidecar is still connected to it"
+        hint = "Try again in a minute: within that time sidecars let go of it."
+    elif INCARNATION in properties:
+        what, hint = f"another sidecar has made the topic {topic}", None
+    else:
+        what, hint = f"Pulsar has a topic {topic} already, which no sidecar has made", wholes.NO_LOG
+    return error("TOPIC_EXISTS", what, hint=hint, topic=topic)

@@ -3,25 +3,16 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from seqdedupe.entry_properties import Owner
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.pulsar.content import Found
-from seqdedupe.log.pulsar.entries import Message, Owner
 from seqdedupe.log.pulsar.places import Places, Point, size_of
+from seqdedupe.log.pulsar.recording import Record
 from seqdedupe.log.pulsar.terms import Standing
 from seqdedupe.log.pulsar.unsettled import Confirmed
 from seqdedupe.log.pulsar.writer import Writer
 from seqdedupe.message_id import MessageId
-
-
-class Record(NamedTuple):
-    """What becomes one stored record: the rows of a batch that are an entry each, or one entry for all of them."""
-
-    entries: Sequence[Message]
-    rows: int
-    """In each entry: one, or those of its batch, or none of a control record."""
-    is_batch: bool
 
 
 @dataclass(slots=True)

@@ -3,8 +3,8 @@
 import struct
 from collections.abc import Sequence
 
+from seqdedupe.entry_properties import Owner
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import Owner
 from seqdedupe.log.pulsar.places import Point, thinned
 from seqdedupe.log.pulsar.terms import Standing
 from seqdedupe.message_id import MessageId

@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from seqdedupe.entry_properties import BATCH, KIND
 from seqdedupe.log.contract import Run, Runs
-from seqdedupe.log.pulsar.entries import BATCH, KIND, NOWHERE, Message
+from seqdedupe.log.pulsar.entries import NOWHERE, Message
 from seqdedupe.log.pulsar.plain import begins_batch
 from seqdedupe.log.pulsar.terms import Standing
 from seqdedupe.message_id import MessageId

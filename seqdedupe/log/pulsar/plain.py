@@ -12,14 +12,9 @@ import numpy as np
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int64s
+from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, MESSAGE, PREFIX, USER, Owner
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.log.pulsar.entries import ENTRY, PREFIX, Message, Owner, checked, damaged
-
-MESSAGE = PREFIX + "message"
-KEY_BASE64 = PREFIX + "key_base64"
-EVENT_TIME_MS = PREFIX + "event_time_ms"
-USER = PREFIX + "user."
-"""Before the name of a property of the producer's that begins with PREFIX itself."""
+from seqdedupe.log.pulsar.entries import Message, checked, damaged
 
 _SURELY_TAKEN_BYTES = 1024 * 1024
 """A payload and a key of so many are taken with our own properties, whatever these say."""

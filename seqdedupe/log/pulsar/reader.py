@@ -7,8 +7,9 @@ from typing import Any
 import pulsar
 import pulsar.asyncio
 
+from seqdedupe.entry_properties import ENTRY
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import ENTRY, Entry, Message
+from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.log.pulsar.unwanted import opened
 from seqdedupe.message_id import MessageId
 

@@ -10,21 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND, MARKER, ROWS, Owner, Place
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import (
-    BATCH,
-    CONTROL,
-    ENTRY,
-    KIND,
-    MARKER,
-    ROWS,
-    Marker,
-    Message,
-    Owner,
-    Place,
-    damaged,
-    read_marker,
-)
+from seqdedupe.log.pulsar.entries import Marker, Message, damaged, read_marker
 from seqdedupe.message_id import MessageId
 
 REMEMBERED_ENTRIES = 16_384

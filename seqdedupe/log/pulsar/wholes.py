@@ -9,15 +9,18 @@ from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
+from seqdedupe.entry_properties import PARTITIONS, PREFIX
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar.admin import Admin
-from seqdedupe.log.pulsar.entries import PARTITIONS, PREFIX
 from seqdedupe.names import namespace_of, partition_name, whole_of
 
 FIRST_INCARNATION = PREFIX + "first_incarnation"
 LIFE = PREFIX + "life"
 MAKER = PREFIX + "maker"
+
+NO_LOG = "Choose another name: what no sidecar has made cannot become a log."
+"""The hint where a name is taken by such a topic."""
 
 
 class Life(Enum):
@@ -102,7 +105,7 @@ async def begin(admin: Admin, topic: str, first_incarnation: int, partitions: in
 
 def _exists(topic: str, there: Whole | None) -> SeqdedupeError:
     if there is None:
-        what, hint = f"Pulsar has a topic {topic} already, or a partition of it, which no sidecar made", None
+        what, hint = f"Pulsar has a topic {topic} already, or a partition of it, which no sidecar made", NO_LOG
     elif there.life is Life.MAKING:
         what = f"the sidecar {there.maker} is making the partitioned topic {topic}, or has not ended that"
         hint = (
@@ -133,10 +136,14 @@ async def remove(admin: Admin, whole: Whole) -> None:
 
     Raises TOPIC_IN_USE while somebody is connected to a partition, and as `Admin`: then it is to be tried again.
     """
-    with suppress(NotFoundError):
-        if whole.life is not Life.DELETING:
-            await admin.set_properties(whole.topic, {LIFE: Life.DELETING.value})
-        await admin.delete_partitioned(whole.topic)
+    # Looking at all topics takes a while, and somebody else may have deleted this one and made it anew.
+    if (there := await look_at(admin, whole.topic)) is not None:
+        if there.first_incarnation != whole.first_incarnation:
+            return
+        with suppress(NotFoundError):
+            if there.life is not Life.DELETING:
+                await admin.set_properties(whole.topic, {LIFE: Life.DELETING.value})
+            await admin.delete_partitioned(whole.topic)
     await _sweep(admin, whole.topic)
 
 

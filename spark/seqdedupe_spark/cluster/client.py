@@ -10,8 +10,12 @@ from typing import Self, TypeVar
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.errors import DamagedError, NotFoundError, error
+from seqdedupe.log.pulsar import wholes
+from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.finder import Finder
+from seqdedupe.log.pulsar.wholes import Life, Whole
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe.names import number_of, whole_of
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.connection import Connection, connected
@@ -69,24 +73,25 @@ class ClusterClient:
 
         async def all_of(connection: Connection) -> list[admin_pb2.Topic]:
             places = asyncio.Semaphore(AT_ONCE)
+            names, found = await self._names(connection.admin)
+            due = {name: incarnation for whole in found for incarnation, name in whole.topics.items()}
 
             async def one(topic: str) -> admin_pb2.Topic | None:
                 async with places:
                     # It may have been deleted meanwhile.
                     with suppress(NotFoundError):
-                        if await connection.is_log(topic):
+                        incarnation = await connection.incarnation(topic)
+                        if due.get(topic, incarnation) != incarnation:
+                            # Pulsar has made it anew by itself: what was there has been lost.
+                            return None
+                        if incarnation != STOCK:
                             return await _listed(connection, topic)
                         if not self._skips:
                             return await self._stock(connection, topic)
                 return None
 
-            names = [
-                name
-                for namespace in self._namespaces
-                for name in await connection.admin.topics(namespace)
-                if self._is_wanted(name)
-            ]
-            return [topic for topic in await asyncio.gather(*map(one, names)) if topic is not None]
+            listed = [topic for topic in await asyncio.gather(*map(one, names)) if topic is not None]
+            return listed + [admin_pb2.Topic(name=whole.topic, partitions=whole.partitions) for whole in found]
 
         return self._call(all_of)
 
@@ -138,6 +143,25 @@ class ClusterClient:
         with suppress(NotFoundError):
             self._call(lambda connection: connection.admin.keep_from(topic, self._cluster.subscription, entry))
             self._kept[topic] = position
+
+    async def _names(self, admin: Admin) -> tuple[list[str], list[Whole]]:
+        """The topics that are wanted. Of a partitioned one that sidecars have made, it says which its partitions are:
+        none while it is being made or deleted, and never those that Pulsar has added."""
+        names, found = list[str](), list[Whole]()
+        for namespace in self._namespaces:
+            wanted = [name for name in await admin.topics(namespace) if self._is_wanted(name)]
+            of_wanted = {whole_of(name) for name in wanted}
+            looked = {
+                topic: await wholes.look_at(admin, topic)
+                for topic in await admin.partitioned_topics(namespace)
+                if topic in of_wanted or self._is_wanted(topic)
+            }
+            found += [whole for whole in looked.values() if whole is not None and whole.life is Life.MADE]
+            for name in wanted:
+                whole = looked.get(whole_of(name) or "")
+                if whole is None or (whole.life is Life.MADE and number_of(name) < whole.partitions):
+                    names.append(name)
+        return names, found
 
     async def _stock(self, connection: Connection, topic: str) -> admin_pb2.Topic:
         if not self._cluster.subscription and not self._may_lose:

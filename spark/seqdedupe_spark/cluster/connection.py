@@ -8,6 +8,7 @@ from functools import partial
 import pulsar
 import pulsar.asyncio
 
+from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.client_log import client_logger
@@ -15,7 +16,6 @@ from seqdedupe.log.pulsar.credentials import never_raises
 from seqdedupe.log.pulsar.entries import NOWHERE, Entry
 from seqdedupe.log.pulsar.finder import Finder
 from seqdedupe.log.pulsar.http import AdminUrl
-from seqdedupe.log.pulsar.logs import INCARNATION
 from seqdedupe.log.pulsar.reader import Reader, open_reader
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.cluster.credentials import tls_of, token_of

@@ -7,12 +7,13 @@ import numpy as np
 from seqdedupe.batch import decode
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.stored import StoredBatch
+from seqdedupe.entry_properties import ENTRY, Place
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import Entries
 from seqdedupe.log.pulsar.collecting import Collector
-from seqdedupe.log.pulsar.entries import ENTRY, Entry, Place
+from seqdedupe.log.pulsar.entries import Entry
 from seqdedupe.log.pulsar.finder import Finder, last_of, trimmed
 from seqdedupe.log.pulsar.places import begins_record, size_of
 from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict

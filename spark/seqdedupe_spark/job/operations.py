@@ -1,6 +1,6 @@
 """What an operator does to a job's positions."""
 
-from seqdedupe.errors import ConfigurationError, InvalidRequestError, error
+from seqdedupe.errors import ConfigurationError, DamagedError, InvalidRequestError, PositionError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe_spark import planning, stock
@@ -9,7 +9,7 @@ from seqdedupe_spark.job.positions import FIRST_START
 from seqdedupe_spark.losses import earliest, find_loss
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.stock import StockEnds
-from seqdedupe_spark.stores.contract import OutputStore, Stored, StoreFactory
+from seqdedupe_spark.stores.contract import OutputStore, Stored, StoreFactory, check_name
 
 
 def positions_of(store: StoreFactory, job: str) -> dict[str, Stored]:
@@ -19,6 +19,7 @@ def positions_of(store: StoreFactory, job: str) -> dict[str, Stored]:
 
 
 def _stored(store: OutputStore, job: str) -> dict[str, Stored]:
+    check_name("job", job)
     try:
         stored = store.positions(job)
     except ConfigurationError as e:
@@ -67,4 +68,21 @@ def _position(client: planning.Client, topic: str, place: str) -> Position:
         position = stock.given(position)
     if loss := find_loss(topic, position, ends):
         raise error(loss.reason, loss.message, topic=topic)
-    return position
+    return position if isinstance(ends, StockEnds) else _completed(client, topic, position)
+
+
+def _completed(client: planning.Client, topic: str, position: Position) -> Position:
+    """The position with all that says which message it is after: a message ID alone fits every history of the topic.
+
+    Raises POSITION_DIVERGED if another message stands there.
+    """
+    if position.index < 0:
+        return position
+    try:
+        found = client.position_at(topic, position.index)
+    except (DamagedError, PositionError):
+        return position  # what follows it can be read all the same
+    if not found.is_same(position):
+        what = f"the message of {topic} with index {position.index} is {found}, not that of the position {position}"
+        raise error("POSITION_DIVERGED", what, topic=topic)
+    return found

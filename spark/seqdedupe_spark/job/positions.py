@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe_spark.job.range_task import Step
@@ -60,14 +62,21 @@ class Positions:
     accepted: set[str] = field(default_factory=set)
     """Topics that were deleted, and that a warning was logged for."""
 
-    def bind(self, store: OutputStore, binding: Binding) -> None:
-        """Binds the job to its table and mode, before the table is made.
+    def bind(self, store: OutputStore, binding: Binding, schema: pa.Schema) -> None:
+        """Binds the job to its table and mode, and makes the table for rows of this schema if it is missing.
 
-        Raises JOB_CHANGED if it is bound to others, OUTPUT_MISSING if it has positions and its table is gone.
+        Raises JOB_CHANGED if it is bound to others, OUTPUT_MISSING if it has positions and its table is gone,
+        INVALID_OUTPUT if the table does not take the rows: one that is there binds nobody then.
         """
+        is_there = store.has_table(binding.table)
+        if is_there:
+            store.prepare(binding.table, schema)
         binding.check(self.job, store.bind(self.job, binding))
-        if not store.has_table(binding.table) and FIRST_START in store.positions(self.job):
-            raise error("OUTPUT_MISSING", f"job {self.job!r} has positions, but its table {binding.table!r} is gone")
+        if not is_there:
+            if FIRST_START in store.positions(self.job):
+                what = f"job {self.job!r} has positions, but its table {binding.table!r} is gone"
+                raise error("OUTPUT_MISSING", what)
+            store.prepare(binding.table, schema)
 
     def look(
         self, client: Client, store: OutputStore, should_stop: Callable[[], bool] = lambda: False

@@ -19,7 +19,7 @@ from seqdedupe_spark.job.positions import Positions, Standing
 from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
 from seqdedupe_spark.options import Options
 from seqdedupe_spark.planning import Waiting, of_job, open_client
-from seqdedupe_spark.stores.contract import Binding, StoreFactory
+from seqdedupe_spark.stores.contract import Binding, StoreFactory, check_name
 
 GIVE_UP_SECONDS = 120.0
 """Rounds that fail for so long, though another try should help, end the run."""
@@ -104,6 +104,8 @@ class ReaderJob:
         if frame is not None and (config.deduplicate or transform is not None):
             why = "transform" if transform is not None else "deduplicate"
             raise error("INVALID_OPTION", f"{why} cannot be used together with a DataFrame or SQL")
+        check_name("job", config.job)
+        check_name("table", config.table)
         self.config = config
         self.total = Round(has_looked=False)
         """What it has done so far. In a round that failed too, some topics may have been read."""
@@ -240,8 +242,6 @@ class ReaderJob:
         if self._output is not None:
             return self._output
         config = self.config
-        if not config.job:
-            raise error("INVALID_OPTION", "job: a job needs a name")
         if self._frame is not None:
             schema = FrameTask(self._service, self._columns, self._frame).output_schema(spark)
         else:
@@ -254,8 +254,7 @@ class ReaderJob:
                 )
             if config.deduplicate and not store.keeps_watermarks:
                 raise error("UNSUPPORTED_STORE", "deduplicate: this store cannot hold watermarks")
-            self._positions.bind(store, Binding(config.table, config.deduplicate))
-            store.prepare(config.table, schema)
+            self._positions.bind(store, Binding(config.table, config.deduplicate), schema)
         self._output = Output(config.store, config.job, config.table, schema)
         return self._output
 

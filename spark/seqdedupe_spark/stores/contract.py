@@ -50,6 +50,16 @@ class Binding(NamedTuple):
             raise error("JOB_CHANGED", f"job {job!r} was begun {mode} --deduplicate, which cannot be changed")
 
 
+def check_name(what: str, name: str) -> None:
+    """Raises INVALID_OPTION for the name of a job or table that no store can hold."""
+    if not name:
+        raise error("INVALID_OPTION", f"{what}: a {what} needs a name")
+    try:
+        name.encode()
+    except UnicodeEncodeError as e:
+        raise error("INVALID_OPTION", f"{what}: the name {name[:80]!r} is not UTF-8") from e
+
+
 FORMAT_VERSION = 2
 """Of what stores keep beside the rows. Version 1 did not say which table a job writes to."""
 

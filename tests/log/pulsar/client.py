@@ -132,6 +132,7 @@ class StandInReader:
     def __init__(self, client: StandInClient, start: MessageId) -> None:
         self._client = client
         self._reader = self._native = _Native(client, start)
+        self._is_closed = False
 
     def topic(self) -> str:
         return "a topic in memory"
@@ -139,7 +140,9 @@ class StandInReader:
     async def read_next(self) -> Any:
         if self._client.fails_reading():
             raise pulsar.asyncio.PulsarException(pulsar.Result.ConnectError)
-        while (found := self._native.next()) is None:  # noqa: ASYNC110 (nobody tells)
+        while (found := self._native.next()) is None:
+            if self._is_closed:
+                raise pulsar.asyncio.PulsarException(pulsar.Result.AlreadyClosed)
             await asyncio.sleep(0.001)
         return _Wrapped(found)
 
@@ -149,6 +152,7 @@ class StandInReader:
 
     async def close(self) -> None:
         await asyncio.sleep(0)
+        self._is_closed = True
         self._client.open_readers -= 1
 
 

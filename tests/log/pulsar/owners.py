@@ -2,7 +2,8 @@
 
 from itertools import pairwise
 
-from seqdedupe.log.pulsar.entries import ENTRY, KIND, MARKER, Message
+from seqdedupe.entry_properties import ENTRY, KIND, MARKER
+from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.terms import Receipts, Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId
 from tests.batches import batch

@@ -6,10 +6,11 @@ from google.protobuf.message import Message as Proto
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqdedupe.entry_properties import BATCH, KEY_BASE64, KIND, ROWS
 from seqdedupe.errors import DamagedError
 from seqdedupe.format.columns import OWNERSHIP, TERM
-from seqdedupe.log.pulsar import entries, plain
-from seqdedupe.log.pulsar.entries import BATCH, KIND, MAX_ENTRY_BYTES, ROWS, Message
+from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Message
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.batches import batch
@@ -252,7 +253,7 @@ def mutated(draw: st.DrawFn) -> list[Message]:
     for _ in range(draw(st.integers(1, 2))):
         at = draw(st.integers(0, len(messages) - 1))
         message = messages[at]
-        name = draw(st.sampled_from([*message.properties, "seqdedupe.kind", "seqdedupe.rows", plain.KEY_BASE64]))
+        name = draw(st.sampled_from([*message.properties, "seqdedupe.kind", "seqdedupe.rows", KEY_BASE64]))
         said = message.properties.get(name, "")
         parts = said.split(":")
         parts[draw(st.integers(0, len(parts) - 1))] = draw(TEXTS)

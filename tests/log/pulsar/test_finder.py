@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqdedupe.entry_properties import KIND
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar import finder as module
-from seqdedupe.log.pulsar.entries import KIND, Entry, Message
+from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.log.pulsar.finder import Finder, Known, last_of
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.log.pulsar.terms import Standing, Terms, Verdict

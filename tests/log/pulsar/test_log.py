@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from seqdedupe.entry_properties import KIND, MARKER, MESSAGE
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.log.contract import Failure, Log
-from seqdedupe.log.pulsar.entries import KIND, MARKER, Entry, EntryFormat, Message, Settings
+from seqdedupe.log.pulsar.entries import Entry, EntryFormat, Message, Settings
 from seqdedupe.log.pulsar.log import PulsarLog, Shared
-from seqdedupe.log.pulsar.plain import MESSAGE
 from seqdedupe.message_id import MessageId
 from tests.log.batches import encoded_batch
 from tests.log.conformance import LogConformance, LogHarness, Owner, ids_of, parsed, replayed, what

@@ -8,11 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 
+from seqdedupe.entry_properties import Owner
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError
 from seqdedupe.log.contract import Retention
 from seqdedupe.log.pulsar import kept, place_bytes, places
 from seqdedupe.log.pulsar import log as log_module
-from seqdedupe.log.pulsar.entries import EntryFormat, Owner
+from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.log import PulsarLog
 from seqdedupe.log.pulsar.places import MAX_POINTS, STEP_BYTES, Places, Point, thinned
 from seqdedupe.log.pulsar.terms import Standing

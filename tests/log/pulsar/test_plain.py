@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqdedupe.batch import Batch
+from seqdedupe.entry_properties import ENTRY, MESSAGE, PREFIX, USER
 from seqdedupe.errors import DamagedError, InvalidRequestError
 from seqdedupe.format.columns import PUBLISH_TIME_MS, ROWS
 from seqdedupe.limits import LINK_LEFT_OUT
-from seqdedupe.log.pulsar import plain
 from seqdedupe.log.pulsar.collecting import Collector
-from seqdedupe.log.pulsar.entries import ENTRY, MAX_ENTRY_BYTES, PREFIX, Message
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, Message
 from seqdedupe.log.pulsar.terms import Standing, Terms
 from tests.batches import batch
 from tests.log.pulsar.topics import all_rows, batches_in, collected, collector, ids_in, marker, owner, rows, stored
@@ -23,7 +23,7 @@ NAMES = st.sampled_from(["p", "q", "ü" * 3, "a:b:"])
 # The time of an event is as far as Pulsar's own field reaches, and before 1970.
 TIMES = st.integers(-(2**63) + 1, 2**63 - 1) | st.just(0)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
-PROPERTY_NAMES = TEXTS | st.sampled_from([plain.MESSAGE, plain.USER, plain.USER + "x", ENTRY, PREFIX, "seqdedupe"])
+PROPERTY_NAMES = TEXTS | st.sampled_from([MESSAGE, USER, USER + "x", ENTRY, PREFIX, "seqdedupe"])
 ROW = st.tuples(
     NAMES,
     st.none() | st.binary(max_size=5),
@@ -152,7 +152,7 @@ def test_a_row_that_does_not_go_on_with_its_batch_is_damage(said: str) -> None:
     for entry in stored([first, second]):
         reading.add(entry)
     with pytest.raises(DamagedError):
-        reading.add(stored([third._replace(properties={**third.properties, plain.MESSAGE: said})])[0])
+        reading.add(stored([third._replace(properties={**third.properties, MESSAGE: said})])[0])
 
 
 def test_a_ledger_that_rolls_over_is_another_run() -> None:

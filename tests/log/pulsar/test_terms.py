@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqdedupe.entry_properties import ADDRESS, ENTRY, KIND, TOKEN
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import ADDRESS, ENTRY, KIND, TOKEN, Message
+from seqdedupe.log.pulsar.entries import Message
 from seqdedupe.log.pulsar.terms import REMEMBERED_ENTRIES, Receipts, Standing, Terms, Verdict
 from seqdedupe.message_id import MessageId
 from tests.batches import batch

@@ -2,21 +2,22 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import AsyncGenerator, Callable, Container, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from seqdedupe.entry_properties import CONTROL, KIND, MARKER
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.contract import Log, LogName
+from seqdedupe.log.contract import Entries, Log, LogName
 from seqdedupe.log.pulsar import log as log_module
-from seqdedupe.log.pulsar.entries import CONTROL, KIND, EntryFormat
+from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
-from seqdedupe.topic import fetching, renewing
+from seqdedupe.topic import fetching, renewing, standby
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
@@ -215,12 +216,14 @@ class StandInLogs:
     async def close(self) -> None: ...
 
 
-async def sidecar(harness: StandInHarness, store: Store) -> Topics[Topic]:
+async def sidecar(harness: StandInHarness, store: Store, *, is_standby: bool = False) -> Topics[Topic]:
     """One that knows of the topic, and has begun."""
     await store.put_topics(TopicRecord(TOPIC, INCARNATION, TopicState.ACTIVE, log=LogKind.PULSAR))
     topics = Topics(
         store,
-        lambda told: PublishedTopics(store, StandInLogs(harness), log=LogKind.PULSAR, on_state=told),
+        lambda told: PublishedTopics(
+            store, StandInLogs(harness), log=LogKind.PULSAR, on_state=told, stands_by=lambda topic: is_standby
+        ),
         max_topics=1,
         allow_auto_topic_creation=False,
         on_state=lambda name, state: None,
@@ -280,7 +283,7 @@ class Elsewhere:
         self.owner = "owner:6680"
         self.incarnation = INCARNATION
         self.snapshot = snapshot
-        self.failure: SeqdedupeError | None = None
+        self.failure: Exception | None = None
         self.tries = 0
 
     async def owner_of(self, topic: str) -> str:
@@ -303,6 +306,10 @@ def owner_that_is_away(elsewhere: Elsewhere) -> None:
     elsewhere.failure = error("UNREACHABLE", "no connection to the sidecar at owner:6680")
 
 
+def owner_that_nobody_understands(elsewhere: Elsewhere) -> None:
+    elsewhere.failure = RuntimeError("a defect")
+
+
 def snapshot_of_another_topic(elsewhere: Elsewhere) -> None:
     elsewhere.incarnation += 1
 
@@ -320,6 +327,7 @@ def snapshot_that_is_too_old(elsewhere: Elsewhere) -> None:
     [
         (no_owner, "nobody owns it"),
         (owner_that_is_away, "no connection"),
+        (owner_that_nobody_understands, "a defect"),
         (snapshot_of_another_topic, "the snapshot is of the incarnation"),
         (snapshot_of_another_history, "has another message"),
         (snapshot_that_is_too_old, "the snapshot goes up to index 0"),
@@ -360,3 +368,56 @@ async def test_a_sidecar_without_state_fetches_that_of_the_owner_and_takes_nothi
         await asyncio.sleep(0.1)
         assert elsewhere.tries == tries
         await two.drain()
+
+
+@pytest.mark.parametrize("is_standby", [True, False])
+async def test_a_standby_whose_subscription_was_removed_fetches_the_owners_snapshot(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, is_standby: bool
+) -> None:
+    """While there is an owner, and for good: what is missing is no damage, for the owner has read it."""
+    monkeypatch.setattr(log_module, "MOVE_SECONDS", 0)
+    monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.01)
+    monkeypatch.setattr(standby, "CATCH_UP_SECONDS", 0.01)
+    harness = StandInHarness(EntryFormat.PLAIN)
+    one = await sidecar(harness, store)
+    await publish(one.get(TOPIC), *range(20), payload=b"x" * 30_000)
+    with closing(Store.open(tmp_path / "of-another-one")) as other:
+        two = await sidecar(harness, other, is_standby=is_standby)
+        behind = two.get(TOPIC)
+        await until(lambda: behind.confirmed_index == 20)
+        with monkeypatch.context() as stopped:
+            # It reads nothing for a while, as one that is frozen.
+            reading = asyncio.Event()
+            stopped.setattr(behind.log, "replay", lambda _: reads_when(reading, behind.log))
+            stopped.setattr(behind.log, "wait_for_more", reading.wait)
+            for first in (20, 40, 60):
+                harness.topic.roll_over()
+                await publish(one.get(TOPIC), *range(first, first + 20), payload=b"x" * 30_000)
+                await one.get(TOPIC).flight.all_of_now()
+            _, unread, *_ = sorted({entry.message_id.ledger_id for entry in harness.topic.entries})
+            while harness.topic.kept_from is None or harness.topic.kept_from.ledger_id <= unread:
+                await one.get(TOPIC).snapshot()
+            harness.topic.retain_nothing()
+        markers = markers_in(harness)
+        elsewhere = Elsewhere(saved(one.get(TOPIC)))
+        reading.set()
+        await until(lambda: behind.state is State.DAMAGED)
+        with pytest.raises(SeqdedupeError, match="NO_STATE"):
+            behind.check_serving()
+        two.in_background(Fetching(two, elsewhere.owner_of, elsewhere.snapshot_of).run())
+        await until(lambda: two.look_at(TOPIC) is not behind and two.look_at(TOPIC).state is State.STANDBY)
+        assert markers_in(harness) == markers
+        await publish(one.get(TOPIC), 80)
+        await until(lambda: two.get(TOPIC).confirmed_index == 81)
+        await two.drain()
+        await one.drain()
+
+
+def markers_in(harness: StandInHarness) -> int:
+    return sum(entry.message.properties.get(KIND) == MARKER for entry in harness.topic.entries)
+
+
+async def reads_when(reading: asyncio.Event, log: Log) -> AsyncGenerator[Entries, None]:
+    await reading.wait()
+    async for entries in type(log).replay(log, log.certain_index):
+        yield entries

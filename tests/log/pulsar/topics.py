@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import Batch
+from seqdedupe.entry_properties import Owner
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Entries
 from seqdedupe.log.pulsar import entries, plain
 from seqdedupe.log.pulsar.collecting import Collector
-from seqdedupe.log.pulsar.entries import Entry, EntryFormat, Message, Owner, Settings
+from seqdedupe.log.pulsar.entries import Entry, EntryFormat, Message, Settings
 from seqdedupe.log.pulsar.terms import Standing, Terms
 from seqdedupe.message_id import MessageId
 

@@ -148,6 +148,26 @@ def test_constraints_of_the_table(harness: PostgresHarness, store: OutputStore) 
     write(store, numbers(2))
 
 
+def test_a_division_by_zero_of_a_trigger_is_not_taken_for_a_position_that_has_moved(
+    harness: PostgresHarness, store: OutputStore
+) -> None:
+    run(
+        harness,
+        "CREATE TABLE flights (n bigint, text text)",
+        "CREATE FUNCTION divides() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM 1 / NEW.n; RETURN NEW; END'",
+        "CREATE CONSTRAINT TRIGGER late AFTER INSERT ON flights DEFERRABLE INITIALLY DEFERRED "
+        "FOR EACH ROW EXECUTE FUNCTION divides()",
+    )
+    write(store, numbers(1))
+    with refused("INVALID_OUTPUT", "division by zero"):
+        write(store, numbers(0))
+    assert store.positions(JOB) == {TOPIC: Stored(at(0), 0)}
+    with refused("POSITION_CHANGED"):
+        store.write(JOB, "flights", iter([numbers(2)]), [over(-1, 0)])
+    write(store, numbers(2))
+    assert ns(harness) == [1, 2]
+
+
 def test_names_are_quoted(harness: PostgresHarness, store: OutputStore) -> None:
     run(harness, 'CREATE SCHEMA "My ""lake"""')
     batch = pa.record_batch({'a "b"; --': [1], "select": [2], "%s": [3]})

@@ -1,0 +1,77 @@
+"""What an entry that a sidecar wrote into a Pulsar topic says of itself: properties, which any client can read.
+
+`docs/formats-pulsar.md` lists them.
+"""
+
+import re
+from typing import NamedTuple
+
+from seqdedupe.errors import error
+
+FORMAT_VERSION = 1
+
+PREFIX = "seqdedupe."
+"""Of our properties' names."""
+ENTRY = PREFIX + "entry"
+KIND = PREFIX + "kind"
+ROWS = PREFIX + "rows"
+TOKEN = PREFIX + "token"
+INCARNATION = PREFIX + "incarnation"
+FORMAT = PREFIX + "format"
+MODE = PREFIX + "mode"
+PARTITIONS = PREFIX + "partitions"
+ADDRESS = PREFIX + "address"
+MESSAGE = PREFIX + "message"
+KEY_BASE64 = PREFIX + "key_base64"
+EVENT_TIME_MS = PREFIX + "event_time_ms"
+USER = PREFIX + "user."
+"""Before the name of a property of the producer's that begins with PREFIX itself."""
+
+# What KIND says; without it the entry is one message.
+MARKER = "marker"
+CONTROL = "control"
+BATCH = "batch"
+
+_MAX_INT64 = 2**63 - 1
+
+_PLACE = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19}):([0-9a-f]{16}):(\d{1,19}):(-1|\d{1,19})", re.ASCII)
+_VERSION = re.compile(r"(\d{1,9}):", re.ASCII)
+
+
+class Owner(NamedTuple):
+    """Under which marker an entry was written, in which incarnation of the topic."""
+
+    incarnation: int
+    term: int
+    ownership: int
+    """The first eight bytes of the marker's token, as an unsigned number."""
+
+    def __str__(self) -> str:
+        """What ENTRY begins with: the version of the format, and these."""
+        return f"{FORMAT_VERSION}:{self.incarnation}:{self.term}:{self.ownership:016x}:"
+
+
+class Place(NamedTuple):
+    """What ENTRY says."""
+
+    owner: Owner
+    number: int
+    index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
+
+    def __str__(self) -> str:
+        return f"{self.owner}{self.number}:{self.index}"
+
+    @staticmethod
+    def parse(text: str, topic: str = "the topic") -> "Place | None":
+        """What `str()` gave; None if this is something else. Raises NEWER_FORMAT."""
+        version = _VERSION.match(text)
+        if version and int(version[1]) > FORMAT_VERSION:
+            what = f"an entry of {topic} has format version {version[1]}; this one reads {FORMAT_VERSION}"
+            raise error("NEWER_FORMAT", what)
+        parts = _PLACE.fullmatch(text)
+        if not parts or int(parts[1]) != FORMAT_VERSION:
+            return None
+        owner = Owner(int(parts[2]), int(parts[3]), int(parts[4], 16))
+        if not owner.term or max(owner.incarnation, owner.term) > _MAX_INT64:
+            return None
+        return Place(owner, int(parts[5]), int(parts[6]))
