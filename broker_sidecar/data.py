@@ -56,7 +56,12 @@ class Data:
     """
 
     def __init__(
-        self, config: Config, on_state: Callable[[str, State | None], None], *, rebuild_store: bool = False
+        self,
+        config: Config,
+        on_state: Callable[[str, State | None], None],
+        *,
+        rebuild_store: bool = False,
+        gives_up_journal: bool = False,
     ) -> None:
         folder = Path(config.data_directory)
         if config.log != "embedded":
@@ -91,7 +96,14 @@ class Data:
             self.cluster = _cluster(config, store)
             kind, logs = LogKind.PULSAR, self.cluster.logs
         else:
-            self._logs = EmbeddedLogs(folder / "logs", clock_ms=_clock_ms, fatal=fatal)
+            self._logs = EmbeddedLogs(
+                folder / "logs",
+                clock_ms=_clock_ms,
+                fatal=fatal,
+                has_journal=store.has_journal,
+                tell_journal=store.tell_journal,
+                gives_up_journal=gives_up_journal,
+            )
             kind, logs = LogKind.EMBEDDED, self._logs
         self.topics = Topics(
             store,

@@ -22,30 +22,35 @@ PAGE_BYTES = 512
 SEGMENT_BYTES = 2_000
 
 
+def gate_of_rounds(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is cleared, what is handed over to commit threads is for one round."""
+    gate = threading.Event()
+    gate.set()
+
+    def wait(self: Committer) -> list[Work]:
+        work = [self.queue.get()]
+        gate.wait()
+        return work + [self.queue.get() for _ in range(self.queue.qsize())]
+
+    monkeypatch.setattr(Committer, "_wait", wait)
+    return gate
+
+
 class Rounds:
     """Logs of one sidecar, by incarnation, and what they hold: each append has one message, counted from 0.
 
     `together` has the commit thread take what is handed over in one round.
     """
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
         self.folder = folder
         self.fatal: list[str] = []
-        self.logs = logs_in(folder, self.fatal.append)
+        self.logs = logs_in(folder, self.fatal.append, **keys)
         self.owners: dict[int, Owner] = {}
         self.appended: dict[int, int] = {}
         self._acknowledged: dict[int, int] = {}
         """By those that are closed."""
-        self._gate = threading.Event()
-        self._gate.set()
-        gate = self._gate
-
-        def wait(self: Committer) -> list[Work]:
-            work = [self.queue.get()]
-            gate.wait()
-            return work + [self.queue.get() for _ in range(self.queue.qsize())]
-
-        monkeypatch.setattr(Committer, "_wait", wait)
+        self._gate = gate_of_rounds(monkeypatch)
 
     async def begin(self, count: int = 3) -> "Rounds":
         """Makes so many logs, and opens them for writing in one round."""
@@ -102,17 +107,17 @@ class Rounds:
         return before | {incarnation: before.get(incarnation, 0) + owner.stored for incarnation, owner in now}
 
 
-def logs_in(folder: Path, fatal: Callable[[str], None] = pytest.fail) -> EmbeddedLogs:
-    return EmbeddedLogs(folder, clock_ms=lambda: 1_000, fatal=fatal, segment_bytes=SEGMENT_BYTES)
+def logs_in(folder: Path, fatal: Callable[[str], None] = pytest.fail, **keys: Any) -> EmbeddedLogs:
+    return EmbeddedLogs(folder, clock_ms=lambda: 1_000, fatal=fatal, segment_bytes=SEGMENT_BYTES, **keys)
 
 
 async def ids_in(log: Log) -> list[int]:
     return [i for r in await replayed(log, log.first_index) if r.rows for i in r.batch.sequence_ids]
 
 
-async def found_in(folder: Path, incarnations: list[int]) -> dict[int, list[int]]:
+async def found_in(folder: Path, incarnations: list[int], **keys: Any) -> dict[int, list[int]]:
     """The sequence IDs that a start finds in each log; what cannot be opened raises."""
-    logs = logs_in(folder)
+    logs = logs_in(folder, **keys)
     try:
         found = {}
         for incarnation in incarnations:
@@ -126,7 +131,9 @@ async def found_in(folder: Path, incarnations: list[int]) -> dict[int, list[int]
 
 class LosingDisk(Disk):
     """At a power cut each page that was not synced may be there or not, at any length of the file, and so may what
-    was done to a folder."""
+    was done to a folder. Or all of that is there, for certain."""
+
+    entries_survive = False
 
     def image(self, random: Random | None) -> dict[Path, bytes]:
         """What would be found below the folder; without dice nothing that was not synced."""
@@ -137,7 +144,7 @@ class LosingDisk(Disk):
     def _look(self, folder: Path, at: Path, files: dict[Path, bytes], random: Random | None) -> None:
         entries = dict(self._entries.get(folder, {}))
         there = {entry.name: entry.inode() for entry in os.scandir(folder)} if folder.exists() else {}
-        if random and random.random() < 0.5:
+        if self.entries_survive or (random and random.random() < 0.5):
             entries = there
         for name, inode in entries.items():
             path = folder / name

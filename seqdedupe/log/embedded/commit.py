@@ -112,9 +112,11 @@ class Committer:
                     self._forget()
             self._journal.wake()
             self._forget()
-            self._syncer.close()
             for writer in self._open:
                 self._leave(writer)
+            self._syncer.close()
+            if not self._has_failed:
+                self._journal.end()
         except BaseException as e:
             self._fatal(f"the commit thread has failed: {e!r}")
             raise
@@ -149,6 +151,10 @@ class Committer:
         if self._journal.confirm(written):
             for news in written:
                 news.opening.writer.in_journal()
+        elif self._journal.has_failed:
+            # The block that could not be written may have held the end of a round that was confirmed.
+            self._forget()
+            self._syncer.wait()
         for news in written:
             writer = news.opening.writer
             try:
@@ -193,11 +199,11 @@ class Committer:
 
         Those that are not open are being synced already.
         """
-        if self._has_failed:
-            return
         for writer in [writer for writer in self._open if writer.is_in_journal]:
             del self._open[writer]
             self._leave(writer)
+        if self._has_failed:
+            return
         number = self._journal.end_file()
         self._syncer.then(lambda: self._journal.forget(number))
 

@@ -17,7 +17,7 @@ from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
 from seqdedupe.format.journal import Part
 from seqdedupe.log.embedded.past_damage import headers_from, past_damage, read_what_can_be
-from seqdedupe.log.embedded.replaying import Replay
+from seqdedupe.log.embedded.replaying import Replay, why_not
 from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, Identity, Step, damaged, read_step, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 
@@ -80,8 +80,10 @@ Read = Callable[[int, int, int], bytes]
 Found = Intact | Damage | TornEnd
 
 
-def inspect(folder: Path, identity: Identity) -> Iterator[Found]:
+def inspect(folder: Path, identity: Identity, replay: Replay | None = None) -> Iterator[Found]:
     """What a log's files hold, in order, with what the journal has for them. A torn end comes last.
+
+    `replay` is the journal of its folder, if it was read before.
 
     Raises NEWER_FORMAT, OLDER_FORMAT for a record of another version; LOG_DAMAGED if the log's part of the journal is;
     OSError, but not for what the disk cannot give: that is damage.
@@ -91,13 +93,16 @@ def inspect(folder: Path, identity: Identity) -> Iterator[Found]:
         yield Damage(folder, 0, "it has no segment files", 0, None)
         return
     inspection = _Inspection(identity, bases[0], read_what_can_be, is_open=False)
-    parts = Replay(folder.parent).parts_of(identity.incarnation)
+    parts = (replay or Replay(folder.parent)).parts_of(identity.incarnation)
     for base in bases:
         path = segment_path(folder, base)
         yield from inspection.begin(path, base)
         here = [part for part in parts if part.base_index == base]
-        inspection.read = _with_parts(read_what_can_be, here)
         with path.open("rb") as file:
+            if why := why_not(path, file.fileno(), identity, here):
+                yield Damage(path, here[0].offset, why.message, inspection.next_index, inspection.next_index)
+                here = []
+            inspection.read = _with_parts(read_what_can_be, here)
             size = max([os.fstat(file.fileno()).st_size, *(part.end for part in here)])
             yield from _File(inspection, path, file.fileno(), base, size, is_last=base == bases[-1]).run()
     if inspection.unfinished is not None:

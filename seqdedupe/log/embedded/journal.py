@@ -8,7 +8,7 @@ After a crash `replaying` puts back what a segment lacks.
 import logging
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from seqdedupe.errors import SeqdedupeError
@@ -34,10 +34,13 @@ class Journal:
     """Belongs to the commit thread, but for `forget`. Nothing is read or written before the first round that needs it.
 
     A write or sync of its own that fails is no failure: the segments are synced instead, and the journal rests.
+    `tell` is called before anything is written, with whether an earlier version would miss something; it may raise
+    OSError.
     """
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Replay, tell: Callable[[bool], None]) -> None:
         self._replay = replay
+        self._tell = tell
         self._folder = replay.folder
         self._is_ready = False
         self._rests = False
@@ -55,7 +58,12 @@ class Journal:
     @property
     def is_due(self) -> bool:
         """Whether the file should end now."""
-        return self._file is not None and (self._rests or self._end >= FILE_BYTES)
+        return self._file is not None and self._end >= FILE_BYTES
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the file could not be written or synced."""
+        return self._file is not None and self._rests
 
     def confirm(self, round_: Sequence[Written]) -> bool:
         """Makes a round durable: all of it, or nothing of it counts. False if each segment has to be synced instead."""
@@ -116,9 +124,18 @@ class Journal:
         except OSError as e:
             logger.warning("the journal %s is not emptied now: %s", self._folder, e)
 
+    def end(self) -> None:
+        """Nothing is written any more, and all is forgotten that could be."""
+        try:
+            if self._file is None and not self._to_forget and self._replay.is_empty:
+                self._tell(False)
+        except OSError as e:
+            logger.warning("an earlier version would not open the logs %s: %s", self._folder.parent, e)
+
     def _begin(self) -> bool:
         """Empties what earlier processes left. Whether anything new may be written."""
         if not self._is_ready and self._replay.empty():
+            self._tell(True)
             self._number = self._confirmed = self._forgotten = self._replay.highest
             self._is_ready = True
         return self._is_ready

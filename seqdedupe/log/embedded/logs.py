@@ -40,7 +40,8 @@ class EmbeddedLogs:
 
     `clock_ms` gives publish times. `fatal` is called, in a thread, with a reason when what is on the disk is not
     known any more: it must end the process. A new segment is begun when the last one exceeds `segment_bytes`; retention
-    drops whole ones.
+    drops whole ones. `tell_journal` is given, in a thread, what the next process has to be given as `has_journal`: with
+    it a journal that is missing is damage. `gives_up_journal`: damage in the journal is passed over.
     """
 
     def __init__(
@@ -50,13 +51,17 @@ class EmbeddedLogs:
         clock_ms: Callable[[], int],
         fatal: Callable[[str], None],
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        has_journal: bool = False,
+        tell_journal: Callable[[bool], None] = lambda has_journal: None,
+        gives_up_journal: bool = False,
     ) -> None:
         self._folder = folder
         self._fatal = fatal
         self._committer: Committer | None = None
         self._open: dict[int, EmbeddedLog] = {}
         self._scrub: Scrub | None = None
-        self._replay = Replay(folder)
+        self._tell_journal = tell_journal
+        self._replay = Replay(folder, is_expected=has_journal, gives_up=gives_up_journal)
         self._shared = Shared(
             clock_ms=clock_ms,
             segment_bytes=segment_bytes,
@@ -69,7 +74,7 @@ class EmbeddedLogs:
     def committer(self) -> Committer:
         """The commit thread, started when it is first asked for, on the event loop."""
         if self._committer is None:
-            self._committer = Committer(self._shared.clock_ms, self._fatal, Journal(self._replay))
+            self._committer = Committer(self._shared.clock_ms, self._fatal, Journal(self._replay, self._tell_journal))
         return self._committer
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:

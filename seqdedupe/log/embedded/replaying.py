@@ -14,7 +14,7 @@ from pathlib import Path
 import google_crc32c
 
 from seqdedupe.batch import Int64s
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_all, write_synced
 from seqdedupe.format import journal, records
 from seqdedupe.format.journal import Part, Round
@@ -31,6 +31,10 @@ KEPT_SUFFIX = ".kept"
 SECRET_FILE = "secret"
 FORGOTTEN_FILE = "forgotten"
 _NUMBER_BYTES, _CRC_BYTES = 8, 4
+_HINT = (
+    "Nothing was changed. Stop the sidecar and put logs and store back from one backup, the folder journal included; "
+    "without one start once with --give-up-journal: each log goes on with what stands in its files."
+)
 
 
 def journal_path(folder: Path, number: int) -> Path:
@@ -40,13 +44,7 @@ def journal_path(folder: Path, number: int) -> Path:
 
 def forget(folder: Path, number: int, files: list[Path]) -> None:
     """Rounds up to this number count no more, durable before the files go. Raises OSError."""
-    file = os.open(folder / FORGOTTEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        # So few bytes that they are never torn.
-        os.pwrite(file, _sealed(number), 0)
-        os.fdatasync(file)
-    finally:
-        os.close(file)
+    _write_in_place(folder / FORGOTTEN_FILE, _sealed(number))
     for path in files:
         path.unlink(missing_ok=True)
 
@@ -54,11 +52,16 @@ def forget(folder: Path, number: int, files: list[Path]) -> None:
 class Replay:
     """What is left of earlier processes in the journal of a folder of logs. For any thread.
 
-    Read when it is first asked for. While something of it is missing or damaged nothing of it is forgotten.
+    Read when it is first asked for. While something of it is missing or damaged nothing of it is forgotten, unless
+    that is given up: then all counts that is intact. `is_expected`: there must be one.
     """
 
-    def __init__(self, logs_folder: Path) -> None:
+    def __init__(self, logs_folder: Path, *, is_expected: bool = False, gives_up: bool = False) -> None:
         self._logs_folder = logs_folder
+        self._is_expected = is_expected
+        self._gives_up = gives_up
+        self.given_up: list[str] = []
+        """What was missing or damaged, and does not count."""
         self.folder = logs_folder / FOLDER
         self.key: Int64s = NO_KEY
         self.highest = 0
@@ -67,6 +70,8 @@ class Replay:
         self._is_read = False
         self._parts: defaultdict[int, list[Part]] = defaultdict(list)
         """By incarnation, in the order in which they were written."""
+        self._done: set[int] = set()
+        """Logs that have taken their part back, or are deleted."""
         self._why: dict[int, SeqdedupeError] = {}
         """Logs whose part is damaged."""
         self._files: list[Path] = []
@@ -76,11 +81,24 @@ class Replay:
         """Whether there is anything to be forgotten, as far as it was read."""
         return bool(self._files)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it was read, and no log needs anything of it any more."""
+        return self._is_read and not (self._files or self._parts or self._why)
+
+    def look(self) -> list[str]:
+        """Reads it; what is given up. Raises OSError."""
+        with self._lock:
+            self._read()
+            return self.given_up
+
     def parts_of(self, incarnation: int) -> list[Part]:
         """What a log would take back, in order; changes nothing. Raises LOG_DAMAGED, NEWER_FORMAT; OSError."""
         with self._lock:
             self._read()
             if why := self._why.get(incarnation):
+                # Read again when it is asked for again: one bad read is no damage.
+                self._is_read = False
                 raise why
             return list(self._parts.get(incarnation, ()))
 
@@ -93,20 +111,13 @@ class Replay:
         if not parts:
             return
         with self._lock:
-            bases = base_indexes(folder) if folder.exists() else []
-            if not bases:
-                # Which is damage enough: `open_segments` says so.
-                return
-            # What retention has dropped is not made again.
-            for base in sorted({part.base_index for part in parts if part.base_index >= bases[0]}):
-                _put_back(folder, identity, base, [part for part in parts if part.base_index == base])
-            self._forget_log(identity.incarnation)
+            if put_back(folder, identity, parts):
+                self._forget_log(identity.incarnation)
 
     def drop(self, incarnation: int) -> None:
         """The log is deleted. Raises OSError."""
         with self._lock:
             self._read()
-            self._why.pop(incarnation, None)
             self._forget_log(incarnation)
 
     def empty(self) -> bool:
@@ -133,17 +144,20 @@ class Replay:
             return True
 
     def _forget_log(self, incarnation: int) -> None:
+        self._done.add(incarnation)
         self._parts.pop(incarnation, None)
+        self._why.pop(incarnation, None)
         _kept_path(self.folder, incarnation).unlink(missing_ok=True)
 
     def _make(self) -> None:
-        """Makes the folder with its secret."""
-        if len(self.key):
-            return
+        """Makes the folder with its secret. What is there already may be of a process that was killed before its
+        syncs."""
+        path = self.folder / SECRET_FILE
+        secret = path.read_bytes() if len(self.key) else os.urandom(SECRET_BYTES)
         self.folder.mkdir(parents=True, exist_ok=True)
-        secret = os.urandom(SECRET_BYTES)
-        write_synced(self.folder / SECRET_FILE, secret)
-        sync_folder(self._logs_folder)
+        _write_in_place(path, secret)
+        for folder in (self.folder, self._logs_folder):
+            sync_folder(folder)
         self.key = key_of(secret)
 
     def _keep(self, incarnation: int, parts: list[Part]) -> None:
@@ -156,21 +170,27 @@ class Replay:
     def _read(self) -> None:
         if self._is_read:
             return
+        self._parts.clear()
+        self._why.clear()
+        self.given_up.clear()
         if self.folder.exists():
             self._read_all()
+        elif self._is_expected:
+            self._damage_all(self.folder, "the journal is missing")
+        for what in self.given_up:
+            logger.error("%s: given up", what)
         self._is_read = True
 
     def _read_all(self) -> None:
-        self._parts.clear()
-        self._why.clear()
         secret_path = self.folder / SECRET_FILE
         secret = secret_path.read_bytes() if secret_path.exists() else b""
         self._files = sorted(self.folder.glob(f"*{SUFFIX}"))
-        kept = sorted(self.folder.glob(f"*{KEPT_SUFFIX}"))
+        kept = sorted(path for path in self.folder.glob(f"*{KEPT_SUFFIX}") if path.stem.isdecimal())
         if len(secret) == SECRET_BYTES:
             self.key = key_of(secret)
-        elif self._files or kept:
+        elif self._files or kept or self._is_expected:
             self._damage_all(secret_path, "without it nothing in the journal can be believed")
+            self._files += kept
             return
         rounds = [found for path in self._files for found in journal.rounds_in(path.read_bytes(), self.key)]
         forgotten = max([self._forgotten(), *(found.forgotten for found in rounds)])
@@ -178,28 +198,42 @@ class Replay:
         for path in kept:
             found = journal.round_at(path.read_bytes(), 0, self.key)
             if found is None or found.damaged:
-                self._why[int(path.stem)] = _why(path, "the log's part of the journal is damaged")
+                self._damage(int(path.stem), path)
             else:
                 self._add(found)
-        for one in confirmed(rounds, forgotten):
-            if one is None:
-                self._damage_all(self.folder, "a round of the journal is missing or damaged")
-            else:
-                self._add(one)
+        chain = list(confirmed(rounds, forgotten))
+        if None in chain:
+            self._damage_all(self.folder, "a round of the journal is missing or damaged")
+            # What was refused among them says what its segments were given all the same.
+            intact = sorted(rounds, key=lambda found: found.number) if self._gives_up else []
+            chain = [found for found in intact if found.number > forgotten]
+        for found in filter(None, chain):
+            self._add(found)
 
     def _add(self, found: Round) -> None:
         if found.version != journal.FORMAT_VERSION:
             self._damage_all(self.folder, "the journal is of a newer format version", "NEWER_FORMAT")
         for incarnation in found.damaged:
-            self._why[incarnation] = _why(self.folder, "the log's part of the journal is damaged")
+            self._damage(incarnation, self.folder)
         for part in found.parts:
-            self._parts[part.incarnation].append(part)
+            if part.incarnation not in self._done:
+                self._parts[part.incarnation].append(part)
+
+    def _damage(self, incarnation: int, path: Path) -> None:
+        if self._gives_up:
+            self.given_up.append(f"{path}: the part of log {incarnation} in the journal is damaged")
+            self._files += [path] if path.is_file() else []
+        elif incarnation not in self._done:
+            self._why[incarnation] = _why(path, "the log's part of the journal is damaged")
 
     def _damage_all(self, path: Path, what: str, reason: str = "LOG_DAMAGED") -> None:
         """Each log that there is may have something in it."""
-        for entry in os.scandir(self._logs_folder):
-            if entry.name.isdecimal():
-                self._why[int(entry.name)] = _why(path, what, reason)
+        if self._gives_up and reason == "LOG_DAMAGED":
+            self.given_up.append(f"{path}: {what}")
+            return
+        names = [path.name for path in self._logs_folder.glob("*") if path.name.isdecimal()]
+        for incarnation in set(map(int, names)) - self._done:
+            self._why[incarnation] = _why(path, what, reason)
 
     def _forgotten(self) -> int:
         path = self.folder / FORGOTTEN_FILE
@@ -232,6 +266,15 @@ def confirmed(rounds: list[Round], forgotten: int) -> Iterator[Round | None]:
     return reversed(chain[1:] if is_torn else chain)
 
 
+def put_back(folder: Path, identity: Identity, parts: list[Part]) -> bool:
+    """Writes a log's parts to its segments, durable on return; False if it has none. Raises LOG_DAMAGED; OSError."""
+    bases = base_indexes(folder) if folder.exists() else []
+    # Without any there is damage enough: `open_segments` says so. What retention has dropped is not made again.
+    for base in sorted({part.base_index for part in parts if bases and part.base_index >= bases[0]}):
+        _put_back(folder, identity, base, [part for part in parts if part.base_index == base])
+    return bool(bases)
+
+
 def _put_back(folder: Path, identity: Identity, base_index: int, parts: list[Part]) -> None:
     path = segment_path(folder, base_index)
     try:
@@ -240,28 +283,49 @@ def _put_back(folder: Path, identity: Identity, base_index: int, parts: list[Par
         raise damaged(path, parts[0].offset, "the file is missing, and the journal holds records of it") from e
     try:
         for part in parts:
-            _check_place(path, file, identity, part)
+            _check_place(path, file, identity, part, os.fstat(file).st_size)
             write_all(file, part.body, part.offset)
         os.fsync(file)
     finally:
         os.close(file)
 
 
-def _check_place(path: Path, file: int, identity: Identity, part: Part) -> None:
+def why_not(path: Path, file: int, identity: Identity, parts: list[Part]) -> SeqdedupeError | None:
+    """Why a segment cannot take these back; None if it can. Changes nothing."""
+    end = os.fstat(file).st_size
+    try:
+        for part in parts:
+            _check_place(path, file, identity, part, end)
+            end = max(end, part.end)
+    except DamagedError as e:
+        return e
+    return None
+
+
+def _check_place(path: Path, file: int, identity: Identity, part: Part, end: int) -> None:
     """Raises LOG_DAMAGED if the segment holds other records there, or the part is none of this log."""
     body, offset = part.body, part.offset
     table, size, _ = scan_bytes(body, identity, offset, -1, -1)
     if size != len(body):
         raise damaged(path, offset + size, "the journal holds something else for this place than a record of this log")
-    end = os.fstat(file).st_size
     if end < offset:
         raise damaged(path, end, f"it ends there, and was synced up to byte {offset}")
     standing = os.pread(file, len(body), offset)
     for start, stop in table[:, (START, END)].tolist():
-        if standing[start:stop] != body[start:stop] and offset + start < end:
+        if standing[start:stop] != body[start:stop] and start < len(standing):
             there = read_piece(file, identity, offset + start, end, -1, payloads_from=-1)
             if there.size:
                 raise damaged(path, offset + start, "the journal holds another record for this place", records.DAMAGED)
+
+
+def _write_in_place(path: Path, data: bytes) -> None:
+    """Durable on return, but for a file's entry; so few bytes that they are never torn. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(file, data, 0)
+        os.fdatasync(file)
+    finally:
+        os.close(file)
 
 
 def _kept_path(folder: Path, incarnation: int) -> Path:
@@ -275,4 +339,4 @@ def _sealed(number: int) -> bytes:
 
 
 def _why(path: Path, what: str, reason: str = "LOG_DAMAGED") -> SeqdedupeError:
-    return error(reason, f"{path}: {what}", file=path)
+    return error(reason, f"{path}: {what}", hint=_HINT if reason == "LOG_DAMAGED" else None, file=path)
