@@ -15,7 +15,7 @@ import google_crc32c
 
 from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.files import sync_folder, write_all, write_synced
+from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import journal, records
 from seqdedupe.format.journal import Part, Round
 from seqdedupe.format.tag import NO_KEY, SECRET_BYTES, key_of
@@ -137,6 +137,8 @@ class Replay:
                 else:
                     # There is no such log any more.
                     self._forget_log(incarnation)
+            # What is kept has its name before anything is forgotten.
+            sync_folder(self.folder)
             # A round that a power cut has torn, or that was refused, has a number too.
             self.highest += 1
             forget(self.folder, self.highest, self._files)
@@ -163,9 +165,10 @@ class Replay:
     def _keep(self, incarnation: int, parts: list[Part]) -> None:
         path = _kept_path(self.folder, incarnation)
         new = path.with_suffix(".new")
-        write_synced(new, journal.encoded(parts, number=0, previous=0, forgotten=0, file_offset=0, key=self.key))
+        new.unlink(missing_ok=True)
+        raw = journal.encoded(parts, number=0, previous=0, forgotten=0, file_offset=0, key=self.key)
+        _write_in_place(new, raw)
         new.rename(path)
-        sync_folder(self.folder)
 
     def _read(self) -> None:
         if self._is_read:
@@ -282,15 +285,16 @@ def _put_back(folder: Path, identity: Identity, base_index: int, parts: list[Par
     except FileNotFoundError as e:
         raise damaged(path, parts[0].offset, "the file is missing, and the journal holds records of it") from e
     try:
+        if why := why_not(path, file, identity, parts):
+            raise why
         for part in parts:
-            _check_place(path, file, identity, part, os.fstat(file).st_size)
             write_all(file, part.body, part.offset)
         os.fsync(file)
     finally:
         os.close(file)
 
 
-def why_not(path: Path, file: int, identity: Identity, parts: list[Part]) -> SeqdedupeError | None:
+def why_not(path: Path, file: int, identity: Identity, parts: list[Part]) -> DamagedError | None:
     """Why a segment cannot take these back; None if it can. Changes nothing."""
     end = os.fstat(file).st_size
     try:
@@ -319,10 +323,10 @@ def _check_place(path: Path, file: int, identity: Identity, part: Part, end: int
 
 
 def _write_in_place(path: Path, data: bytes) -> None:
-    """Durable on return, but for a file's entry; so few bytes that they are never torn. Raises OSError."""
+    """Durable on return, but for the file's entry. So few bytes as a number has are never torn. Raises OSError."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.pwrite(file, data, 0)
+        write_all(file, data, 0)
         os.fdatasync(file)
     finally:
         os.close(file)
