@@ -155,8 +155,10 @@ class LosingDisk(Disk):
             files[at / name] = synced
             if random and there.get(name) == inode:
                 # Whoever forgets may remove it meanwhile.
-                with suppress(FileNotFoundError):
-                    files[at / name] = self._survives(synced, path.read_bytes(), random)
+                with suppress(FileNotFoundError), path.open("rb") as file:
+                    # Or another file has its name meanwhile.
+                    if os.fstat(file.fileno()).st_ino == inode:
+                        files[at / name] = self._survives(synced, file.read(), random)
 
     def _survives(self, synced: bytes, written: bytes, random: Random) -> bytes:
         size = random.choice((len(synced), len(written), random.randint(0, len(written))))

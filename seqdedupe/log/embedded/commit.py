@@ -84,6 +84,8 @@ class Committer:
         self._journal = journal
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_open_files = open_files_within(soft) if soft != resource.RLIM_INFINITY else MAX_OPEN_FILES
+        # Each of them may open a file, beside those that are open.
+        self._max_round = min(MAX_ROUND, self._max_open_files)
         self._syncer = Syncer(fatal, self._max_open_files)
         self._thread = threading.Thread(target=self._run, name="seqdedupe-commit", daemon=True)
         self._thread.start()
@@ -101,8 +103,8 @@ class Committer:
             while not ended:
                 work = self._wait()
                 ended = Signal.END in work
-                for at in range(0, len(work), MAX_ROUND):
-                    self._round([item for item in work[at : at + MAX_ROUND] if not isinstance(item, Signal)])
+                for at in range(0, len(work), self._max_round):
+                    self._round([item for item in work[at : at + self._max_round] if not isinstance(item, Signal)])
                     if len(self._open) > self._max_open_files:
                         self._let_go()
                 if Signal.TICK in work:

@@ -24,16 +24,21 @@ class Syncer:
         self._max_files = max_files
         self._queue: SimpleQueue[LeftFile | Callable[[], None] | threading.Event | None] = SimpleQueue()
         self._has_failed = False
+        self._left = 0
+        """So many files are not closed yet."""
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="seqdedupe-sync", daemon=True)
         self._thread.start()
 
     @property
     def is_full(self) -> bool:
         """Whether no more files should be left to it now."""
-        return self._queue.qsize() >= self._max_files
+        return self._left >= self._max_files
 
     def sync(self, left: LeftFile) -> None:
         """Syncs the file, and closes it."""
+        with self._lock:
+            self._left += 1
         self._queue.put(left)
 
     def then(self, forget: Callable[[], None]) -> None:
@@ -52,6 +57,13 @@ class Syncer:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as e:
+            self._fatal(f"the sync thread has failed: {e!r}")
+            raise
+
+    def _work(self) -> None:
         files: list[LeftFile] = []
         with ThreadPoolExecutor(AT_ONCE, "seqdedupe-sync") as threads:
             while True:
@@ -61,6 +73,8 @@ class Syncer:
                     if len(files) < AT_ONCE and not self._queue.empty():
                         continue
                 list(threads.map(self._sync, files))
+                with self._lock:
+                    self._left -= len(files)
                 files.clear()
                 if work is None:
                     return
