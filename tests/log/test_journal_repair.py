@@ -20,7 +20,7 @@ from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.syncing import Syncer
 from tests.log.power import Disk
 from tests.log.rounds import Cuts, LosingDisk, Rounds, found_in, put
-from tests.log.test_journal import ALL, cut, files_in, journal_of, killed, path_of
+from tests.log.test_journal import ALL, a_background_sync_that_fails, cut, files_in, journal_of, killed, path_of
 
 WHOLE = {i: [0, 1, 2] for i in ALL}
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -218,21 +218,7 @@ async def a_sync_of_the_commit_thread_that_fails(
 ) -> dict[int, list[int]]:
     """So many files wait to be synced that the thread does it itself when the journal is to be forgotten."""
     monkeypatch.setattr(Syncer, "is_full", property(lambda self: True))
-    with monkeypatch.context() as patch:
-        disk = Disk(tmp_path / "data", patch)
-        await rounds.begin()
-        await rounds.together(1, 2, 3)
-        really = os.fdatasync
-
-        def sync(fd: int) -> None:
-            if "/logs/1/" in path_of(fd):
-                raise OSError(errno.EIO, "the disk failed")
-            really(fd)
-
-        patch.setattr(os, "fdatasync", sync)
-        await rounds.forget()
-        await rounds.end()
-    return await found_in(disk.after_a_power_cut(tmp_path / "cut") / "logs", ALL)
+    return await a_background_sync_that_fails(rounds, tmp_path, monkeypatch)
 
 
 async def test_a_sync_of_the_commit_thread_that_fails_keeps_the_journal(
