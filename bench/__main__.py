@@ -16,6 +16,7 @@ from broker_sidecar import kernels
 FIGURES = (
     "publish",
     "large_batches",
+    "large_payloads",
     "syncs",
     "one_in_flight",
     "dirty_topics",
