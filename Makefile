@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-pulsar pulsar function-wheel prepare test check bench campaign proto lock clean
+# Bytecode is kept, whatever the shell says: every test run starts hundreds of processes, and each would compile for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo demo-pulsar pulsar function-wheel prepare compile test check bench campaign proto lock clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -25,6 +28,10 @@ function-wheel: $(READY)
 prepare: $(READY)
 	@$(BIN)/python -m pulsar_broker get || true
 	@$(BIN)/python -m tests.spark.class_data
+
+# Bytecode of all there is, the tests as pytest rewrites them, and the kernels: else every worker makes its own.
+compile: $(READY)
+	@$(BIN)/python -m pytest --collect-only -qq > /dev/null || true
 
 # TEST_PULSAR=required makes it a failure if there is no Pulsar.
 test: prepare
