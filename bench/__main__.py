@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.figure import Figure, Ratio
+from bench.figure import Figure, Ratio, values_of
 from broker_sidecar import kernels
 
 FIGURES = (
@@ -45,12 +45,12 @@ FIGURES = (
 
 def measure(figure: Figure, rounds: int | None) -> dict[str, list[float]]:
     """Each arm's measurements, round by round; the first round does not count."""
-    measured: dict[str, list[float]] = {name: [] for name in figure.arms}
+    measured: dict[str, list[float]] = {}
     for number in range((rounds or figure.rounds) + 1):
-        for name, arm in figure.arms.items():
-            value = arm()
-            if number:
-                measured[name].append(value)
+        for arm, measures in figure.arms.items():
+            for name, value in values_of(arm, measures()).items():
+                if number:
+                    measured.setdefault(name, []).append(value)
     return measured
 
 
