@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-pulsar pulsar function-wheel prepare test check bench campaign proto lock clean
+.PHONY: demo demo-pulsar pulsar function-wheel prepare test check bench bench-peers campaign proto lock clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -41,6 +41,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench
+
+# Beside Kafka, NATS, RabbitMQ Streams and Pulsar, which it fetches: docs/benchmarks.md says what that takes.
+bench-peers: $(READY)
+	$(BIN)/python -m bench.compare
 
 # What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports, and
 # faults of a real Pulsar broker, and of three sidecars in front of one.

@@ -36,6 +36,14 @@ class Ratio:
     aim: float | None = None
     unit: str = "×"
 
+    @property
+    def goal(self) -> str:
+        """What it has to reach; empty if nothing."""
+        bounds = [f"≥ {self.at_least:g}"] if self.at_least is not None else []
+        bounds += [f"≤ {self.at_most:g}"] if self.at_most is not None else []
+        bounds += [f"aim {self.aim:g}"] if self.aim is not None else []
+        return ", ".join(bounds)
+
     def is_reached(self, value: float) -> bool:
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
