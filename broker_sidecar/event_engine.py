@@ -11,7 +11,7 @@ _NEWEST_THAT_KNOWS = (1, 85)
 
 
 def turn_off() -> None:
-    """Has gRPC's own threads wait for sockets and serve them at once, instead of handing what comes to a pool of others.
+    """Has gRPC's own threads wait for sockets and serve them at once, instead of handing what comes to a pool.
 
     A wake-up less each way (`python -m bench one_in_flight steady`). What the environment says already stays. It has to
     come before gRPC is imported.
