@@ -49,15 +49,16 @@ async def publish(address: str, topic: str, load: Load) -> list[float]:
     seconds: list[float] = []
     waiting: deque[tuple[float, Receipt]] = deque()
     is_more = asyncio.Event()
+    is_over = False
 
     async def take() -> None:
-        while True:
+        while not is_over:
+            await is_more.wait()
+            is_more.clear()
             while waiting:
                 sent_at, receipt = waiting.popleft()
                 await receipt
                 seconds.append(time.perf_counter() - sent_at)
-            is_more.clear()
-            await is_more.wait()
 
     async with Client(address) as client, client.producer(topic, f"p{next(_names)}") as producer:
         taking = asyncio.create_task(take())
@@ -67,9 +68,9 @@ async def publish(address: str, topic: str, load: Load) -> list[float]:
             else:
                 waiting.append((time.perf_counter(), await producer.send(payload(number))))
                 is_more.set()
-        while len(seconds) < load.sent:
-            await asyncio.sleep(PAUSE_SECONDS)
-        taking.cancel()
+        is_over = True
+        is_more.set()
+        await taking
     return seconds
 
 
