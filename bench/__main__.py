@@ -21,6 +21,7 @@ FIGURES = (
     "one_in_flight",
     "dirty_topics",
     "single_messages",
+    "steady",
     "half_old",
     "many_names",
     "many_topics",
