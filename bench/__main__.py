@@ -26,6 +26,7 @@ FIGURES = (
     "many_topics",
     "reading",
     "followers",
+    "bulk_reader",
     "decisions",
     "snapshot_pause",
     "start",

@@ -32,7 +32,7 @@ FOLLOWERS = (0, 10, 100)
 _names = itertools.count()
 
 
-async def _publish(address: str) -> list[float]:
+async def publish_at_rate(address: str) -> list[float]:
     """Publishes at the rate; the milliseconds for each frame from when it was due to its receipt."""
     name = f"p{next(_names)}"
     make = rising(name, ROWS)
@@ -98,7 +98,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     def p50_of(count: int, address: str) -> Arm:
         def arm() -> float:
             with _following(address, count) if count else ExitStack():
-                took_ms[count] = setup.run(_publish(address))
+                took_ms[count] = setup.run(publish_at_rate(address))
             return float(np.percentile(took_ms[count], 50))
 
         return arm
