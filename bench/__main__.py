@@ -27,6 +27,7 @@ FIGURES = (
     "many_topics",
     "reading",
     "followers",
+    "bulk_reader",
     "decisions",
     "snapshot_pause",
     "start",

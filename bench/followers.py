@@ -31,7 +31,7 @@ FOLLOWERS = (0, 10, 100)
 _names = itertools.count()
 
 
-async def _publish(address: str) -> list[float]:
+async def publish_at_rate(address: str) -> list[float]:
     """Publishes at the rate; the seconds for each frame from when it was due to its receipt."""
     name = f"p{next(_names)}"
     make = rising(name, ROWS)
@@ -95,7 +95,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     def taking_ms(count: int, address: str) -> Arm:
         def arm() -> dict[str, float]:
             with _following(address, count) if count else ExitStack():
-                return percentiles_ms(setup.run(_publish(address)))
+                return percentiles_ms(setup.run(publish_at_rate(address)))
 
         return arm
 

@@ -172,6 +172,21 @@ async def test_those_who_come_at_other_places_soon_get_the_same_pages(
         await follower.leave()
 
 
+async def test_a_topic_that_was_opened_anew_has_pages_of_its_own(process: Process, tmp_path: Path) -> None:
+    """Its log may have been restored meanwhile: the same incarnation and indexes, and other messages."""
+    other = Process(tmp_path / "restored")
+    await other.start()
+    await other.open("b")
+    assert other.topic.incarnation == process.topic.incarnation
+    shared = sharing()
+    for one, name in ((process, "a"), (other, "b")):
+        await one.publish([(name, i) for i in range(ROWS)])
+        page = await shared.page(one.topic, 0, ROWS)
+        assert page is not None
+        assert [record.batch.producer_names for record in parsed(page.records)] == [name.encode()]
+    await other.stop()
+
+
 class LastPage(Followers):
     """A planted bug: whoever is at the end gets the newest page, wherever it was."""
 
