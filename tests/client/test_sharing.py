@@ -463,3 +463,46 @@ async def test_a_refused_opening_that_nobody_waits_for_is_no_defect(fake: FakeSi
         with pytest.raises(asyncio.CancelledError):
             await opening
         await openings.close()
+
+
+async def names_that_are_opened(fake: FakeSidecar) -> list[list[str]]:
+    """By calls, when one of two that wait for the first call is given up meanwhile."""
+    answer, asked, may_go_on = fake._open, asyncio.Event(), asyncio.Event()
+
+    async def held_up(data: bytes, context: Any) -> bytes:
+        await context.send_initial_metadata(())
+        asked.set()
+        await may_go_on.wait()
+        return await answer(data, context)
+
+    fake._open = held_up  # type: ignore[method-assign]
+    async with Client(fake.address) as client:
+        producers = [client.producer("t", f"p{k}") for k in range(3)]
+        opening = [asyncio.create_task(producers[0].open())]
+        await asked.wait()
+        opening += [asyncio.create_task(producer.open()) for producer in producers[1:]]
+        (shared,) = client._connections._shared.values()
+        (stream,) = shared.streams.values()
+        await until(lambda: len(stream.openings._waiting) == 2)
+        opening[1].cancel()
+        await asyncio.wait({opening[1]})
+        may_go_on.set()
+        await opening[0]
+        await opening[2]
+        await asyncio.gather(*(producer.abort() for producer in producers))
+    return [list(request.producer_names) for request in fake.opens]
+
+
+async def test_who_gave_up_takes_the_name_from_nobody(fake: FakeSidecar) -> None:
+    """Another process may have opened it by then."""
+    assert await names_that_are_opened(fake) == [["p0"], ["p2"]]
+
+
+async def test_control_all_who_ever_asked_are_opened(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    def take_all(self: Openings) -> Any:
+        taken = list(self._waiting)
+        self._waiting.clear()
+        return taken
+
+    monkeypatch.setattr(Openings, "_take_some", take_all)
+    assert await names_that_are_opened(fake) == [["p0"], ["p1", "p2"]]
