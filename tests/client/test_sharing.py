@@ -506,3 +506,53 @@ async def test_control_all_who_ever_asked_are_opened(fake: FakeSidecar, monkeypa
 
     monkeypatch.setattr(Openings, "_take_some", take_all)
     assert await names_that_are_opened(fake) == [["p0"], ["p1", "p2"]]
+
+
+class LateAnswer:
+    """Of the first frame of p0: it was made before the topic began a term in which p1 is opened, and comes later."""
+
+    def __init__(self, fake: FakeSidecar, client: Client) -> None:
+        self._fake, self._client = fake, client
+        self._held: list[Response] = []
+        fake.on_frame = self._on_frame
+
+    def _on_frame(self, frame: Frame) -> list[Response]:
+        if names_in(frame) == ["p0"] and frame is self._fake.frames[0]:
+            self._held.append(self._fake.stored(frame))
+            return []
+        answers = [*self._held, self._fake.stored(frame)]
+        self._held.clear()
+        return answers
+
+    async def comes(self) -> tuple[Producer, Producer, Any]:
+        """The producers, when p1 has had answers after it, and the receipt of p0."""
+        (first,) = await opened(self._client, "t", 1)
+        receipt = await first.send(b"x")
+        await until(lambda: bool(self._held))
+        self._fake.term += 1
+        second = self._client.producer("t", "p1", ONE_BY_ONE)
+        await second.open()
+        for k in range(3):
+            assert (await (await second.send(b"x"))).sequence_id == k
+        return first, second, receipt
+
+
+async def test_an_answer_of_an_earlier_term_leaves_nobody_without_one(fake: FakeSidecar) -> None:
+    async with Client(fake.address) as client:
+        first, second, receipt = await LateAnswer(fake, client).comes()
+        async with asyncio.timeout(120):
+            assert (await receipt).sequence_id == 0
+        assert (first.counters.connections, first.counters.rows_sent) == (1, 2)
+        await first.close()
+        await second.close()
+
+
+async def test_control_who_only_ignores_it_waits_for_ever(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as others are answered."""
+    monkeypatch.setattr("seqdedupe.client.stream._put_back", lambda parts, told: None)
+    async with Client(fake.address) as client:
+        first, second, receipt = await LateAnswer(fake, client).comes()
+        assert not receipt.done()
+        assert first.counters.rows_sent == 1
+        await first.abort()
+        await second.close()
