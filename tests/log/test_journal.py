@@ -126,6 +126,16 @@ async def test_what_segments_lack_is_taken_back(make_rounds: Callable[[], Rounds
     assert await found_in(folder, ALL) == {i: [0, 1, 2] for i in ALL}
 
 
+async def test_a_list_says_who_has_something_to_take_back(make_rounds: Callable[[], Rounds], tmp_path: Path) -> None:
+    folder = await killed(make_rounds(), tmp_path / "killed")
+    logs = logs_in(folder)
+    await logs.create(9, TOPIC, SECRET)
+    assert {name.incarnation: name.is_unfinished for name in await logs.list()} == dict.fromkeys(ALL, True) | {9: False}
+    await (await logs.open(1, 0)).close()
+    assert {name.incarnation for name in await logs.list() if name.is_unfinished} == {2, 3}
+    await logs.close()
+
+
 async def test_who_looks_without_writing_sees_it(make_rounds: Callable[[], Rounds], tmp_path: Path) -> None:
     folder = await killed(make_rounds(), tmp_path / "killed")
     cut(folder, 1)

@@ -96,6 +96,12 @@ class Replay:
             self._read()
             return self.given_up
 
+    def left(self) -> set[int]:
+        """Logs that have something to take back. Raises OSError."""
+        with self._lock:
+            self._read()
+            return set(self._parts)
+
     def parts_of(self, incarnation: int) -> list[Part]:
         """What a log would take back, in order; changes nothing. Raises LOG_DAMAGED, NEWER_FORMAT; OSError."""
         with self._lock:
