@@ -1,0 +1,127 @@
+"""The names of a topic's producers, by name and by number, in a table that never grows as a whole.
+
+A dict of ten million names doubles in half a second. So names are dealt to many small dicts by their hash, and as names
+come one dict after the other is split in two (linear hashing): whoever adds a name waits for one split at most.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+NAMES_A_PART = 1024
+"""On the average. The largest has about twice as many, and is split in some hundred microseconds."""
+
+NAMES_A_PAGE = 4096
+
+
+class Names:
+    """Names, each with its number: its place in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[bytes, int]] = [{}]
+        self._undivided = 1
+        """So many parts there were when the parts were last split all: a power of two."""
+        # Full pages are tuples: the garbage collector does not look into them again and again.
+        self._pages: list[Sequence[bytes]] = []
+        self._newest: list[bytes] = []
+
+    @classmethod
+    def of(cls, names: list[bytes]) -> "Names":
+        """These names, which are different, in this order: quicker than one after the other."""
+        self = cls()
+        whole = len(names) // NAMES_A_PAGE * NAMES_A_PAGE
+        self._pages = [tuple(names[first : first + NAMES_A_PAGE]) for first in range(0, whole, NAMES_A_PAGE)]
+        self._newest = names[whole:]
+        parts = max(1, -(-len(names) // NAMES_A_PART))
+        half = self._undivided = 1 << parts.bit_length() - 1
+        part_of = np.fromiter(map(hash, names), np.int64, len(names)) & 2 * half - 1
+        part_of[part_of >= parts] -= half
+        self._parts = [{} for _ in range(parts)]
+        for number, (name, part) in enumerate(zip(names, part_of.tolist(), strict=True)):
+            self._parts[part][name] = number
+        return self
+
+    def __len__(self) -> int:
+        return len(self._pages) * NAMES_A_PAGE + len(self._newest)
+
+    def __contains__(self, name: bytes) -> bool:
+        return self.number(name) is not None
+
+    def number(self, name: bytes) -> int | None:
+        """The name's number, None if it never came."""
+        part = hash(name) & 2 * self._undivided - 1
+        if part >= len(self._parts):
+            part -= self._undivided
+        return self._parts[part].get(name)
+
+    def numbers(self, names: list[bytes]) -> list[int]:
+        """Their numbers, -1 for those that never came."""
+        parts, count, half = self._parts, len(self._parts), self._undivided
+        bits = 2 * half - 1
+        return [parts[part if (part := hash(name) & bits) < count else part - half].get(name, -1) for name in names]
+
+    def add_all(self, names: list[bytes]) -> list[int]:
+        """Their numbers, new ones for names that are new."""
+        numbers: list[int] = []
+        for first in range(0, len(names), NAMES_A_PART):
+            numbers += self._add_some(names[first : first + NAMES_A_PART])
+            while len(self) > len(self._parts) * NAMES_A_PART:
+                self._split()
+        return numbers
+
+    def _add_some(self, names: list[bytes]) -> list[int]:
+        parts, count, half = self._parts, len(self._parts), self._undivided
+        bits = 2 * half - 1
+        numbers, newest, new = [], self._newest, len(self)
+        for name in names:
+            part = hash(name) & bits
+            number = parts[part if part < count else part - half].setdefault(name, new)
+            numbers.append(number)
+            if number == new:
+                newest.append(name)
+                new += 1
+        while len(newest) >= NAMES_A_PAGE:
+            self._pages.append(tuple(newest[:NAMES_A_PAGE]))
+            del newest[:NAMES_A_PAGE]
+        return numbers
+
+    def _split(self) -> None:
+        """Deals the next part's names to itself and to a new part."""
+        bit = self._undivided
+        stays: dict[bytes, int] = {}
+        goes: dict[bytes, int] = {}
+        of_both = (stays, goes)
+        splits = len(self._parts) - bit
+        for name, number in self._parts[splits].items():
+            of_both[hash(name) & bit != 0][name] = number
+        self._parts[splits] = stays
+        self._parts.append(goes)
+        if len(self._parts) == 2 * bit:
+            self._undivided = 2 * bit
+
+    def some(self, first: int, count: int) -> list[bytes]:
+        """The names from this number on, at most `count`."""
+        end = min(first + count, len(self))
+        names: list[bytes] = []
+        while first < end:
+            page, at = divmod(first, NAMES_A_PAGE)
+            names += self._page(page)[at : at + end - first]
+            first = (page + 1) * NAMES_A_PAGE
+        return names
+
+    def names(self, numbers: list[int]) -> list[bytes]:
+        """The names with these numbers."""
+        return [self._page(number // NAMES_A_PAGE)[number % NAMES_A_PAGE] for number in numbers]
+
+    def _page(self, page: int) -> Sequence[bytes]:
+        return self._pages[page] if page < len(self._pages) else self._newest
+
+    def clear(self) -> Iterator[None]:
+        """Gives all of it back, a part and what it has of the pages at each step."""
+        while self._parts:
+            self._parts.pop()
+            if self._pages:
+                self._pages.pop()
+            yield
+        self._parts, self._undivided = [{}], 1
+        self._pages, self._newest = [], []
