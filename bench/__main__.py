@@ -21,6 +21,7 @@ FIGURES = (
     "single_messages",
     "half_old",
     "many_names",
+    "many_topics",
     "reading",
     "decisions",
     "snapshot_pause",

@@ -6,7 +6,7 @@ import numpy.typing as npt
 from seqdedupe.core.activity import Activity, Int32s
 from seqdedupe.core.growing import Growing
 from seqdedupe.core.names import Names
-from seqdedupe.core.recent import NO_MESSAGE, RECENT_MESSAGES, find, find_duplicates
+from seqdedupe.core.recent import NO_MESSAGE, find, find_duplicates, new_ring, with_room
 from seqdedupe.core.replay import list_names, persist, persist_all
 from seqdedupe.core.rule import (
     DURABLE_EPOCH,
@@ -45,7 +45,7 @@ class Producers:
         self._names = Names()
         self._numbers = Growing(_FIRST_CAPACITY, (NUMBERS,), np.int64)
         self._dirty = Growing(_words(_FIRST_CAPACITY), (), np.uint64)
-        self._ring: Int64s = np.zeros((RECENT_MESSAGES, 3), np.int64)
+        self._ring = new_ring()
         self._entered = 0
         self.activity = Activity(_FIRST_CAPACITY)
         self.generation = 0
@@ -171,12 +171,14 @@ class Producers:
 
     def persist(self, view: Uint8s, places: Int64s, producer_rows: Int64s) -> None:
         """A batch is in the log, at `places[BASE_INDEX]`: merges it by maximum, and its messages enter the ring."""
+        with_room(self._ring, self._entered, int(places[ROWS]))
         self._entered = persist(view, places, producer_rows, self.numbers, self.dirty, self._ring, self._entered)
 
     def replay(self, raw: bytes, table: Int64s, count: int) -> None:
         """`count` scanned records are in the log: merges them by maximum; names that are new get numbers."""
         names, first_name = list_names(raw, table, count)
         producer_rows = self.add_all(names)
+        with_room(self._ring, self._entered, int(table[:count, ROWS].sum()))
         self._entered = persist_all(
             np.frombuffer(raw, np.uint8), table, count, producer_rows, first_name,
             self.numbers, self.dirty, self._ring, self._entered,

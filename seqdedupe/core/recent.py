@@ -3,15 +3,19 @@
 A ring of rows (sequence ID, index, the same producer's message before this one). Messages are counted from 0 as they
 enter; `numbers[producer_row, NEWEST]` is the count of a producer's newest one, and each leads on to the one before,
 so finding a frame's duplicates walks over that producer's messages only. -1 is none.
+
+A ring begins without rows and is doubled as messages enter (`with_room`), so that a topic pays for those that it had:
+1.5 MiB is for 65,536. It has a power of two of rows, and goes round only when it has them all.
 """
+
+import numpy as np
 
 from seqdedupe.core.rule import DUP, NEWEST
 from seqdedupe.format.columns import BASE_INDEX, PRODUCER_INDEXES, SEQUENCE_IDS, int32_column, int64_column
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 
 RECENT_MESSAGES = 2**16
-_PLACES = RECENT_MESSAGES - 1
-"""The bits of a count that are its place in the ring: quicker than a remainder."""
+_FIRST_ROWS = 64
 
 NO_MESSAGE = -1
 """For `NEWEST`: none is known."""
@@ -19,18 +23,35 @@ NO_MESSAGE = -1
 SEQUENCE_ID = 0
 INDEX = 1
 BEFORE = 2
+COLUMNS = 3
+
+
+def new_ring() -> Int64s:
+    """A ring in which nothing is."""
+    return np.empty((0, COLUMNS), np.int64)
+
+
+def with_room(ring: Int64s, entered: int, more: int) -> None:
+    """Makes the ring longer, in place, if it has no room for so many more messages after the `entered` ones."""
+    needed = min(entered + more, RECENT_MESSAGES)
+    if needed > len(ring):
+        # In place: no view of it is kept. Before it goes round each message's count is its place, in any length.
+        ring.resize((max(1 << (needed - 1).bit_length(), _FIRST_ROWS), COLUMNS), refcheck=False)
 
 
 @kernel(inline=True)
 def enter(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, ring: Int64s2, entered: int) -> int:
-    """The messages of a stored batch enter the ring. Returns how many have entered by now; before it was `entered`."""
+    """The messages of a stored batch enter the ring, which has room (`with_room`). Returns how many have entered by
+    now; before it was `entered`."""
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
     producer_row = producer_rows[0]
+    # The bits of a count that are its place in the ring: quicker than a remainder.
+    in_ring = ring.shape[0] - 1
     for row in range(ids.shape[0]):
         if indexes.shape[0] != 0:
             producer_row = producer_rows[indexes[row]]
-        place = entered & _PLACES
+        place = entered & in_ring
         ring[place, SEQUENCE_ID] = ids[row]
         ring[place, INDEX] = places[BASE_INDEX] + row
         ring[place, BEFORE] = numbers[producer_row, NEWEST]
@@ -43,8 +64,9 @@ def enter(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, r
 def find(sequence_id: int, producer_row: int, numbers: Int64s2, ring: Int64s2, entered: int) -> int:
     """The index of the newest message with this ID of this producer, or -1 if it is not known (any more)."""
     here = numbers[producer_row, NEWEST]
-    while here >= 0 and here >= entered - RECENT_MESSAGES:
-        place = here & _PLACES
+    in_ring = ring.shape[0] - 1
+    while here >= 0 and here >= entered - ring.shape[0]:
+        place = here & in_ring
         if ring[place, SEQUENCE_ID] == sequence_id:
             return int(ring[place, INDEX])
         here = ring[place, BEFORE]
@@ -70,6 +92,7 @@ def find_duplicates(
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
     chain = producer_rows.copy()
+    in_ring = ring.shape[0] - 1
     for p in range(producer_rows.shape[0]):
         chain[p] = numbers[producer_rows[p], NEWEST]
     known = 0
@@ -82,8 +105,8 @@ def find_duplicates(
             p = indexes[row]
         sequence_id = ids[row]
         here = chain[p]
-        while here >= 0 and here >= entered - RECENT_MESSAGES:
-            place = here & _PLACES
+        while here >= 0 and here >= entered - ring.shape[0]:
+            place = here & in_ring
             if ring[place, SEQUENCE_ID] <= sequence_id:
                 if ring[place, SEQUENCE_ID] == sequence_id:
                     found[row] = ring[place, INDEX]
