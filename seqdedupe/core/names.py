@@ -5,6 +5,7 @@ come one dict after the other is split in two (linear hashing): whoever adds a n
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -29,6 +30,11 @@ class Names:
     def of(cls, names: list[bytes]) -> "Names":
         """These names, which are different, in this order: quicker than one after the other."""
         self = cls()
+        self._take(names)
+        return self
+
+    def _take(self, names: list[bytes]) -> None:
+        """These are all names from now on."""
         whole = len(names) // NAMES_A_PAGE * NAMES_A_PAGE
         self._pages = [tuple(names[first : first + NAMES_A_PAGE]) for first in range(0, whole, NAMES_A_PAGE)]
         self._newest = names[whole:]
@@ -39,7 +45,6 @@ class Names:
         self._parts = [{} for _ in range(parts)]
         for number, (name, part) in enumerate(zip(names, part_of.tolist(), strict=True)):
             self._parts[part][name] = number
-        return self
 
     def __len__(self) -> int:
         return len(self._pages) * NAMES_A_PAGE + len(self._newest)
@@ -62,6 +67,9 @@ class Names:
 
     def add_all(self, names: list[bytes]) -> list[int]:
         """Their numbers, new ones for names that are new."""
+        if len(names) > max(len(self), NAMES_A_PART):
+            self._take(list(dict.fromkeys(chain(self.some(0, len(self)), names))))
+            return self.numbers(names)
         numbers: list[int] = []
         for first in range(0, len(names), NAMES_A_PART):
             numbers += self._add_some(names[first : first + NAMES_A_PART])
@@ -88,14 +96,10 @@ class Names:
     def _split(self) -> None:
         """Deals the next part's names to itself and to a new part."""
         bit = self._undivided
-        stays: dict[bytes, int] = {}
-        goes: dict[bytes, int] = {}
-        of_both = (stays, goes)
         splits = len(self._parts) - bit
-        for name, number in self._parts[splits].items():
-            of_both[hash(name) & bit != 0][name] = number
-        self._parts[splits] = stays
-        self._parts.append(goes)
+        names = self._parts[splits]
+        self._parts[splits] = {name: number for name, number in names.items() if not hash(name) & bit}
+        self._parts.append({name: number for name, number in names.items() if hash(name) & bit})
         if len(self._parts) == 2 * bit:
             self._undivided = 2 * bit
 

@@ -56,6 +56,7 @@ class Producers:
         """From this index on the log states that; -1: not known."""
         self._has_purged = False
         """Whether some names are only kept until they are let go."""
+        self._may_have_sessions = False
 
     def __len__(self) -> int:
         return len(self._names)
@@ -122,6 +123,7 @@ class Producers:
         rows[:, EPOCH] = epochs
         rows[:, DURABLE_EPOCH] = epochs
         rows[:, STATED] = stated
+        self._may_have_sessions = True
 
     def _reserve(self, producers: int) -> None:
         """There is room for so many."""
@@ -171,6 +173,7 @@ class Producers:
 
     def persist(self, view: Uint8s, places: Int64s, producer_rows: Int64s) -> None:
         """A batch is in the log, at `places[BASE_INDEX]`: merges it by maximum, and its messages enter the ring."""
+        self._may_have_sessions = True
         with_room(self._ring, self._entered, int(places[ROWS]))
         self._entered = persist(view, places, producer_rows, self.numbers, self.dirty, self._ring, self._entered)
 
@@ -178,6 +181,7 @@ class Producers:
         """`count` scanned records are in the log: merges them by maximum; names that are new get numbers."""
         names, first_name = list_names(raw, table, count)
         producer_rows = self.add_all(names)
+        self._may_have_sessions = True
         with_room(self._ring, self._entered, int(table[:count, ROWS].sum()))
         self._entered = persist_all(
             np.frombuffer(raw, np.uint8), table, count, producer_rows, first_name,
@@ -190,12 +194,19 @@ class Producers:
 
     # -- sessions and snapshots --------------------------------------------------------------------------------
 
+    def has_sessions(self) -> bool:
+        """Whether a session of any of them is in force, by Open or by a control record."""
+        if self._may_have_sessions:
+            self._may_have_sessions = bool((self.numbers[: len(self), EPOCH] > NO_EPOCH).any())
+        return self._may_have_sessions
+
     def open(self, numbers: Int64s, epochs: Int64s) -> None:
         """Open gave these producers these epochs: they are in force at once, which fences their older sessions.
 
         They last only if `confirm_sessions` says so: `fail_in_flight` takes them back.
         """
         self.numbers[numbers, EPOCH] = epochs
+        self._may_have_sessions = True
         self.activity.use(numbers)
 
     def confirm_sessions(self, numbers: Int64s, epochs: Int64s, persisted: Int64s | None, index: int) -> None:
@@ -209,6 +220,7 @@ class Producers:
         # It may stand at the end of a segment that is dropped as soon as the message before it may be dropped.
         stated = index - 1
         if len(numbers):
+            self._may_have_sessions |= bool(epochs.any())
             each = np.arange(len(numbers), dtype=np.int32)
             confirm(numbers, epochs, each, persisted, stated, self.numbers, self.dirty)
 
@@ -218,6 +230,7 @@ class Producers:
         What was known of their IDs counts no more, and no message from before answers for one. What a producer has
         handed over since stays pushed. Live and in replay the same.
         """
+        self._may_have_sessions = True
         rows = self.numbers[numbers]
         is_idle = rows[:, PUSHED] == rows[:, PERSISTED]
         rows[is_idle, PUSHED] = persisted[is_idle]

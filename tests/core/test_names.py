@@ -33,7 +33,7 @@ def test_it_says_what_a_plain_list_says(seed: int, monkeypatch: pytest.MonkeyPat
     names = Names.of(model)
     check(names, model)
     for _ in range(30):
-        come = [b"p%d" % rng.randrange(200) for _ in range(rng.choice([0, 1, 2, 30]))]
+        come = [b"p%d" % rng.randrange(500) for _ in range(rng.choice([0, 1, 2, 30, 100]))]
         model += [name for k, name in enumerate(come) if name not in model and name not in come[:k]]
         assert names.add_all(come) == [model.index(name) for name in come]
         check(names, model)
