@@ -1,8 +1,11 @@
 """Entries are read from a real broker as they stand there: all of them, in order, whoever wrote them."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 import pulsar
 import pulsar.asyncio
@@ -15,7 +18,7 @@ from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.log.pulsar.reader import READ_STEP_ENTRIES, Reader, open_reader
 from seqdedupe.message_id import MessageId
 from tests.pulsar.line import Line
-from tests.pulsar.owners import LIMIT_SECONDS, Cluster, Owner, quiet
+from tests.pulsar.owners import LIMIT_SECONDS, Cluster, Owner, quiet, until
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_SECONDS * 4)
 
@@ -140,6 +143,37 @@ async def test_closing_ends_the_waiting(cluster: Cluster, client: pulsar.asyncio
     await reader.close()
     with pytest.raises(SeqdedupeError, match="LOG_UNREADABLE"):
         await waiting
+
+
+async def opened_as_ever(client: pulsar.asyncio.Client, topic: str) -> Any:
+    """As Pulsar's client opens one for everybody: the control arm."""
+    return await client.create_reader(topic, pulsar.MessageId.earliest)
+
+
+async def opened_by_us(client: pulsar.asyncio.Client, topic: str) -> Any:
+    return (await open_reader(client, topic, None, QUEUE_ENTRIES))._reader
+
+
+@pytest.mark.parametrize(("opened", "stays"), [(opened_by_us, False), (opened_as_ever, True)])
+async def test_a_closed_reader_is_let_go_of(
+    cluster: Cluster, client: pulsar.asyncio.Client, topic: str, opened: Any, stays: bool
+) -> None:
+    """One that is not keeps the threads and the descriptors of its client as long as the process lives."""
+    await cluster.create(topic)
+    reader = await opened(client, topic)
+    of_pulsar = weakref.ref(reader._reader)
+    await reader.close()
+    del reader
+
+    def is_gone() -> bool:
+        gc.collect()
+        return of_pulsar() is None
+
+    if stays:
+        assert not is_gone()
+    else:
+        # A thread of the client may still be in the callback.
+        await until(is_gone)
 
 
 async def test_cut_lines_and_unloaded_topics_are_read_on_without_a_gap(
