@@ -7,8 +7,6 @@ come one dict after the other is split in two (linear hashing): whoever adds a n
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-import numpy as np
-
 NAMES_A_PART = 1024
 """On the average. The largest has about twice as many, and is split in some hundred microseconds."""
 
@@ -19,6 +17,8 @@ class Names:
     """Names, each with its number: its place in the order in which they came."""
 
     def __init__(self) -> None:
+        self._loaded: dict[bytes, int] = {}
+        """Those that came at once. Nothing is added to it: it is made much sooner than many dicts, and never grows."""
         self._parts: list[dict[bytes, int]] = [{}]
         self._undivided = 1
         """So many parts there were when the parts were last split all: a power of two."""
@@ -38,13 +38,8 @@ class Names:
         whole = len(names) // NAMES_A_PAGE * NAMES_A_PAGE
         self._pages = [tuple(names[first : first + NAMES_A_PAGE]) for first in range(0, whole, NAMES_A_PAGE)]
         self._newest = names[whole:]
-        parts = max(1, -(-len(names) // NAMES_A_PART))
-        half = self._undivided = 1 << parts.bit_length() - 1
-        part_of = np.fromiter(map(hash, names), np.int64, len(names)) & 2 * half - 1
-        part_of[part_of >= parts] -= half
-        self._parts = [{} for _ in range(parts)]
-        for number, (name, part) in enumerate(zip(names, part_of.tolist(), strict=True)):
-            self._parts[part][name] = number
+        self._loaded = dict(zip(names, range(len(names)), strict=True))
+        self._parts, self._undivided = [{}], 1
 
     def __len__(self) -> int:
         return len(self._pages) * NAMES_A_PAGE + len(self._newest)
@@ -54,6 +49,8 @@ class Names:
 
     def number(self, name: bytes) -> int | None:
         """The name's number, None if it never came."""
+        if (loaded := self._loaded.get(name)) is not None:
+            return loaded
         part = hash(name) & 2 * self._undivided - 1
         if part >= len(self._parts):
             part -= self._undivided
@@ -63,7 +60,13 @@ class Names:
         """Their numbers, -1 for those that never came."""
         parts, count, half = self._parts, len(self._parts), self._undivided
         bits = 2 * half - 1
-        return [parts[part if (part := hash(name) & bits) < count else part - half].get(name, -1) for name in names]
+        loaded = self._loaded.get
+        return [
+            number
+            if (number := loaded(name, -1)) >= 0
+            else parts[part if (part := hash(name) & bits) < count else part - half].get(name, -1)
+            for name in names
+        ]
 
     def add_all(self, names: list[bytes]) -> list[int]:
         """Their numbers, new ones for names that are new."""
@@ -73,7 +76,7 @@ class Names:
         numbers: list[int] = []
         for first in range(0, len(names), NAMES_A_PART):
             numbers += self._add_some(names[first : first + NAMES_A_PART])
-            while len(self) > len(self._parts) * NAMES_A_PART:
+            while len(self) - len(self._loaded) > len(self._parts) * NAMES_A_PART:
                 self._split()
         return numbers
 
@@ -81,9 +84,12 @@ class Names:
         parts, count, half = self._parts, len(self._parts), self._undivided
         bits = 2 * half - 1
         numbers, newest, new = [], self._newest, len(self)
+        loaded = self._loaded.get
         for name in names:
-            part = hash(name) & bits
-            number = parts[part if part < count else part - half].setdefault(name, new)
+            number = loaded(name, -1)
+            if number < 0:
+                part = hash(name) & bits
+                number = parts[part if part < count else part - half].setdefault(name, new)
             numbers.append(number)
             if number == new:
                 newest.append(name)
@@ -122,8 +128,12 @@ class Names:
 
     def clear(self) -> Iterator[None]:
         """Gives all of it back, a part and what it has of the pages at each step."""
-        while self._parts:
-            self._parts.pop()
+        while self._loaded or self._parts:
+            if self._loaded:
+                for _ in range(min(NAMES_A_PART, len(self._loaded))):
+                    self._loaded.popitem()
+            else:
+                self._parts.pop()
             if self._pages:
                 self._pages.pop()
             yield

@@ -60,13 +60,16 @@ def test_one_name_more_moves_one_part_of_them_at_most() -> None:
     moved = [moved_by_one_more(names) for _ in range(2 * NAMES_A_PART)]
     assert 0 < max(moved) <= ONE_SPLIT
     assert sum(count > 0 for count in moved) <= 3
+    assert len(names._loaded) == MANY
     assert max(map(len, names._parts)) <= ONE_SPLIT, "a dict of more would grow as a whole"
 
 
 def test_a_table_of_one_part_has_them_all_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control arm: what is measured above tells such a table."""
     monkeypatch.setattr(names_module, "NAMES_A_PART", 10 * MANY)
-    names = Names.of([b"p%d" % i for i in range(MANY)])
+    names = Names()
+    for first in range(0, MANY, 1000):
+        names.add_all([b"p%d" % i for i in range(first, first + 1000)])
     assert max(map(len, names._parts)) > ONE_SPLIT
     monkeypatch.setattr(names_module, "NAMES_A_PART", MANY)
     assert moved_by_one_more(names) > ONE_SPLIT
