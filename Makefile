@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-pulsar pulsar function-wheel test check bench campaign proto lock clean
+.PHONY: demo demo-pulsar pulsar function-wheel prepare test check bench campaign proto lock clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -21,9 +21,13 @@ pulsar: $(READY)
 function-wheel: $(READY)
 	@$(BIN)/python -m seqdedupe.functions.wheel $(CODE) --output $(WHEEL)
 
-# Without Pulsar its tests are skipped; TEST_PULSAR=required makes that a failure.
-test: $(READY)
+# What tests take from elsewhere, or are quicker with. Without Pulsar its tests are skipped.
+prepare: $(READY)
 	@$(BIN)/python -m pulsar_broker get || true
+	@$(BIN)/python -m tests.spark.class_data
+
+# TEST_PULSAR=required makes it a failure if there is no Pulsar.
+test: prepare
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Everything that is not a test: style, types, who imports whom, the contract, generated code.

@@ -18,7 +18,7 @@ import uvloop
 from bench.echo import ECHO
 from seqdedupe import wire
 from seqdedupe.batch import Batch
-from seqdedupe.client.session import FULL_MESSAGE_BYTES
+from seqdedupe.client.stream import FULL_MESSAGE_BYTES
 from seqdedupe.v1 import publish_pb2
 
 LARGE = [("grpc.max_receive_message_length", 1 << 26)]
@@ -103,7 +103,8 @@ class Windowed:
                 got += 1
 
 
-def _receipts(data: bytes) -> int:
+def receipts(data: bytes) -> int:
+    """How many receipts a PublishStreamResponse has. Raises RuntimeError if a frame was refused."""
     message = wire.PublishStreamResponse.FromString(data)
     if message.refusals:
         raise RuntimeError(f"refused: {message.refusals[0].reason} {message.refusals[0].message}")
@@ -123,7 +124,7 @@ class Stream(NamedTuple):
 
     async def publish(self, make: MakeBatch, count: int, in_flight: int) -> tuple[float, list[float]]:
         """Publishes `count` batches; seconds in all, and for each receipt."""
-        window = Windowed(self.call, in_flight, _receipts)
+        window = Windowed(self.call, in_flight, receipts)
         frames = (frame(make(k, self.epochs)) for k in range(count))
         return await window.send(frames, count, FULL_MESSAGE_BYTES), window.seconds
 

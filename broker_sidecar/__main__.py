@@ -18,6 +18,11 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="make records anew for logs of which the store knows nothing",
     )
+    parser.add_argument(
+        "--give-up-journal",
+        action="store_true",
+        help="go on without what is missing or damaged in the journal of the logs",
+    )
     for name, item in KEYS.items():
         if item.metadata["is_secret"]:
             # Everybody on the machine can read the arguments of a process.
@@ -45,7 +50,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
         near = [flag for flag in flags if flag.startswith(typed)] or difflib.get_close_matches(typed, flags, 1)
         parser.error(f"there is no {typed}" + (f": do you mean {near[0]}?" if near else ""))
     given = vars(found)
-    file, rebuild_store = given.pop("config"), given.pop("rebuild_store")
+    file, rebuild_store, gives_up = given.pop("config"), given.pop("rebuild_store"), given.pop("give_up_journal")
     try:
         config = from_process(file, given)
     except SeqdedupeError as e:
@@ -57,7 +62,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
         print("seqdedupe: compiling for this machine, which can take a minute", file=sys.stderr, flush=True)
     from broker_sidecar.server import run
 
-    return run(config, rebuild_store=rebuild_store)
+    return run(config, rebuild_store=rebuild_store, gives_up_journal=gives_up)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,10 @@ class AdminService:
         )
 
     async def _get(self, request: admin_pb2.GetTopicRequest) -> admin_pb2.GetTopicResponse:
-        return admin_pb2.GetTopicResponse(topic=self._topic(await look_for(self._topics, request.topic)))
+        full = await look_for(self._topics, request.topic)
+        partitions = self._topics.partitions
+        await self._topics.waiting.use(*(partitions.names(full) if full in partitions else [full]))
+        return admin_pb2.GetTopicResponse(topic=self._topic(full))
 
     def _topic(self, name: str) -> admin_pb2.Topic:
         """A topic by its full name, as it is now. Raises TOPIC_NOT_FOUND."""

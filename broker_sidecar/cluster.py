@@ -16,6 +16,7 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.client import PulsarClient
 from seqdedupe.log.pulsar.client_log import client_logger
 from seqdedupe.log.pulsar.credentials import OAuth2, Token, from_file, never_raises
 from seqdedupe.log.pulsar.entries import EntryFormat
@@ -80,7 +81,7 @@ class Cluster:
 
     def _connect(self) -> pulsar.asyncio.Client:
         asked, token = self._asked, self._token
-        return pulsar.asyncio.Client(
+        return PulsarClient(
             asked.service_url,
             authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
             operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,

@@ -12,7 +12,7 @@ from broker_sidecar.config import Config
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Logs
-from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.attached import AttachedTopic
@@ -56,7 +56,12 @@ class Data:
     """
 
     def __init__(
-        self, config: Config, on_state: Callable[[str, State | None], None], *, rebuild_store: bool = False
+        self,
+        config: Config,
+        on_state: Callable[[str, State | None], None],
+        *,
+        rebuild_store: bool = False,
+        gives_up_journal: bool = False,
     ) -> None:
         folder = Path(config.data_directory)
         if config.log != "embedded":
@@ -91,7 +96,14 @@ class Data:
             self.cluster = _cluster(config, store)
             kind, logs = LogKind.PULSAR, self.cluster.logs
         else:
-            self._logs = EmbeddedLogs(folder / "logs", clock_ms=_clock_ms, fatal=fatal)
+            self._logs = EmbeddedLogs(
+                folder / "logs",
+                clock_ms=_clock_ms,
+                fatal=fatal,
+                has_journal=store.has_journal,
+                tell_journal=store.tell_journal,
+                gives_up_journal=gives_up_journal,
+            )
             kind, logs = LogKind.EMBEDDED, self._logs
         self.topics = Topics(
             store,
@@ -162,7 +174,7 @@ def _cluster(config: Config, store: Store) -> "Cluster":
 
 def _check_no_logs(log: str, folder: Path) -> None:
     """Raises INVALID_CONFIGURATION if there are any: without the store's records nobody else would notice them."""
-    if folder.is_dir() and any(entry.is_dir() for entry in folder.iterdir()):
+    if folder.is_dir() and incarnations(folder):
         raise error(
             "INVALID_CONFIGURATION", f"log = {log!r}: the data directory has logs of a sidecar's own, in {folder}",
             key="log",

@@ -6,10 +6,7 @@ A topic holds none while nobody publishes to it, so their number is no matter; c
 import resource
 
 from seqdedupe.errors import error
-from seqdedupe.log.embedded.commit import MAX_OPEN_FILES
-
-LOG_FILES = 2 * MAX_OPEN_FILES
-"""Kept from one round of the commit thread to the next, and opened in it."""
+from seqdedupe.log.embedded.commit import MAX_ROUND, open_files_within
 
 RESERVE = 64
 """For the store, reading and making logs, and whatever the process itself has open."""
@@ -28,11 +25,13 @@ def connections_within(limit: int) -> int:
 
     Raises INVALID_CONFIGURATION if that is none.
     """
-    connections = limit - LOG_FILES - RESERVE
+    # What is open from one round of the commit thread to the next, what waits to be synced, and what a round opens.
+    others = 2 * open_files_within(limit) + MAX_ROUND + RESERVE
+    connections = limit - others
     if connections < 1:
         raise error(
             "INVALID_CONFIGURATION",
-            f"the process may have {limit} files open: {LOG_FILES + RESERVE + 1} are needed at least",
+            f"the process may have {limit} files open: {others + 1} are needed at least",
             hint="Raise the limit of open files (ulimit -n, LimitNOFILE=); 1024 are enough for any number of topics.",
             limit=limit,
         )

@@ -4,6 +4,7 @@ Telling a state never waits for anybody who watches it.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -20,10 +21,12 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
-    """What is told, and the handlers of those who ask or watch."""
+    """What is told, and the handlers of those who ask or watch. `asked` is told the name of a topic that one asks
+    for, which is to use it."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, asked: Callable[[str], object]) -> None:
         self._streams = streams
+        self._asked = asked
         self._statuses: dict[str, Any] = {"": NOT_SERVING}
         self._watching: dict[str, set[asyncio.Event]] = {}
         self._is_draining = False
@@ -59,10 +62,12 @@ class Health:
             await abort(context, e)
         if name not in self._statuses:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no topic {name}")
+        self._asked(name)
         return _response(self._statuses[name])
 
     async def _watch(self, data: bytes, _context: Context, stream: Stream) -> None:
         name = _name_in(data)
+        self._asked(name)
         news, told = asyncio.Event(), None
         watching = self._watching.setdefault(name, set())
         watching.add(news)

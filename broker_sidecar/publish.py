@@ -16,6 +16,7 @@ from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import NotFoundError, error
 from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
+from seqdedupe.names import topic_name
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, find_or_create
@@ -167,6 +168,7 @@ class PublishService:
 
     async def _topic_of(self, request: publish_pb2.OpenRequest, names: list[str]) -> Topic:
         """The topic that an Open is for, made if need be; not for one that will be refused."""
+        await self._topics.waiting.use(topic_name(request.topic))
         try:
             return self._topics.get(request.topic)
         except NotFoundError:

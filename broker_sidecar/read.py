@@ -12,8 +12,10 @@ from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
+from seqdedupe.topic.following import Followers, read_on
+from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.reading import PAGE_BYTES, Page, check_index, end_index, index_after, read_on, read_page
+from seqdedupe.topic.reading import PAGE_BYTES, Page, check_index, end_index, index_after, read_page
 from seqdedupe.v1 import read_pb2
 
 SERVICE = "seqdedupe.v1.ReadService"
@@ -29,7 +31,7 @@ _SKIPPED = struct.Struct("<HBBqBq")
 UNKNOWN_END = -1
 
 
-def _encode(topic: Topic, page: Page) -> bytes:
+def _encode(topic: LoggedTopic, page: Page) -> bytes:
     """A ReadResponse or ReadStreamResponse: the stored records are its encoding already."""
     end = topic.confirmed_index if topic.knows_its_end else UNKNOWN_END
     tail = _TAIL.pack(13 << 3 | 1, page.next_index, 14 << 3 | 1, end, 15 << 3 | 1, topic.incarnation)
@@ -59,6 +61,7 @@ class ReadService:
     def __init__(self, topics: Topics[Topic], streams: Streams) -> None:
         self._topics = topics
         self._streams = streams
+        self._followers = Followers(_encode)
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
@@ -110,11 +113,14 @@ class ReadService:
             await stream.share.wait_for(size)
             return size
 
-        async for page in read_on(topic, index, stop, room, skip_damaged=request.skip_damaged):
+        async for page in read_on(
+            topic, index, stop, room, skip_damaged=request.skip_damaged, followers=self._followers
+        ):
+            # Counted for each who is sent it: gRPC makes a copy.
             size = len(page.records)
             stream.share.take(size)
             try:
-                await stream.write(_encode(topic, page))
+                await stream.write(page.encoded or _encode(topic, page))
             finally:
                 stream.share.give_back(size)
             index = page.next_index

@@ -53,17 +53,17 @@ UNARY_CALLS_A_CONNECTION = 100
 class Sidecar:
     """A sidecar in this process."""
 
-    def __init__(self, config: Config, *, connections: int, rebuild_store: bool = False) -> None:
+    def __init__(self, config: Config, *, connections: int, **repairs: bool) -> None:
         self._connections = connections
         self._config = config
-        self._rebuild_store = rebuild_store
+        self._repairs = repairs
         self._streams = Streams(config.max_streams)
-        self._health = health.Health(self._streams)
+        self._health = health.Health(self._streams, lambda name: self._topics.waiting.begin(name))
         self.address: SidecarAddress | None = None
 
     async def listen(self) -> None:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
-        self._data = Data(self._config, self._topic_changed, rebuild_store=self._rebuild_store)
+        self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         try:
             await self._topics.open_all()
@@ -150,12 +150,12 @@ def _family(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-async def _serve(config: Config, rebuild_store: bool) -> None:
+async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    sidecar = Sidecar(config, connections=connections_within(raise_limit()), rebuild_store=rebuild_store)
+    sidecar = Sidecar(config, connections=connections_within(raise_limit()), **repairs)
     if config.log == "pulsar":
         Watchdog(fatal)
     await sidecar.listen()
@@ -174,24 +174,27 @@ async def _serve(config: Config, rebuild_store: bool) -> None:
     logger.info("stopped")
 
 
-def run(config: Config, *, rebuild_store: bool = False) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit status. An error at the start is one clear line."""
+def run(config: Config, **repairs: bool) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status. An error at the start is one clear line.
+
+    `repairs` are those of `Data`, for this start alone.
+    """
     logs.configure(config.log_level, config.log_format)
     os.umask(PRIVATE)
     give_back_freed_memory()
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(_served(config, rebuild_store))
-    return uvloop.run(_served(config, rebuild_store))
+        return asyncio.run(_served(config, repairs))
+    return uvloop.run(_served(config, repairs))
 
 
-async def _served(config: Config, rebuild_store: bool) -> int:
+async def _served(config: Config, repairs: dict[str, bool]) -> int:
     """Serves; the exit status. What is wrong is said in one line."""
     status = EXIT_ERROR
     try:
         directory.prepare(Path(config.data_directory))
-        await _serve(config, rebuild_store)
+        await _serve(config, repairs)
         status = 0
     except SeqdedupeError as e:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)

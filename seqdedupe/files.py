@@ -26,3 +26,12 @@ def write_synced(path: Path, data: bytes) -> None:
     finally:
         os.close(file)
     sync_folder(path.parent)
+
+
+def write_all(file: int, data: bytes | memoryview, offset: int) -> None:
+    """Writes all of it there. Raises OSError; then any part of it may have been written."""
+    rest = memoryview(data)
+    while rest:
+        # Short, as on a disk that is filling up: writing the rest tells why.
+        written = os.pwrite(file, rest, offset)
+        rest, offset = rest[written:], offset + written

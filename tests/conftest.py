@@ -37,19 +37,29 @@ _topics = itertools.count()
 # worker runs such a folder, and first: begun last, it would keep the whole run waiting.
 DEAR = ("tests/spark/", "tests/pulsar/")
 
-# The longest files come next, for the same reason. Those of a dear folder share little or nothing with its others.
+# The longest files come next, for the same reason, the longest of all first. Those of a dear folder share little or
+# nothing with its others, or are worth a Spark session of their own.
 LONG = (
-    "tests/pulsar/test_functions.py",
-    "tests/pulsar/test_sidecar.py",
-    "tests/pulsar/test_standby.py",
     "tests/test_demo.py",
+    "tests/format/test_fuzz.py",
+    "tests/broker_sidecar/test_hostile.py",
+    "tests/spark/test_kill_driver_postgres.py",
+    "tests/pulsar/test_functions.py",
     "tests/spark/test_job_command.py",
     "tests/spark/test_source_pipelines.py",
     "tests/test_readme.py",
-    "tests/broker_sidecar/test_hostile.py",
-    "tests/format/test_fuzz.py",
-    "tests/log/test_damage.py",
+    "tests/spark/test_job_cluster.py",
+    "tests/pulsar/test_sidecar.py",
+    "tests/store/test_power_cut.py",
+    "tests/pulsar/test_standby.py",
+    "tests/spark/stores/test_kill.py",
     "tests/property/",
+    "tests/cli/test_commands.py",
+    "tests/cli/test_docs.py",
+    "tests/log/test_damage.py",
+    "tests/broker_sidecar/test_descriptors.py",
+    "tests/broker_sidecar/test_kernels.py",
+    "tests/cli/test_bench.py",
     "tests/store/",
 )
 
@@ -61,10 +71,16 @@ def _dear_folder(nodeid: str) -> str | None:
     return next((folder for folder in DEAR if nodeid.startswith(folder)), None)
 
 
+def _turn(item: pytest.Item) -> tuple[bool, int]:
+    """The smaller, the sooner a test is begun."""
+    long = next((turn for turn, prefix in enumerate(LONG) if item.nodeid.startswith(prefix)), len(LONG))
+    return _dear_folder(item.nodeid) is None, long
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with those folders and files; what is random about the order stays so."""
-    items.sort(key=lambda item: (_dear_folder(item.nodeid) is None, not item.nodeid.startswith(LONG)))
+    items.sort(key=_turn)
 
 
 class _ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
@@ -79,8 +95,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: much of the time a worker waits for a process, a disk or a clock."""
-    return (os.cpu_count() or 1) + 2
+    """Three more than there are cores: much of the time a worker waits for a process, a disk or a clock."""
+    return (os.cpu_count() or 1) + 3
 
 
 @pytest.fixture(scope="session")

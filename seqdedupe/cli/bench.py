@@ -20,7 +20,7 @@ _RATE_REACHED = 0.99
 """With less of the rate that was asked for, a person is told."""
 
 _MOST_NAMES = 500
-"""Each producer has a connection of its own, and many systems allow a process 1,024 files."""
+"""Each producer is a task of its own, and with more of them the tasks would be what is measured."""
 
 _Positive = click.IntRange(min=1)
 
@@ -36,7 +36,7 @@ _Positive = click.IntRange(min=1)
 )  # fmt: skip
 @click.option(
     "--names", type=click.IntRange(1, _MOST_NAMES), default=1, show_default=True, metavar="N",
-    help="So many producers, bench-0 and on, each with a connection of its own.",
+    help="So many producers, bench-0 and on, which share a connection.",
 )  # fmt: skip
 @click.option("--messages", type=_Positive, metavar="N", help="End after N messages.")
 @click.option("--seconds", type=_Positive, metavar="N", help="End after N seconds. Default: at Ctrl-C.")

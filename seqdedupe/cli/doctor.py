@@ -72,6 +72,8 @@ def _print(findings: "Findings") -> None:
     for topic in findings.topics:
         _print_topic(topic)
     _say(f"store: {findings.store.value}" + (f": {findings.store_why}" if findings.store_why else ""))
+    if findings.journal_why:
+        _say(f"journal: {findings.journal_why}")
     for cure in findings.cures:
         _say(f"what to do: {cure}")
     _say(f"{findings.directory} is " + ("whole" if findings.is_whole else "NOT WHOLE"))

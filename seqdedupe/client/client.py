@@ -11,6 +11,7 @@ from seqdedupe.client.admin import Admin
 from seqdedupe.client.calls import Calls
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS, typed_errors
+from seqdedupe.client.connections import Connections
 from seqdedupe.client.partitioned_reader import PartitionedReader, PartitionedStart, PartitionEnds
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader, Start
@@ -56,14 +57,16 @@ class Client:
 
     Raises INVALID_ADDRESS for text that is no address.
 
-    Each producer and reader has a connection of its own, made when it is entered or first read; this object's are for
-    the other calls, one to each sidecar that it comes to. It belongs to one event loop.
+    Its producers share a connection to each sidecar, and those of one topic a stream; any number of names works. Each
+    reader has a connection of its own, made when it is first read, and this object one to each sidecar for the other
+    calls. It belongs to one event loop.
     """
 
     def __init__(self, address: Addresses = DEFAULT_ADDRESS) -> None:
         self._sidecars = Sidecars.parse(address)
         self.address = address if isinstance(address, str) else str(self._sidecars)
         """As it was given."""
+        self._connections = Connections(self._sidecars)
         self._calls = Calls(self._sidecars)
         self.admin = Admin(self._calls)
         """The calls for operators."""
@@ -89,7 +92,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
     ) -> Producer:
         """A producer, to be entered, see `Producer`."""
-        return Producer(self._sidecars, topic, name, config, on_waiting)
+        return Producer(self._connections, topic, name, config, on_waiting)
 
     def reader(
         self,

@@ -13,11 +13,18 @@ from seqdedupe.client.outbox import Frame
 from seqdedupe.errors import error
 from seqdedupe.v1 import publish_pb2
 
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 
 
+def publish_call(channel: grpc.aio.Channel) -> Call:
+    """A publish stream that has said nothing yet."""
+    return channel.stream_stream(_PUBLISH_STREAM)()
+
+
 async def exchange(
-    channel: grpc.aio.Channel,
+    call: Call,
     address: SidecarAddress,
     topic: str,
     *,
@@ -30,7 +37,6 @@ async def exchange(
 
     Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
     """
-    call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_PUBLISH_STREAM)()
 
     async def write() -> None:
         with typed_errors(address):
@@ -51,13 +57,16 @@ async def exchange(
                     raise error("UNREACHABLE", f"the sidecar at {address} ended the stream")
                 is_over = take(raw)
 
-    tasks = [asyncio.create_task(work) for work in (write(), read(), watch())]
+    reading = asyncio.create_task(read())
+    others = [asyncio.create_task(work) for work in (write(), watch())]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([reading, *others], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in tasks:
+        for task in others:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         call.cancel()
+        # The reader hears of that from gRPC, and so late that nothing of the call is left to be told to a loop that may
+        # be closed by then.
+        await asyncio.gather(reading, *others, return_exceptions=True)

@@ -55,6 +55,8 @@ class Outbox:
         self.must_rewind = False
         self.retry_delay_ms = 0
         """With `must_rewind`: the longest delay that was asked for."""
+        self.rewinds_at_once = False
+        """With `must_rewind`: only because others were refused, with whom a frame was shared."""
         self.last_refusal: SeqdedupeError | None = None
         """Why nothing has become durable lately; None as soon as something does."""
         self.size_bytes = 0
@@ -188,7 +190,7 @@ class Outbox:
     def rewind(self) -> None:
         """Send again from the oldest without a receipt."""
         self._out = 0
-        self.must_rewind = False
+        self.must_rewind = self.rewinds_at_once = False
         self.retry_delay_ms = 0
 
     def counts(self, incarnation: int, term: int) -> bool:
@@ -220,6 +222,7 @@ class Outbox:
         self._highest_receipt = max(self._highest_receipt, pending.decided_up_to)
         if not pending.settled:
             self.must_rewind = True
+            self.rewinds_at_once = False
         self._let_go()
 
     def _count(self, receipt: ReceiptColumns, rows: int) -> None:
@@ -252,9 +255,19 @@ class Outbox:
             self.must_rewind = True
             self.retry_delay_ms = max(self.retry_delay_ms, refusal.retry_delay_ms)
             if refusal.reason != "PREDECESSOR_MISSING":  # which only follows from another refusal
+                self.rewinds_at_once = False
                 self.held_up(refusal)
             return
         self.fail(refusal, pending)
+
+    def put_back(self, frame: int) -> None:
+        """Takes the news that a frame was not admitted because of others. One of a frame that is not out changes
+        nothing."""
+        if self._unanswered.pop(frame, None) is None:
+            return
+        self.counters.frames_refused += 1
+        self.rewinds_at_once = self.rewinds_at_once or not self.must_rewind
+        self.must_rewind = True
 
     def held_up(self, why: SeqdedupeError | None) -> None:
         """Remembers why nothing becomes durable, for whoever waits; with None, that something does."""

@@ -11,12 +11,12 @@ from seqdedupe.batch import Batch
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import check_not_forked
+from seqdedupe.client.connections import Connections
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned import Spread
 from seqdedupe.client.receipts import BatchReceipt, PendingBatch, Receipt
 from seqdedupe.client.resuming import Persisted, complete_up_to
 from seqdedupe.client.session import Session
-from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.spread import Numbering, Partition
 from seqdedupe.client.waiting import OnWaiting
 from seqdedupe.errors import InvalidRequestError, error
@@ -29,7 +29,7 @@ class ProducerBase:
 
     def __init__(
         self,
-        sidecars: Sidecars,
+        connections: Connections,
         topic: str,
         name: str,
         config: ProducerConfig,
@@ -40,12 +40,12 @@ class ProducerBase:
         self.name = name
         self._encoded_name = producer_name(name)
         self._config = config
-        self._sidecars = sidecars
+        self._connections = connections
         self._on_waiting = on_waiting
         self._partition = partition
         self._numbers: Numbering | None = None  # of a partitioned topic, whose parts do the rest
         self._parts: list[Any] = []
-        self._session = Session(sidecars, self.topic, name, config, on_waiting)
+        self._session = Session(connections, self.topic, name, config, on_waiting)
         self._builder = self._new_builder()
         self._must_pause = True  # before the next message: wait for room, or raise
         self._state = "new"
@@ -81,14 +81,15 @@ class ProducerBase:
         numbers = Numbering(self.name, self._encoded_name, count, self._config)
         for k in range(count):
             part = partition_name(self.topic, k), self.name, self._config, self._on_waiting
-            self._parts.append(type(self)(self._sidecars, *part, Partition(k, numbers.settled)))
+            self._parts.append(type(self)(self._connections, *part, Partition(k, numbers.settled)))
         try:
             # In this order: of two that start at the same time, one is mostly the later one everywhere.
             for one in self._parts:
                 one._begin()
                 await one._start()
             last = [persisted for one in self._parts for persisted in one.persisted]
-            numbers.resume(await complete_up_to(self._sidecars, self.name, last), max(one.sequence_id for one in last))
+            complete = await complete_up_to(self._connections.sidecars, self.name, last)
+            numbers.resume(complete, max(one.sequence_id for one in last))
         except BaseException:
             for one in self._parts:
                 await one._session.stop()
@@ -185,14 +186,14 @@ class Producer(ProducerBase):
 
     def __init__(
         self,
-        sidecars: Sidecars,
+        connections: Connections,
         topic: str,
         name: str,
         config: ProducerConfig,
         on_waiting: OnWaiting | None = None,
         partition: Partition | None = None,
     ) -> None:
-        super().__init__(sidecars, topic, name, config, on_waiting, partition)
+        super().__init__(connections, topic, name, config, on_waiting, partition)
         self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:

@@ -76,13 +76,46 @@ class ReceiptColumns:
 
         Raises INTERNAL if the runs are of another number of rows.
         """
-        ids = MessageIds.of([(rows, *self.first_message_id)])
-        if len(self.run_rows):
-            run_rows = self.run_rows.astype(np.int64)
-            ids = MessageIds(run_rows, self.run_ledger_ids, self.run_entry_ids, self.run_batch_indexes)
+        ids = self._runs() if len(self.run_rows) else MessageIds.of([(rows, *self.first_message_id)])
         if len(ids) != rows:
             raise error("INTERNAL", f"a receipt has message IDs for {len(ids)} rows, and {rows} were stored")
         return ids.columns()
+
+    def cut(self, first: int, stop: int) -> "ReceiptColumns":
+        """That of the rows from `first` to before `stop`, as if they had been a frame of their own."""
+        verdicts = self.verdicts[first:stop]
+        before, rows = first, stop - first  # of those that were stored
+        if len(verdicts):
+            before = int(np.count_nonzero(self.verdicts[:first] == Verdict.NOT_DUP))
+            rows = int(np.count_nonzero(verdicts == Verdict.NOT_DUP))
+        first_index = self.first_index + before if rows else NO_INDEX
+        first_message_id = _later(self.first_message_id, before) if rows else self.first_message_id
+        runs = self.run_rows[:0], self.run_ledger_ids[:0], self.run_entry_ids[:0], self.run_batch_indexes[:0]
+        if rows and len(self.run_rows):
+            ids = self._runs().cut(before, before + rows)
+            runs = ids.run_rows.astype(np.uint32), ids.ledger_ids, ids.entry_ids, ids.batch_indexes
+        there = (self.known_rows >= first) & (self.known_rows < stop)
+        return ReceiptColumns(
+            verdicts,
+            first_index,
+            first_message_id,
+            self.known_rows[there] - np.uint32(first),
+            self.known_indexes[there],
+            self.known_ledger_ids[there],
+            self.known_entry_ids[there],
+            self.known_batch_indexes[there] if len(self.known_batch_indexes) else self.known_batch_indexes,
+            *runs,
+        )
+
+    def _runs(self) -> MessageIds:
+        run_rows = self.run_rows.astype(np.int64)
+        return MessageIds(run_rows, self.run_ledger_ids, self.run_entry_ids, self.run_batch_indexes)
+
+
+def _later(message_id: MessageId, rows: int) -> MessageId:
+    """That of a message so many rows later in the same run."""
+    ledger_id, entry_id, place = message_id
+    return MessageId(ledger_id, entry_id + rows) if place < 0 else MessageId(ledger_id, entry_id, place + rows)
 
 
 @dataclass(slots=True)

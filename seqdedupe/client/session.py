@@ -5,37 +5,26 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-import grpc.aio
-
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.config import ProducerConfig
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_reason, new_channel, typed_errors
-from seqdedupe.client.exchange import exchange
-from seqdedupe.client.frames import decode_answer, receipt_columns, refusal_error
+from seqdedupe.client.connection import Backoff
+from seqdedupe.client.connections import Connections
+from seqdedupe.client.openings import Openings
 from seqdedupe.client.outbox import Frame, Outbox
 from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.client.route import Route
-from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.stream import Answers, PublishStream
 from seqdedupe.client.waiting import OnWaiting, Waiting
-from seqdedupe.errors import NEVER, InvalidRequestError, SeqdedupeError, UnavailableError, error
-from seqdedupe.message_id import MessageId, Position
-from seqdedupe.v1 import publish_pb2
-from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
+from seqdedupe.message_id import Position
 
 logger = logging.getLogger("seqdedupe.client")
 
 OPEN_TIMEOUT_SECONDS = 30.0
 """A session that could not be started by then is given up. A started one is resumed for as long as it takes."""
 
-ANSWER_TIMEOUT_SECONDS = 30.0
-"""If frames are out and nothing is answered for so long, the connection counts as broken."""
-
 CLOSE_TIMEOUT_SECONDS = 30.0
 """What has no receipt so long after closing began has an unknown outcome."""
-
-FULL_MESSAGE_BYTES = 160 * 1024
-"""Frames that are ready together go out in one message until it is as large as this. More gains nothing, and keeps
-the sidecar waiting. With the largest batch after it, it stays well below what the sidecar takes."""
 
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
@@ -47,31 +36,32 @@ class Session:
 
     def __init__(
         self,
-        sidecars: Sidecars,
+        connections: Connections,
         topic: str,
         name: str,
         config: ProducerConfig,
         on_waiting: OnWaiting | None = None,
     ) -> None:
+        self.name = name
         self.persisted = -1
         self.persisted_position: Position | None = None
         self.outbox = Outbox()
         self.has_room = asyncio.Event()
         """Set while a batch more may be added, and for ever once there is a failure."""
-        self._sidecars = sidecars
-        self._route = Route(sidecars, topic)
+        self._connections = connections
+        self._route = Route(connections.sidecars, topic)
         self._older: set[SidecarAddress] = set()
         """Who has answered a lower term than was seen before, since one last answered another."""
         self._topic = topic
-        self._name = name
         self._config = config
         self._waiting = Waiting(on_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._epochs: list[int] = []
+        self._epoch: int | None = None
         self._started: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._work = asyncio.Event()  # something for the writer may have come up
-        self._answered_at = 0.0
+        self._added = asyncio.Event()
+        self._stream: PublishStream | None = None  # while it is served by one
+        self._rewinding: asyncio.TimerHandle | None = None
         self._resumed_in_vain = False
         """Whether a refusal was answered by a resume, and nothing has had a receipt since."""
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
@@ -80,6 +70,10 @@ class Session:
     @property
     def failure(self) -> SeqdedupeError | None:
         return self.outbox.failure
+
+    @property
+    def _is_starting(self) -> bool:
+        return self._started is not None and not self._started.done()
 
     @property
     def is_idle(self) -> bool:
@@ -104,7 +98,7 @@ class Session:
             raise self._of_another_loop()
 
     def _of_another_loop(self) -> SeqdedupeError:
-        what = f"producer {self._name!r} was opened on another event loop than this one, and belongs to it"
+        what = f"producer {self.name!r} was opened on another event loop than this one, and belongs to it"
         return error("INVALID_REQUEST", what, hint="Open, use and close a producer on one event loop.")
 
     def add(self, pending: PendingBatch) -> None:
@@ -115,7 +109,9 @@ class Session:
         pending.queued_at = loop.time()
         self.outbox.add(pending)
         self._update_room()
-        self._work.set()
+        self._added.set()
+        if self._stream is not None:
+            self._stream.ready(self)
 
     def end_before(self, first: PendingBatch, what: str) -> None:
         """Gives up this batch, what was added after it, and what will be; what was added before goes on."""
@@ -153,7 +149,7 @@ class Session:
         finally:
             # Also when this is cancelled: others wait for receipts.
             if len(self.outbox):
-                self._fail(self.outbox.outcome_unknown(f"producer {self._name!r} was closed"))
+                self._fail(self.outbox.outcome_unknown(f"producer {self.name!r} was closed"))
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -164,7 +160,7 @@ class Session:
         """No task may end on a defect, or with its event loop, and leave others waiting for receipts."""
         if task.cancelled():
             if task in self._tasks and self.failure is None:  # `stop` takes them out
-                self._fail(self.outbox.outcome_unknown(f"producer {self._name!r} has ended with its event loop"))
+                self._fail(self.outbox.outcome_unknown(f"producer {self.name!r} has ended with its event loop"))
         elif (defect := task.exception()) is not None:
             self._fail(error("INTERNAL", f"a defect in the client: {defect!r}"))
 
@@ -212,7 +208,7 @@ class Session:
             try:
                 await self._connect()
             except UnavailableError as e:
-                if e.reason == "STREAM_IDLE" and not len(self.outbox):
+                if e.reason == "STREAM_IDLE" and not len(self.outbox) and not self._is_starting:
                     # The session stays: it is resumed when there is something to send.
                     await self._wait_for_something_to_send()
                     continue
@@ -220,7 +216,7 @@ class Session:
                 why = self._route.told()
                 self.outbox.held_up(why)
                 self._waiting.waits(why)
-                if not self._epochs and loop.time() > give_up_at:
+                if self._is_starting and loop.time() > give_up_at:
                     self._fail(why)
                     return
                 if not moves_on:
@@ -233,57 +229,50 @@ class Session:
 
     async def _wait_for_something_to_send(self) -> None:
         while not len(self.outbox) and self.failure is None:
-            self._work.clear()
-            await self._work.wait()
+            self._added.clear()
+            await self._added.wait()
 
     async def _connect(self) -> None:
-        """Opens or resumes, then sends and takes answers until the connection breaks."""
-        async with new_channel(self._route.address, is_one=self._route.is_one) as channel:
-            with typed_errors(self._route.address):
-                await self._open(channel)
+        """Opens or resumes, then sends and takes answers until the stream ends."""
+        async with self._connections.stream(self._route.address, self._topic) as stream:
+            await stream.begin()
+            await self._open(stream.openings)
+            await stream.check()
+            if self._is_starting and self._started is not None:
+                self._started.set_result(None)
             if not len(self.outbox):
                 # There will be no receipt that says so.
                 self._waiting.goes_on()
-            await exchange(
-                channel,
-                self._route.address,
-                self._topic,
-                frames=self._frames_to_send,
-                take=self._take,
-                watch=self._watch,
-            )
+            self._stream = stream
+            try:
+                await stream.serve(self)
+            finally:
+                self._stream = None
+                if self._rewinding is not None:
+                    self._rewinding.cancel()
+                    self._rewinding = None
 
-    async def _open(self, channel: grpc.aio.Channel) -> None:
-        request = publish_pb2.OpenRequest(topic=self._topic, producer_names=[self._name], epochs=self._epochs)
+    async def _open(self, openings: Openings) -> None:
         try:
-            with typed_errors(self._route.address):
-                answer = await PublishServiceStub(channel).Open(request, timeout=CALL_TIMEOUT_SECONDS)
-                for refusal in answer.refusals:
-                    numbers = {"producer_name": self._name, "current_epoch": str(refusal.current_epoch)}
-                    raise error_of_reason(refusal.reason, refusal.message, NEVER, numbers)
+            opened = await openings.open(self.name, self._epoch)
         except InvalidRequestError as e:
             if (doubted := self._route.doubted(e)) is not e:
                 raise doubted from e
-            if self._epochs and e.reason in ("INVALID_EPOCH", "TOPIC_NOT_FOUND"):
+            if self._epoch is not None and e.reason in ("INVALID_EPOCH", "TOPIC_NOT_FOUND"):
                 raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e
             raise
-        self._check_term(answer.term)
-        if self.outbox.open(
-            answer.incarnation, answer.term, answer.epochs[0], answer.persisted[0], is_forgotten=0 in answer.forgotten
-        ):
+        self._check_term(opened.term)
+        is_forgotten = opened.is_forgotten
+        if self.outbox.open(opened.incarnation, opened.term, opened.epoch, opened.persisted, is_forgotten=is_forgotten):
             logger.warning(
                 "topic %s has forgotten producer %r, which was idle for longer than its policy allows: what is sent "
                 "again is new to it, stored or not",
                 self._topic,
-                self._name,
+                self.name,
             )
-        first, self._epochs = not self._epochs, list(answer.epochs)
-        if first and self._started is not None and not self._started.done():
-            self.persisted = answer.persisted[0]
-            if answer.persisted_indexes[0] >= 0:
-                message_id = MessageId.from_proto(answer.persisted_message_ids[0])
-                self.persisted_position = Position(answer.incarnation, message_id, answer.persisted_indexes[0])
-            self._started.set_result(None)
+        if self._epoch is None:
+            self.persisted, self.persisted_position = opened.persisted, opened.position
+        self._epoch = opened.epoch
 
     def _check_term(self, term: int) -> None:
         """Raises NOT_OWNER if this sidecar answers a lower term than another one did: it is not the owner. Where all do
@@ -292,70 +281,65 @@ class Session:
             self._older.clear()
             return
         self._older.add(self._route.address)
-        if not self._older.issuperset(self._sidecars.addresses):
+        if not self._older.issuperset(self._connections.sidecars.addresses):
             what = (
                 f"the sidecar at {self._route.address} answers with term {term}, lower than {self.outbox.term} before"
             )
             raise error("NOT_OWNER", what)
 
-    async def _frames_to_send(self) -> list[Frame]:
-        """The next ones for a message; waits until there are any."""
-        while True:
-            if self.outbox.must_rewind and not self.outbox.unanswered:
-                delay_seconds = self.outbox.retry_delay_ms / 1000
-                await asyncio.sleep(max(self._backoff.next_seconds(), delay_seconds))
-                self.outbox.rewind()
-            if frames := self._next_frames():
-                return frames
-            self._work.clear()
-            await self._work.wait()
+    # -- what a stream asks of it --------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
-            silence = asyncio.get_running_loop().time() - self._answered_at
-            if self.outbox.unanswered and silence > ANSWER_TIMEOUT_SECONDS:
-                raise error("OUTCOME_UNKNOWN", f"{self._route.address} has not answered for {silence:.0f} seconds")
+    @property
+    def waits_for_answers(self) -> bool:
+        return self.outbox.unanswered > 0
 
-    def _next_frames(self) -> list[Frame]:
-        """What is ready to be sent now, for one message."""
-        if not self.outbox.unanswered:
-            self._answered_at = asyncio.get_running_loop().time()
-        frames = []
-        size_bytes = 0
-        while size_bytes < FULL_MESSAGE_BYTES and (frame := self.outbox.next_frame()) is not None:
-            frames.append(frame)
-            size_bytes += frame.size_bytes
-        return frames
+    def next_frame(self) -> Frame | None:
+        """The next one to send, if there is any to be sent now."""
+        return self.outbox.next_frame()
 
-    def _take(self, raw: bytes) -> bool:
-        """Whether it was the last answer that matters."""
-        self._take_answer(raw)
-        return self.failure is not None and self.is_idle
-
-    def _take_answer(self, raw: bytes) -> None:
-        self._answered_at = asyncio.get_running_loop().time()
-        answer = decode_answer(raw, self.outbox.rows_of)
-        if not self.outbox.counts(answer.incarnation, answer.term):
-            return
+    def take(self, incarnation: int, term: int, answers: Answers) -> bool:
+        """Takes answers; whether they were the last ones that matter. Raises what needs another stream or a resume, and
+        what ends the session."""
+        if not self.outbox.counts(incarnation, term):
+            return False
         waiting = len(self.outbox)
-        for receipt in answer.receipts:
-            self.outbox.receipt(receipt.frame, receipt_columns(receipt))
+        for frame, receipt in answers.receipts:
+            self.outbox.receipt(frame, receipt)
         if len(self.outbox) < waiting:
             self._backoff.reset()
             self._route.goes_well()
             self._resumed_in_vain = False
             self.outbox.held_up(None)
             self._waiting.goes_on()
-        for refusal in answer.refusals:
-            why = refusal_error(refusal)
-            if not self._resumed_in_vain and self.outbox.asks_for_resume(refusal.frame, why):
-                self._resumed_in_vain = True
-                raise why
-            self.outbox.refused(refusal.frame, why)
-            if why.reason == "NOT_OWNER":
-                raise why  # resumes, where the owner is
-            if isinstance(self.outbox.last_refusal, UnavailableError):
-                self._waiting.waits(self.outbox.last_refusal)
+        for frame, why in answers.refusals:
+            if why is None:
+                self.outbox.put_back(frame)
+            else:
+                self._refused(frame, why)
         self._update_room()
-        self._work.set()
+        if self.outbox.must_rewind and not self.outbox.unanswered:
+            self._rewind_later()
+        return self.failure is not None and self.is_idle
+
+    def _refused(self, frame: int, why: SeqdedupeError) -> None:
+        if not self._resumed_in_vain and self.outbox.asks_for_resume(frame, why):
+            self._resumed_in_vain = True
+            raise why
+        self.outbox.refused(frame, why)
+        if why.reason == "NOT_OWNER":
+            raise why  # resumes, where the owner is
+        if isinstance(self.outbox.last_refusal, UnavailableError):
+            self._waiting.waits(self.outbox.last_refusal)
+
+    def _rewind_later(self) -> None:
+        if self.outbox.rewinds_at_once:
+            self._rewind()
+        elif self._rewinding is None:
+            delay_seconds = max(self._backoff.next_seconds(), self.outbox.retry_delay_ms / 1000)
+            self._rewinding = asyncio.get_running_loop().call_later(delay_seconds, self._rewind)
+
+    def _rewind(self) -> None:
+        self._rewinding = None
+        self.outbox.rewind()
+        if self._stream is not None:
+            self._stream.ready(self)

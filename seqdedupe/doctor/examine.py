@@ -11,6 +11,7 @@ from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import DamagedError, error
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.embedded.logs import incarnations, said_by
+from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
@@ -27,6 +28,11 @@ RESTORE = (
     "with --salvage"
 )
 
+GIVE_UP = (
+    "restore the directory from a backup, the folder logs/journal included; or start once with --give-up-journal: "
+    "each log goes on with what stands in its files, and the last messages before a power cut may be gone from them"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Examined:
@@ -38,6 +44,7 @@ class Examined:
     secret: bytes
     loaded: Loaded | None
     tally: Tally
+    replay: Replay
 
 
 def examine(directory: Path, each: Callable[[Examined], None] = lambda examined: None) -> Findings:
@@ -55,9 +62,13 @@ def examine(directory: Path, each: Callable[[Examined], None] = lambda examined:
         store, records = _open_store(directory / "store", found, opened)
         known = {record.incarnation: record for record in records}
         folders = incarnations(logs) if logs.is_dir() else []
+        replay = Replay(logs, is_expected=store is not None and store.has_journal, gives_up=True)
+        if given_up := replay.look():
+            found.journal_why = "; ".join(given_up)
+            found.cures.append(GIVE_UP)
         for incarnation in sorted({*known, *folders}):
             loaded = _Stored(known.get(incarnation), store)
-            topic = _topic(logs / str(incarnation), incarnation, loaded, found.store, each)
+            topic = _topic(logs / str(incarnation), incarnation, loaded, found.store, replay, each)
             found.topics.append(topic)
         _check_names(found.topics)
         _check_partitions(found.topics)
@@ -104,6 +115,7 @@ def _topic(
     incarnation: int,
     stored: _Stored,
     store: StoreState,
+    replay: Replay,
     each: Callable[[Examined], None],
 ) -> TopicFindings:
     record = stored.record
@@ -147,11 +159,12 @@ def _topic(
         return found
     identity = Identity(incarnation, key_of(secret))
     found.log_bytes = sum(path.stat().st_size for path in _segments(folder))
-    tally = examine_log(folder, identity, loaded, found, expects_snapshot=record is not None and not stored.why)
+    expects_snapshot = record is not None and not stored.why
+    tally = examine_log(folder, identity, loaded, found, replay, expects_snapshot=expects_snapshot)
     if not found.is_whole and not found.cures:
         found.cures.append(RESTORE)
     if tally is not None:
-        each(Examined(found, folder, identity, secret, loaded, tally))
+        each(Examined(found, folder, identity, secret, loaded, tally, replay))
     return found
 
 

@@ -95,6 +95,8 @@ class Findings:
     directory: str
     store: StoreState
     store_why: str = ""
+    journal_why: str = ""
+    """What is missing or damaged in the logs' journal."""
     topics: list[TopicFindings] = field(default_factory=list)
     cures: list[str] = field(default_factory=list)
     namespace_policies: list[tuple[str, bytes]] = field(default_factory=list)
@@ -102,7 +104,7 @@ class Findings:
 
     @property
     def is_whole(self) -> bool:
-        return self.store is StoreState.WHOLE and all(topic.is_whole for topic in self.topics)
+        return self.store is StoreState.WHOLE and not self.journal_why and all(topic.is_whole for topic in self.topics)
 
     def to_json(self) -> dict[str, Any]:
         """The form is documented: keep it stable."""
@@ -111,6 +113,7 @@ class Findings:
             "whole": self.is_whole,
             "store": self.store.value,
             "store_why": self.store_why or None,
+            "journal_why": self.journal_why or None,
             "topics": [topic.to_json() for topic in self.topics],
             "cures": self.cures,
         }

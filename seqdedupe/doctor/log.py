@@ -14,6 +14,7 @@ from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.embedded.inspection import Damage, Intact, TornEnd, inspect
+from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 from seqdedupe.store.snapshots import Loaded
@@ -23,7 +24,13 @@ NAMED = 3
 
 
 def examine_log(
-    folder: Path, identity: Identity, loaded: Loaded | None, found: TopicFindings, *, expects_snapshot: bool
+    folder: Path,
+    identity: Identity,
+    loaded: Loaded | None,
+    found: TopicFindings,
+    replay: Replay,
+    *,
+    expects_snapshot: bool,
 ) -> Tally | None:
     """Reads the log, and puts into `found` what it comes to. What the snapshot says is in the tally too, at the end.
 
@@ -36,7 +43,7 @@ def examine_log(
     last_file = segment_path(folder, bases[-1] if bases else 0)
     meeting = _Meeting(tally, loaded, found, last_file)
     try:
-        for part in inspect(folder, identity):
+        for part in inspect(folder, identity, replay):
             _take(part, meeting, tally, found)
     except DamagedError as e:
         # Of another version, or a control record that is none.

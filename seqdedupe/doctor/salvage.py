@@ -30,6 +30,7 @@ from seqdedupe.format.tag import SECRET_BYTES, key_of
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.logs import create_log
+from seqdedupe.log.embedded.replaying import put_back
 from seqdedupe.log.embedded.rewriting import NewLog
 from seqdedupe.log.embedded.segment import Identity
 from seqdedupe.log.embedded.writer import Append
@@ -165,6 +166,7 @@ def _copy(examined: Examined, to: Path) -> SalvagedTopic:
     found, incarnation = examined.findings, examined.identity.incarnation
     folder = to / "logs" / str(incarnation)
     shutil.copytree(examined.folder, folder)
+    put_back(folder, examined.identity, examined.replay.parts_of(incarnation))
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -189,7 +191,7 @@ def _rewrite(examined: Examined, to: Path, others: list[SalvagedTopic]) -> Salva
         body = control.encode(tally.policy, term=term)
         log.append([(body, 0, len(body))], 0)
     topic = SalvagedTopic(record, False)
-    for part in inspect(examined.folder, examined.identity):
+    for part in inspect(examined.folder, examined.identity, examined.replay):
         if isinstance(part, Intact):
             _write_batches(log, part, topic.kept)
     for change in _last_words(tally):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_reason, new_channel, typed_errors
-from seqdedupe.client.exchange import exchange
+from seqdedupe.client.exchange import exchange, publish_call
 from seqdedupe.client.frames import decode_answer, refusal_error
 from seqdedupe.client.outbox import Frame
 from seqdedupe.client.route import Route
@@ -105,7 +105,7 @@ class Publisher:
             await self._open(stub)
             self._answered_at = time.monotonic()
             await exchange(
-                channel,
+                publish_call(channel),
                 self._route.address,
                 self._topic,
                 frames=lambda: self._frames_to_send(stub),

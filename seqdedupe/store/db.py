@@ -117,6 +117,17 @@ class Store:
                 close_rocksdb(db)
         self._mark.close()
 
+    # The journal of the logs beside it.
+
+    @property
+    def has_journal(self) -> bool:
+        """Whether the logs beside the store may need their journal."""
+        return self._mark.has_journal
+
+    def tell_journal(self, has_journal: bool) -> None:
+        """Says so from now on; durable on return. For any thread. Raises OSError."""
+        self._mark.tell_journal(has_journal)
+
     # Topics.
 
     def topics(self) -> list[TopicRecord]:

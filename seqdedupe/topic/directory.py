@@ -27,6 +27,7 @@ from seqdedupe.topic.records import Records
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.shielded import shielded
 from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.waiting import Waiting
 
 logger = logging.getLogger("seqdedupe.topics")
 
@@ -76,6 +77,8 @@ class Topics(Generic[T]):
         self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By name: nobody opens a topic that another one opens."""
         self._opened_at_start: list[T] = []
+        self.waiting = Waiting(self)
+        """Those that nobody has used since the start; they are `closed` too."""
         self.looking = Looking(self._look_again)
         """For what others make and delete in a cluster. A look raises what `Logs.list` raises, STORE_UNAVAILABLE."""
         self.unlisted: SeqdedupeError | None = None
@@ -88,8 +91,9 @@ class Topics(Generic[T]):
     async def open_all(self) -> None:
         """Opens every log. One that cannot be opened is tried again or DAMAGED, and the others are there.
 
-        Those of a cluster, which may not answer now, are opened by `recover_all`, and RECOVERING until then. Raises
-        STORE_MISSING if there is a log without a record, and what `Logs.list` raises.
+        Where there are very many, some wait until they are used (`waiting`). Those of a cluster, which may not answer
+        now, are opened by `recover_all`, and RECOVERING until then. Raises STORE_MISSING if there is a log without a
+        record, and what `Logs.list` raises.
         """
         self.namespaces.load()
         records = self.store.topics()
@@ -126,7 +130,7 @@ class Topics(Generic[T]):
                 self.on_state(record.name, State.RECOVERING)
 
     async def open_at_start(self, record: TopicRecord) -> None:
-        """Opens a topic of which there is a record. What cannot be now is tried again."""
+        """Opens a topic of which there is a record, or lets it wait. What cannot be now is tried again."""
         why = self.partitions.learn(record) if record.partitions else None
         if record.name in self.records:
             why = error("STORE_DAMAGED", f"the store has two records of the topic {record.name}")
@@ -134,8 +138,10 @@ class Topics(Generic[T]):
             self._close(Closed(record, why, State.DAMAGED))
             return
         self.records[record.name] = record
+        if self.waiting.takes(record):
+            return
         if not await self.opened(record):
-            self.in_background(self._go_on_opening(record))
+            self.in_background(self.go_on_opening(record))
         elif topic := self.live.get(record.name):
             self._opened_at_start.append(topic)
 
@@ -155,7 +161,8 @@ class Topics(Generic[T]):
                 await stack.enter_async_context(self.opening[name])
             await self.lives.remove(names, asked)
 
-    async def _go_on_opening(self, record: TopicRecord) -> None:
+    async def go_on_opening(self, record: TopicRecord) -> None:
+        """Tries until nothing is left to try, and recovers the topic."""
         await again_until(lambda: self.opened(record))
         if topic := self.live.get(record.name):
             await topic.recover()
@@ -204,7 +211,9 @@ class Topics(Generic[T]):
             self.on_state(topic.name, topic.state)
 
     async def recover_all(self) -> None:
-        """Recovers every topic; one that cannot be recovered now goes on trying by itself, beside this."""
+        """Recovers every topic; one that cannot be recovered now goes on trying by itself, beside this.
+
+        Those that wait are opened and recovered from now on, one after the other."""
         if self.unlisted is not None and not await self._have_opened():
             await again_until(self._have_opened)
         opened, self._opened_at_start = self._opened_at_start, []
@@ -212,12 +221,15 @@ class Topics(Generic[T]):
         if self.rebuild_store:
             # So that the next start needs no rebuilding.
             await asyncio.gather(*(topic.snapshot_in_background() for topic in opened))
+        self.in_background(self.waiting.open_all())
 
     async def drain(self) -> None:
         """Takes nothing more; settles what is in flight; durable snapshots. Reading goes on."""
         self.is_draining = True
+        self.waiting.close()
         await self.namespaces.close()
-        under_way = [*self.creating.values(), *self.deleting.values(), *self.renewing.values(), *self.changing.values()]
+        working = (self.creating, self.deleting, self.renewing, self.changing, self.waiting.opening)
+        under_way: list[asyncio.Task[Any]] = [task for tasks in working for task in tasks.values()]
         if under_way:
             await asyncio.wait(under_way)
         # What is tried again and again is finished at the next start.
@@ -294,6 +306,7 @@ class Topics(Generic[T]):
     async def get_or_create(self, name: str) -> T:
         """The live topic, made if it is not there and `allow_auto_topic_creation` says so."""
         full = topic_name(name)
+        await self.waiting.use(full)
         is_there = full in self.live or full in self.closed or full in self.partitions
         if is_there or not self.allow_auto_topic_creation:
             return self.get(full)
@@ -308,6 +321,7 @@ class Topics(Generic[T]):
         LOG_REFUSED, STORE_UNAVAILABLE: then there is none.
         """
         full = topic_name(name)
+        await self.waiting.use(full)
         while deletion := self.deleting.get(full):
             await asyncio.wait({deletion})
         self.check_takes_changes(full)
@@ -358,6 +372,7 @@ class Topics(Generic[T]):
         the store says so. Whoever is cancelled here does not know: the deletion goes on.
         """
         full = topic_name(name)
+        await self.waiting.use(full)
         while creation := self.creating.get(full):
             await asyncio.wait({creation})
         if deletion := self.deleting.get(full):

@@ -26,8 +26,10 @@ async def look_for(topics: Topics[T], name: str) -> str:
 
 
 async def find(topics: Topics[T], name: str) -> T:
-    """The live topic, looked for. Raises as `look_for` and `Topics.get`."""
-    return topics.get(await look_for(topics, name))
+    """The live topic, looked for, and opened if nobody has used it yet. Raises as `look_for` and `Topics.get`."""
+    full = await look_for(topics, name)
+    await topics.waiting.use(full)
+    return topics.get(full)
 
 
 async def find_or_create(topics: Topics[T], name: str) -> T:

@@ -20,6 +20,9 @@ from seqdedupe.topic.state import State, TopicBase
 
 T = TypeVar("T", bound=TopicBase)
 
+MADE_AT_ONCE = 32
+"""Of the partitions of a topic: they share the syncs of disk and store."""
+
 
 class Lives(Generic[T]):
     """Puts what it has made into `live` and `records`, and takes it out, also of `closed`. `inherited` is the policy of
@@ -61,28 +64,50 @@ class Lives(Generic[T]):
             )
             for name in names
         ]
-        made: list[T] = []
+        made: dict[str, T] = {}
         try:
             await self._store.put_topics(*records)
-            for record in records:
-                made.append(await self._kind.make(record, self._inherited(record.name), entry_format))
-                if policy != Policy():
-                    await made[-1].set_policy(policy)
+            await self._make_all(records, policy, entry_format, made)
             if partitions:
                 await self._kind.announce(whole_of(names[0]) or "")
             records = [replace(record, state=TopicState.ACTIVE) for record in records]
             await self._store.put_topics(*records)
         except Exception:
-            for topic in made:
+            for topic in made.values():
                 await topic.delete()
             await self._stored.undo(*records)
             raise
-        for record, topic in zip(records, made, strict=True):
+        topics = [made[record.name] for record in records]
+        for record, topic in zip(records, topics, strict=True):
             self._records[topic.name] = record
             self._live[topic.name] = topic
             topic.inherit(self._inherited(topic.name))
             self._on_state(topic.name, topic.state)
-        return made
+        return topics
+
+    async def _make_all(
+        self, records: Sequence[TopicRecord], policy: Policy, entry_format: str, made: dict[str, T]
+    ) -> None:
+        """Makes the logs of these topics and opens them, into `made`; returns or raises when nothing is under way."""
+        left = list(reversed(records))
+
+        async def some() -> None:
+            try:
+                while left:
+                    record = left.pop()
+                    made[record.name] = await self._kind.make(record, self._inherited(record.name), entry_format)
+                    if policy != Policy():
+                        await made[record.name].set_policy(policy)
+            finally:
+                # After a failure no others are begun.
+                left.clear()
+
+        # In a cluster the partitions of a topic are made in order.
+        at_once = 1 if self._kind.log.is_shared else MADE_AT_ONCE
+        ends = await asyncio.gather(*(some() for _ in range(min(at_once, len(records)))), return_exceptions=True)
+        for end in ends:
+            if end is not None:
+                raise end
 
     async def remove(self, names: list[str], asked: str) -> None:
         """Deletes topics, live or closed, all of them or none. `asked` is what they are to whoever asks."""

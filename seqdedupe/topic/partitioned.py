@@ -96,6 +96,7 @@ async def delete(topics: Topics[T], whole: str) -> None:
     LOG_DAMAGED, RECOVERING and what else a partition says that cannot be used; STORE_UNAVAILABLE: then all of it is
     still there. Whoever is cancelled here does not know: the deletion goes on.
     """
+    await topics.waiting.use(*topics.partitions.names(whole))
     lost = await finding.lost(topics, topics.partitions.names(whole))
     if change := topics.changing.get(whole):
         await asyncio.shield(change)

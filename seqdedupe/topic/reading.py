@@ -1,6 +1,6 @@
 """Pages of a topic for readers: where to start, how far to go, batches cut at both ends."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +46,8 @@ class Page:
     next_index: int
     skipped: range = range(0)
     """Instead of records: the indexes of messages that are damaged."""
+    encoded: bytes = b""
+    """As it goes out, where that is made once for several readers."""
 
 
 def end_index(topic: TopicBase) -> int:
@@ -235,33 +237,3 @@ def _cut(
         after_body_bytes=len(ids),
     )
     return cut_header + encoded + ids, int(places[RECORD_END]), base + last
-
-
-async def _page_bytes() -> int:
-    return PAGE_BYTES
-
-
-async def read_on(
-    topic: LoggedTopic,
-    from_index: int,
-    stop_index: int | None,
-    room: Callable[[], Awaitable[int]] = _page_bytes,
-    *,
-    skip_damaged: bool = False,
-) -> AsyncIterator[Page]:
-    """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
-
-    `room` is asked before each how many bytes it may have. Ends early when the topic closes. Raises NOT_OWNER or
-    LOG_DAMAGED when no more messages will come from here, and LOG_DAMAGED for what is damaged where it reads unless
-    `skip_damaged`.
-    """
-    here = from_index
-    while stop_index is None or here < stop_index:
-        await topic.wait_for_message(here)
-        end = topic.readable_index if stop_index is None else min(stop_index, topic.readable_index)
-        if end <= here:
-            topic.check_may_go_on()
-            return
-        page = await read_page(topic, here, end, await room(), skip_damaged=skip_damaged)
-        yield page
-        here = page.next_index

@@ -30,7 +30,8 @@ class _TopicStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TopicState
     """Never sent."""
     TOPIC_STATE_RECOVERING: _TopicState.ValueType  # 1
     """Its log is being read, or cannot be read now; publishes are refused with `RECOVERING`, and readers get what is
-    certain.
+    certain. Or, as `why` says, nobody has used it since a start with very many topics: whoever does opens it, and of
+    what it holds nothing is said until then.
     """
     TOPIC_STATE_SERVING: _TopicState.ValueType  # 2
     """It takes and gives messages."""
@@ -50,7 +51,8 @@ TOPIC_STATE_UNSPECIFIED: TopicState.ValueType  # 0
 """Never sent."""
 TOPIC_STATE_RECOVERING: TopicState.ValueType  # 1
 """Its log is being read, or cannot be read now; publishes are refused with `RECOVERING`, and readers get what is
-certain.
+certain. Or, as `why` says, nobody has used it since a start with very many topics: whoever does opens it, and of
+what it holds nothing is said until then.
 """
 TOPIC_STATE_SERVING: TopicState.ValueType  # 2
 """It takes and gives messages."""

@@ -161,7 +161,7 @@ NEVER = 1e9
 
 @asynccontextmanager
 async def silent_streams(address: str, connections: int, streams: int, kind: str) -> AsyncIterator[list[Any]]:
-    """So many streams over each of so many connections; they never say anything."""
+    """So many streams over each of so many connections, taken or refused by now; they never say anything."""
     method, request = OTHERS[kind]
     own = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(address, own) for _ in range(connections)]
@@ -171,6 +171,8 @@ async def silent_streams(address: str, connections: int, streams: int, kind: str
             kind_of_call: Any = channel.stream_stream if request is None else channel.unary_stream
             calls.append(kind_of_call(method)(*([] if request is None else [request])))
     try:
+        async with asyncio.timeout(WAIT_SECONDS):
+            await asyncio.gather(*(call.initial_metadata() for call in calls))
         yield calls
     finally:
         for channel in channels:

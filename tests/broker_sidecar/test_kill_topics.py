@@ -7,6 +7,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
+from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch
@@ -47,7 +48,7 @@ def test_half_made_and_half_deleted_topics_are_finished(
         assert len(there) == len(listed)
         assert alive | created <= there <= alive | set(creations) | set(deletions) - deleted
         assert {topic.state for topic in listed} <= {admin_pb2.TOPIC_STATE_SERVING}
-        folders = {int(entry.name) for entry in (sidecar.data / "logs").iterdir()}
+        folders = set(incarnations(sidecar.data / "logs"))
         assert folders == {topic.incarnation for topic in listed}
         alive = there
     client.close()

@@ -8,6 +8,7 @@ import pytest
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import InvalidRequestError, NotFoundError
+from seqdedupe.log.embedded.logs import incarnations
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, admin_pb2_grpc
 
@@ -110,5 +111,5 @@ def test_a_process_that_is_killed_leaves_all_partitions_or_none(start_sidecar: C
             assert len(found) == 5 * len(wholes)
             assert {t.state for t in found.values()} == {admin_pb2.TOPIC_STATE_SERVING}
             assert all((name in wholes) == is_there for name, is_there in expected.items())
-            folders = {int(entry.name) for entry in (sidecar.data / "logs").iterdir()}
+            folders = set(incarnations(sidecar.data / "logs"))
             assert folders == {t.incarnation for t in found.values() if not t.partitions}

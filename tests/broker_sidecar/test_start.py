@@ -15,6 +15,8 @@ from grpc_health.v1 import health_pb2
 
 from broker_sidecar.directory import prepare
 from seqdedupe.errors import REASONS, ConfigurationError
+from seqdedupe.log.embedded.logs import incarnations
+from seqdedupe.store.db import Store
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused
@@ -198,7 +200,7 @@ def test_a_lost_store_is_refused_and_rebuilt_on_request(copied: Sidecar) -> None
     client.close()
     copied.kill()
     copied.log.clear()
-    client_before = sorted(int(folder.name) for folder in (copied.data / "logs").iterdir())
+    client_before = incarnations(copied.data / "logs")
     shutil.rmtree(copied.data / "store")
     said = refused_start(copied)
     assert "STORE_MISSING" in said
@@ -308,3 +310,33 @@ def test_a_new_topic_is_said_to_serve_once(tmp_path: Path) -> None:
         sidecar.stop()
     said = [entry["event"] for entry in sidecar.log]
     assert said.count("topic persistent://public/default/t is SERVING") == 1
+
+
+def test_a_lost_journal_is_damage_until_it_is_given_up(copied: Sidecar) -> None:
+    store = Store.open(copied.data / "store")
+    # As a sidecar leaves it that is killed while it has one.
+    store.tell_journal(True)
+    store.close()
+    shutil.rmtree(copied.data / "logs" / "journal", ignore_errors=True)
+    copied.start()
+    client = Client(copied.address)
+    until = time.monotonic() + 120
+    for name in ("t", "u"):
+        while client.topic(name).state != admin_pb2.TOPIC_STATE_DAMAGED:
+            assert time.monotonic() < until
+        assert "journal is missing" in client.topic(name).why
+    copied.kill()
+    copied.keys["give_up_journal"] = True
+    copied.start()
+    assert client.rows("t") == client.rows("u") == [("p", i) for i in range(ROWS)]
+    client.close()
+    assert copied.stop() == 0
+    # An end in order leaves nothing in it.
+    store = Store.open(copied.data / "store")
+    assert not store.has_journal
+    store.close()
+    del copied.keys["give_up_journal"]
+    copied.start()
+    client = Client(copied.address)
+    assert client.rows("t") == [("p", i) for i in range(ROWS)]
+    client.close()

@@ -10,7 +10,17 @@ import pytest
 from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import read_pb2
-from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, encoded, names_of, receipt_of, verdicts
+from tests.broker_sidecar.calls import (
+    DUP,
+    NOT_DUP,
+    TIMEOUT_SECONDS,
+    Client,
+    batch,
+    encoded,
+    names_of,
+    receipt_of,
+    verdicts,
+)
 
 MIB = 1024 * 1024
 PAYLOAD_BYTES = 1_500_000
@@ -101,6 +111,36 @@ def test_a_slow_reader_holds_up_nobody_and_gets_everything(client: Client, share
             found += [i for record in next(reader).records for i in record.batch.sequence_ids]
         assert found == list(range(41))
         reader.cancel()
+
+
+def test_followers_that_read_nothing_hold_little_memory_and_nobody_up(
+    client: Client, shared: Sidecar, topic: str
+) -> None:
+    epochs = client.epochs(topic, "p")
+    request = read_pb2.ReadStreamRequest(topic=topic, follow=True)
+    stuck = [Client(shared.address) for _ in range(20)]
+    unread = [one.reading.ReadStream(request, timeout=TIMEOUT_SECONDS) for one in stuck]
+    for call in unread:
+        next(call)
+    follower = client.reading.ReadStream(request, timeout=TIMEOUT_SECONDS)
+    payload = bytes(PAYLOAD_BYTES // 4)
+    before = resident_bytes(shared)
+    stream = client.stream(topic)
+    frames, found = 100, list[int]()
+    for i in range(frames):
+        stream.receipt(batch([("p", i)], epochs, payloads=[payload]))
+    while len(found) < frames:
+        found += [i for record in next(follower).records for i in record.batch.sequence_ids]
+    stream.end()
+    assert found == list(range(frames))
+    # All of it would be 750 MB.
+    assert resident_bytes(shared) - before < 200 * MIB
+    late: list[int] = []
+    while len(late) < frames:
+        late += [i for record in next(unread[-1]).records for i in record.batch.sequence_ids]
+    assert late == found
+    for one in stuck:
+        one.close()
 
 
 def test_a_client_that_goes_away_leaves_its_frames_and_no_debt(client: Client, shared: Sidecar, topic: str) -> None:

@@ -88,7 +88,7 @@ def crash(address: str, topic: str, count: int) -> None:
         for i, row in enumerate(rows):
             if i == count // 2:
                 producer.flush()
-                producer._parts[1]._session._next_frames = list
+                producer._parts[1]._session.next_frame = lambda: None
             user = row.split(b",")[1]
             producer.send(row, 3 * i, key=user, properties={"seqdedupe.record": str(i)})
         for k in (0, 2):

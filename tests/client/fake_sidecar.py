@@ -62,6 +62,8 @@ class FakeSidecar:
         self.idle_streams = 0
         """So many streams are told that they are of no use, as soon as they have said what they are for."""
         self.was_idle = asyncio.Event()
+        self.unread_topics: set[str] = set()
+        """Streams for these are not read any more once they have said so."""
         self.open_streams = 0
         """Publish streams that have neither ended nor been cancelled."""
         self.opens: list[publish_pb2.OpenRequest] = []
@@ -104,6 +106,7 @@ class FakeSidecar:
     async def _publish(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         self.open_streams += 1
         try:
+            await context.send_initial_metadata(())
             async for answer in self._answered(requests, context):
                 yield answer
         finally:
@@ -112,6 +115,8 @@ class FakeSidecar:
     async def _answered(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for data in requests:
             self.messages.append(publish_pb2.PublishStreamRequest.FromString(data))
+            if self.messages[-1].topic in self.unread_topics:
+                await asyncio.Event().wait()
             if self.idle_streams:
                 self.idle_streams -= 1
                 self.was_idle.set()
@@ -154,7 +159,7 @@ async def _or_abort(context: "grpc.aio.ServicerContext[Any, Any]", act: Callable
 @asynccontextmanager
 async def fake_sidecar() -> AsyncIterator[FakeSidecar]:
     fake = FakeSidecar()
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 1024 * 1024)])
 
     class Handler(grpc.GenericRpcHandler):
         def service(self, handler_call_details: Any) -> Any:

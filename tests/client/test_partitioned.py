@@ -123,7 +123,7 @@ async def standing_still(client: Client, topic: str, partition: int) -> AsyncIte
     """A producer of which one partition gets nothing any more, as if its connection were stuck; then it is gone."""
     producer = client.producer(topic, "p", SMALL)
     await producer.open()
-    producer._parts[partition]._session._next_frames = list
+    producer._parts[partition]._session.next_frame = lambda: None
     try:
         yield producer
     finally:
@@ -294,8 +294,8 @@ async def test_a_send_that_is_given_up_was_not_sent(shared_sidecar: Sidecar, mad
     config = ProducerConfig(max_batch_rows=1, max_in_flight_batches=1)
     async with Client(shared_sidecar.address) as client, client.producer(made, "p", config) as producer:
         stuck = producer._parts[0]._session
-        next_frames = stuck._next_frames
-        stuck._next_frames = list
+        next_frame = stuck.next_frame
+        stuck.next_frame = lambda: None
         keys = [
             next(f"{k}-{i}" for i in itertools.count() if partition_of(f"{k}-{i}".encode(), b"", 3) == k)
             for k in range(3)
@@ -310,8 +310,8 @@ async def test_a_send_that_is_given_up_was_not_sent(shared_sidecar: Sidecar, mad
         assert (await (await behind)).sequence_id == 1
         # One that was not confirmed holds back what is said to be settled.
         assert producer.durable_sequence_id == -1
-        stuck._next_frames = next_frames
-        stuck._work.set()
+        stuck.next_frame = next_frame
+        stuck._stream.ready(stuck)
     parts = await read_parts(shared_sidecar, made)
     assert [m.payload for messages in parts for m in messages] == [b"first", b"second"]
 

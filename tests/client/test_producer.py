@@ -333,7 +333,7 @@ async def test_the_delivery_timeout_ends_the_waiting(shared_sidecar: Sidecar, to
 async def test_a_stalled_connection_is_given_up(
     shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("seqdedupe.client.session.ANSWER_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("seqdedupe.client.stream.ANSWER_TIMEOUT_SECONDS", 0.5)
     async with (
         Proxy(shared_sidecar.address) as proxy,
         Client(proxy.address) as client,

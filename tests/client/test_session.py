@@ -30,7 +30,7 @@ from seqdedupe.client import (
     waiting,
 )
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, _id_column
-from seqdedupe.client.session import FULL_MESSAGE_BYTES
+from seqdedupe.client.stream import FULL_MESSAGE_BYTES
 from seqdedupe.errors import NEVER, ConfigurationError
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
@@ -532,7 +532,7 @@ async def test_an_opening_that_is_cancelled_leaves_nothing_behind(fake: FakeSide
 
 
 async def test_a_silent_sidecar_is_left(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqdedupe.client.session.ANSWER_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("seqdedupe.client.stream.ANSWER_TIMEOUT_SECONDS", 0.2)
     fake.on_frame = lambda _: []
     async with Client(fake.address) as client:
         producer = client.producer("t", "p")

@@ -1,10 +1,10 @@
-"""A program that has its children write to a log until they are killed. Used by `test_crash.py`.
+"""A program that has its children write to logs until they are killed. Used by `test_crash.py`.
 
-    python crash_writer.py FOLDER INCARNATION LIE
+    python crash_writer.py FOLDER INCARNATIONS LIE
 
 For each line on standard input, "seed microseconds", it forks a writer, kills it with -9 after that time of writing,
-and prints how many messages the writer had reported as stored. With LIE = 1 the writer reports them when it hands
-them over: what a test of crashes must notice.
+and prints how many messages of each log the writer had reported as stored. With LIE = 1 the writer reports them when it
+hands them over: what a test of crashes must notice.
 """
 
 import asyncio
@@ -13,9 +13,12 @@ import random
 import signal
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from seqdedupe.log.contract import Outcome
+from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from tests.log.batches import encoded_batch
 from tests.log.conformance import replayed
@@ -27,45 +30,67 @@ def fatal(reason: str) -> None:
     os._exit(3)
 
 
-async def write(folder: Path, incarnation: int, seed: int, lie: bool, report: int) -> None:
+class Written:
+    """One of the logs, and what was reported of it."""
+
+    def __init__(self, number: int, log: EmbeddedLog, next_index: int, report: Callable[[bytes], int]) -> None:
+        self.number = number
+        self.log = log
+        self.next_index = next_index
+        self.ends: deque[int] = deque()
+        self._report = report
+
+    def say(self, end: int) -> None:
+        self._report(b"%d %d\n" % (self.number, end))
+
+
+async def write(folder: Path, incarnations: list[int], seed: int, lie: bool, report: int) -> None:
     """Appends batches of messages whose sequence IDs are their indexes, for ever."""
     randomly = random.Random(seed)
     logs = EmbeddedLogs(folder, clock_ms=lambda: time.time_ns() // 1_000_000, fatal=fatal, segment_bytes=200_000)
-    log = await logs.open(incarnation, 0)
-    next_index = 0
-    for record in await replayed(log):
-        next_index = record.base_index + record.rows
     in_flight = asyncio.Semaphore(IN_FLIGHT)
-    ends: list[int] = []
 
-    def settle(outcome: Outcome) -> None:
-        for _ in range(outcome.stored):
-            in_flight.release()
-            end = ends.pop(0)
-        if outcome.stored and not lie:
-            os.write(report, b"%d\n" % end)
+    def settle_of(one: Written) -> Callable[[Outcome], None]:
+        def settle(outcome: Outcome) -> None:
+            for _ in range(outcome.stored):
+                in_flight.release()
+                end = one.ends.popleft()
+            if outcome.stored and not lie:
+                one.say(end)
 
-    await log.open_for_writing(seed, seed.to_bytes(16, "big"), settle)
-    os.write(report, b"%d\n" % next_index)
+        return settle
+
+    made = []
+    for number, incarnation in enumerate(incarnations):
+        log = await logs.open(incarnation, 0)
+        next_index = 0
+        for record in await replayed(log):
+            next_index = record.base_index + record.rows
+        made.append(Written(number, log, next_index, lambda said: os.write(report, said)))
+    token = seed.to_bytes(16, "big")
+    await asyncio.gather(*(one.log.open_for_writing(seed, token, settle_of(one)) for one in made))
+    os.write(report, b"".join(b"%d %d\n" % (one.number, one.next_index) for one in made))
     while True:
         await in_flight.acquire()
+        one = randomly.choice(made)
         rows = randomly.choice((1, 1, 2, 10, 300))
-        log.append(*encoded_batch(next_index, rows, randomly.choice((0, 10, 1000))))
-        next_index += rows
-        ends.append(next_index)
+        one.log.append(*encoded_batch(one.next_index, rows, randomly.choice((0, 10, 1000))))
+        one.next_index += rows
+        one.ends.append(one.next_index)
         if lie:
-            os.write(report, b"%d\n" % next_index)
+            one.say(one.next_index)
 
 
 def main() -> None:
-    folder, incarnation, lie = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
+    folder, lie = Path(sys.argv[1]), sys.argv[3] == "1"
+    incarnations = [int(one) for one in sys.argv[2].split(",")]
     for line in sys.stdin:
         seed, microseconds = map(int, line.split())
         reports, report = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(reports)
-            asyncio.run(write(folder, incarnation, seed, lie, report))
+            asyncio.run(write(folder, incarnations, seed, lie, report))
         os.close(report)
         heard = os.read(reports, 65_536)
         time.sleep(microseconds / 1e6)
@@ -74,7 +99,11 @@ def main() -> None:
         while more := os.read(reports, 65_536):
             heard += more
         os.close(reports)
-        print(heard.split(b"\n")[-2].decode(), flush=True)
+        ends = [0] * len(incarnations)
+        for said in heard.split(b"\n")[:-1]:
+            number, end = map(int, said.split())
+            ends[number] = end
+        print(*ends, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ class Disk:
         """By inode: what a file held when it was last synced."""
         self._entries: dict[Path, dict[str, int]] = {}
         """By folder: names and inodes when it was last synced."""
+        self._lock = threading.Lock()
         for name in ("fsync", "fdatasync"):
             self._watch(monkeypatch, name)
 
@@ -24,19 +26,21 @@ class Disk:
         really = getattr(os, name)
 
         def sync(fd: int) -> Any:
-            really(fd)
-            path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-            if path.is_dir():
-                self._entries[path] = {entry.name: entry.inode() for entry in os.scandir(path)}
-            elif path.is_file():
-                self._contents[path.stat().st_ino] = path.read_bytes()
+            with self._lock:
+                really(fd)
+                path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+                if path.is_dir():
+                    self._entries[path] = {entry.name: entry.inode() for entry in os.scandir(path)}
+                elif path.is_file():
+                    self._contents[path.stat().st_ino] = path.read_bytes()
 
         monkeypatch.setattr(os, name, sync)
 
     def after_a_power_cut(self, to: Path) -> Path:
         """A copy of the folder as it would be found; what was only written is lost."""
         shutil.rmtree(to, ignore_errors=True)
-        self._restore(self.folder, to)
+        with self._lock:
+            self._restore(self.folder, to)
         return to
 
     def _restore(self, folder: Path, to: Path) -> None:

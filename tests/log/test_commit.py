@@ -13,6 +13,7 @@ from seqdedupe.errors import DamagedError
 from seqdedupe.log.contract import Outcome
 from seqdedupe.log.embedded import commit
 from seqdedupe.log.embedded.commit import Closing, Committer
+from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.writer import GROUP_APPENDS, Opening, Writer, Written
 from tests.log.batches import SECRET, TOPIC, encoded_batch
@@ -116,6 +117,7 @@ async def who_hears_after_one_that_raises(logs: EmbeddedLogs, monkeypatch: pytes
         made.append(await logs.open(k, 0))
         await made[k].open_for_writing(1, b"t" * 16, settle_of(k))
     with monkeypatch.context() as patch:
+        patch.setattr(Journal, "confirm", lambda self, written: False)
         syncs = Gate(patch, "fdatasync")
         for log in made:
             log.append(*encoded_batch(0, 1))

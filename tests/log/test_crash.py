@@ -20,6 +20,7 @@ KILLS = 25
 CONTROL_KILLS = 6
 SECTOR_BYTES = 512
 Writers = subprocess.Popen[str]
+StartWriters = Callable[[Path, list[int], bool], Writers]
 
 
 def fatal(reason: str) -> None:
@@ -40,12 +41,13 @@ async def make_logs() -> AsyncIterator[Callable[[Path], EmbeddedLogs]]:
 
 
 @pytest.fixture
-def start_writers() -> Iterator[Callable[[Path, bool], Writers]]:
+def start_writers() -> Iterator[StartWriters]:
     """Starts the program that has its children write; it is gone when the test ends."""
     started: list[Writers] = []
 
-    def start(folder: Path, lie: bool) -> Writers:
-        program = ["tests.kernels", "tests.log.crash_writer", str(folder), str(INCARNATION), str(int(lie))]
+    def start(folder: Path, incarnations: list[int], lie: bool) -> Writers:
+        which = ",".join(map(str, incarnations))
+        program = ["tests.kernels", "tests.log.crash_writer", str(folder), which, str(int(lie))]
         command = [sys.executable, "-m", *program]
         started.append(
             subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
@@ -57,46 +59,62 @@ def start_writers() -> Iterator[Callable[[Path, bool], Writers]]:
         writers.communicate()
 
 
-async def kills(logs: EmbeddedLogs, writers: Writers, times: int) -> list[int]:
-    """Kills writers of one log, and compares it each time: how many messages reported as stored were not there."""
+async def kills(
+    make_logs: Callable[[Path], EmbeddedLogs], folder: Path, incarnations: list[int], writers: Writers, times: int
+) -> list[int]:
+    """Kills writers of the logs, and compares each time: how many messages reported as stored were not there."""
     seed = random.randrange(1, 2**31)
     print(f"seed {seed}")
     randomly = random.Random(seed)
     assert writers.stdin
     assert writers.stdout
-    missing, end = [], 0
+    missing, ends = [], dict.fromkeys(incarnations, 0)
     for _ in range(times):
         writers.stdin.write(f"{randomly.randrange(1, 2**31)} {randomly.randrange(1, 20_000)}\n")
-        reported = int(writers.stdout.readline())
-        log = await logs.open(INCARNATION, 0)
-        ids = [i for r in await replayed(log) if r.rows for i in r.batch.sequence_ids]
-        assert ids == list(range(len(ids)))
-        assert len(ids) >= end, "what an earlier run had is gone"
-        end = len(ids)
-        missing.append(max(0, reported - end))
-        await log.close()
-    assert end > 0
+        reported = [int(end) for end in writers.stdout.readline().split()]
+        missing.append(0)
+        # What each of them leaves in the journal is read anew.
+        logs = make_logs(folder)
+        for incarnation, stored in zip(incarnations, reported, strict=True):
+            log = await logs.open(incarnation, 0)
+            ids = [i for r in await replayed(log) if r.rows for i in r.batch.sequence_ids]
+            assert ids == list(range(len(ids)))
+            assert len(ids) >= ends[incarnation], "what an earlier run had is gone"
+            ends[incarnation] = len(ids)
+            missing[-1] += max(0, stored - len(ids))
+            await log.close()
+    assert min(ends.values()) > 0
     return missing
 
 
+LOGS = [[INCARNATION], [INCARNATION + k for k in range(5)]]
+"""One, whose own sync confirms; and several, which the journal confirms."""
+
+
+@pytest.mark.parametrize("incarnations", LOGS, ids=["one", "several"])
 async def test_a_killed_writer_loses_nothing_that_it_reported(
-    make_logs: Callable[[Path], EmbeddedLogs],
-    start_writers: Callable[[Path, bool], Writers],
-    tmp_path: Path,
+    make_logs: Callable[[Path], EmbeddedLogs], start_writers: StartWriters, tmp_path: Path, incarnations: list[int]
 ) -> None:
     logs = make_logs(tmp_path)
-    await logs.create(INCARNATION, TOPIC, SECRET)
-    assert await kills(logs, start_writers(tmp_path, False), KILLS) == [0] * KILLS
+    for incarnation in incarnations:
+        await logs.create(incarnation, TOPIC, SECRET)
+    assert (
+        await kills(make_logs, tmp_path, incarnations, start_writers(tmp_path, incarnations, False), KILLS)
+        == [0] * KILLS
+    )
+    assert (tmp_path / "journal").exists() == (len(incarnations) > 1)
 
 
+@pytest.mark.parametrize("incarnations", LOGS, ids=["one", "several"])
 async def test_control_a_writer_that_reports_too_early_is_caught(
-    make_logs: Callable[[Path], EmbeddedLogs],
-    start_writers: Callable[[Path, bool], Writers],
-    tmp_path: Path,
+    make_logs: Callable[[Path], EmbeddedLogs], start_writers: StartWriters, tmp_path: Path, incarnations: list[int]
 ) -> None:
     logs = make_logs(tmp_path)
-    await logs.create(INCARNATION, TOPIC, SECRET)
-    assert any(await kills(logs, start_writers(tmp_path, True), CONTROL_KILLS))
+    for incarnation in incarnations:
+        await logs.create(incarnation, TOPIC, SECRET)
+    assert any(
+        await kills(make_logs, tmp_path, incarnations, start_writers(tmp_path, incarnations, True), CONTROL_KILLS)
+    )
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

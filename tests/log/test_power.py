@@ -74,7 +74,7 @@ def forget_to_sync_the_rolled_segment(patch: pytest.MonkeyPatch) -> None:
 
     def roll(self: Writer, file: int) -> int:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Writer, "sync", lambda self: None)
+            inner.setattr(Writer, "sync_file", lambda self: None)
             return really(self, file)
 
     patch.setattr(Writer, "_roll", roll)

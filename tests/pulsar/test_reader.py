@@ -5,7 +5,6 @@ import gc
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 import pulsar
 import pulsar.asyncio
@@ -14,6 +13,7 @@ import pytest
 from pulsar_broker.standalone import START_TIMEOUT_SECONDS, Broker, free_port
 from seqdedupe.entry_properties import ENTRY
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.pulsar.client import PulsarClient
 from seqdedupe.log.pulsar.entries import Entry, Message
 from seqdedupe.log.pulsar.reader import READ_STEP_ENTRIES, Reader, open_reader
 from seqdedupe.message_id import MessageId
@@ -27,7 +27,7 @@ QUEUE_ENTRIES = 100
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
-    client = pulsar.asyncio.Client(cluster.service_url, logger=quiet())
+    client = PulsarClient(cluster.service_url, logger=quiet())
     yield client
     await client.close()
 
@@ -123,7 +123,9 @@ async def test_the_clients_own_reader_loses_what_nobody_waits_for(
     # The message finds a future that was cancelled.
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     producer = await client.create_producer(topic, batching_enabled=False)
-    reader = await client.create_reader(topic, pulsar.MessageId.earliest)
+    reader = await client.create_reader(
+        topic, pulsar.MessageId.earliest, receiver_queue_size=QUEUE_ENTRIES, start_message_id_inclusive=True
+    )
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(reader.read_next(), 0.01)
     for payload in (b"1", b"2"):
@@ -145,24 +147,17 @@ async def test_closing_ends_the_waiting(cluster: Cluster, client: pulsar.asyncio
         await waiting
 
 
-async def opened_as_ever(client: pulsar.asyncio.Client, topic: str) -> Any:
-    """As Pulsar's client opens one for everybody: the control arm."""
-    return await client.create_reader(topic, pulsar.MessageId.earliest)
-
-
-async def opened_by_us(client: pulsar.asyncio.Client, topic: str) -> Any:
-    return (await open_reader(client, topic, None, QUEUE_ENTRIES))._reader
-
-
-@pytest.mark.parametrize(("opened", "stays"), [(opened_by_us, False), (opened_as_ever, True)])
+@pytest.mark.parametrize(("kind", "stays"), [(PulsarClient, False), (pulsar.asyncio.Client, True)])
 async def test_a_closed_reader_is_let_go_of(
-    cluster: Cluster, client: pulsar.asyncio.Client, topic: str, opened: Any, stays: bool
+    cluster: Cluster, topic: str, kind: type[pulsar.asyncio.Client], stays: bool
 ) -> None:
     """One that is not keeps the threads and the descriptors of its client as long as the process lives."""
     await cluster.create(topic)
-    reader = await opened(client, topic)
-    of_pulsar = weakref.ref(reader._reader)
+    client = kind(cluster.service_url, logger=quiet())
+    reader = await open_reader(client, topic, None, QUEUE_ENTRIES)
+    of_pulsar = weakref.ref(reader._reader._reader)
     await reader.close()
+    await client.close()
     del reader
 
     def is_gone() -> bool:
@@ -185,7 +180,7 @@ async def test_cut_lines_and_unloaded_topics_are_read_on_without_a_gap(
         writer.append([Message(b"%d" % number, {ENTRY: "x"}) for number in range(3000)])
         await owner.until_confirmed(3001)
         await writer.close()
-        client = pulsar.asyncio.Client(line.service_url, logger=quiet())
+        client = PulsarClient(line.service_url, logger=quiet())
         reader = await open_reader(client, topic, None, QUEUE_ENTRIES)
         ids: list[MessageId] = []
         async with asyncio.timeout(LIMIT_SECONDS):
@@ -202,7 +197,7 @@ async def test_cut_lines_and_unloaded_topics_are_read_on_without_a_gap(
 
 
 async def test_without_a_broker_it_is_unreadable() -> None:
-    client = pulsar.asyncio.Client(f"pulsar://127.0.0.1:{free_port()}", operation_timeout_seconds=1, logger=quiet())
+    client = PulsarClient(f"pulsar://127.0.0.1:{free_port()}", operation_timeout_seconds=1, logger=quiet())
     with pytest.raises(SeqdedupeError, match="LOG_UNREADABLE"):
         await open_reader(client, "persistent://public/default/topic", MessageId(1, 2), QUEUE_ENTRIES)
     await client.close()

@@ -11,12 +11,13 @@ from pyspark.sql import SparkSession
 from seqdedupe.client import blocking
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark.session import workers_path
+from tests.spark import class_data
 
 REPOSITORY = Path(__file__).parents[2]
 
 SPARK = {
     "spark.driver.bindAddress": "127.0.0.1",
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+    "spark.driver.extraJavaOptions": f"-XX:TieredStopAtLevel=1{class_data.options()}",
     "spark.driver.memory": "1g",
     "spark.log.level": "OFF",
     "spark.sql.shuffle.partitions": "2",

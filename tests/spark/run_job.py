@@ -12,9 +12,10 @@ from pyspark.sql import SparkSession
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.session import start_session
+from tests.spark import class_data
 from tests.spark.jobs import select
 
-QUICK_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+QUICK_JVM = f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC{class_data.options()}"
 """For a JVM that lives for seconds."""
 
 QUICK = {

@@ -11,6 +11,7 @@ import pyarrow.dataset
 from seqdedupe.client import blocking
 from seqdedupe_spark.session import workers_path
 from tests.spark.conftest import REPOSITORY
+from tests.spark.run_job import QUICK_JVM
 
 TIMEOUT_SECONDS = 400
 
@@ -59,7 +60,7 @@ def test_a_pipeline_follows_a_topic(client: blocking.Client, topic: str, tmp_pat
         cwd=tmp_path,
         env=os.environ
         | {
-            "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1",
+            "JAVA_TOOL_OPTIONS": QUICK_JVM,
             "PATH": os.pathsep.join([str(scripts), os.environ["PATH"]]),
             "PYSPARK_DRIVER_PYTHON": sys.executable,
             "PYSPARK_PYTHON": sys.executable,

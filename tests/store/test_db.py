@@ -275,3 +275,32 @@ async def test_durable_writes_survive_without_closing(folder: Path) -> None:
     copy = shutil.copytree(folder, folder.with_name("copy"))
     assert load(copy) == State().after(change)
     store.close()
+
+
+async def test_while_there_is_a_journal_an_earlier_program_takes_it_for_a_newer_store(folder: Path) -> None:
+    store = Store.open(folder)
+    assert not store.has_journal
+    before = (folder / mark.FILE_NAME).read_bytes()
+    store.tell_journal(True)
+    await store.put_topics(topic(1))
+    store.close()
+    # What every version has read there: the whole number.
+    version = int.from_bytes((folder / mark.FILE_NAME).read_bytes()[16:20], "little")
+    assert version > FORMAT_VERSION == int.from_bytes(before[16:20], "little")
+    store = Store.open(folder)
+    assert store.has_journal
+    assert len(store.topics()) == 1
+    store.tell_journal(False)
+    store.close()
+    assert int.from_bytes((folder / mark.FILE_NAME).read_bytes()[16:20], "little") == FORMAT_VERSION
+    Store.open(folder).close()
+
+
+def test_a_newer_store_with_a_journal_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(mark, "FORMAT_VERSION", FORMAT_VERSION + 1)
+        store = Store.open(folder)
+        store.tell_journal(True)
+        store.close()
+    with pytest.raises(DamagedError, match=f"has format version {FORMAT_VERSION + 1}"):
+        Store.open(folder)

@@ -18,11 +18,12 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.following import read_on
 from seqdedupe.topic.frame import NumbersCache, check
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.reading import check_index, end_index, index_after, read_on
+from seqdedupe.topic.reading import check_index, end_index, index_after
 from seqdedupe.topic.state import State
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage

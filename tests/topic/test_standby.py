@@ -15,12 +15,13 @@ from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import recovery, standby, trimming
+from seqdedupe.topic.following import read_on
 from seqdedupe.topic.keeping_away import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import message_state, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.publishing import Topic
-from seqdedupe.topic.reading import check_index, end_index, read_on
+from seqdedupe.topic.reading import check_index, end_index
 from seqdedupe.topic.recovery import Ownership
 from seqdedupe.topic.state import State
 from seqdedupe.topic.trimming import state_again

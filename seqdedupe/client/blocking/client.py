@@ -13,6 +13,7 @@ from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.client.connections import Connections
 from seqdedupe.client.partitioned_reader import PartitionedStart
 from seqdedupe.client.reader import Start
 from seqdedupe.client.sidecars import Addresses, Sidecars
@@ -120,6 +121,7 @@ class Client:
 
     def __init__(self, address: Addresses = DEFAULT_ADDRESS) -> None:
         self._sidecars = Sidecars.parse(address)
+        self._connections = Connections(self._sidecars)
         self._client = _client.Client(address)
         self.address = self._client.address
         """As it was given."""
@@ -146,7 +148,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
     ) -> Producer:
         """A producer, to be entered, see `Producer`."""
-        return Producer(self._sidecars, topic, name, config, on_waiting)
+        return Producer(self._connections, topic, name, config, on_waiting)
 
     def reader(
         self,

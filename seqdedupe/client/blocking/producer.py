@@ -15,9 +15,9 @@ from seqdedupe.client.blocking.partitioned import Spread
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
 from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.connections import Connections
 from seqdedupe.client.producer import ProducerBase
 from seqdedupe.client.receipts import PendingBatch
-from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.spread import Numbering, Partition
 from seqdedupe.client.waiting import OnWaiting
 
@@ -43,14 +43,14 @@ class Producer(ProducerBase):
 
     def __init__(
         self,
-        sidecars: Sidecars,
+        connections: Connections,
         topic: str,
         name: str,
         config: ProducerConfig,
         on_waiting: OnWaiting | None = None,
         partition: Partition | None = None,
     ) -> None:
-        super().__init__(sidecars, topic, name, config, on_waiting, partition)
+        super().__init__(connections, topic, name, config, on_waiting, partition)
         self._lock = threading.RLock()  # for what is gathered; the loop's thread must never wait for it
         self._room = threading.Condition()  # held for moments only
         # The first pair is written under the lock, the second by the loop's thread.

@@ -1,10 +1,12 @@
 """Group commit: one thread writes and syncs for all topics of a sidecar.
 
-It takes everything that has arrived, writes it with one call a topic, syncs each topic that has something new, and
-tells the event loop topic by topic. What arrives meanwhile is the next group.
+It takes everything that has arrived, writes it with one call a topic, makes it durable, and tells the event loop topic
+by topic. What arrives meanwhile is the next group. A group of one topic is durable when its segment is synced; one of
+several when the journal is, and their segments are synced later.
 """
 
 import asyncio
+import resource
 import threading
 import time
 from collections import OrderedDict, deque
@@ -13,6 +15,8 @@ from enum import Enum
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from seqdedupe.log.embedded.journal import Journal
+from seqdedupe.log.embedded.syncing import Syncer
 from seqdedupe.log.embedded.writer import FatalError, Opening, Writer, Written
 
 GATHER_SECONDS = 0.0001
@@ -22,11 +26,20 @@ Whoever sends several at once has more under way, and on few cores the wake-ups 
 the wait (`python -m bench publish single_messages`). A lone batch is never kept waiting.
 """
 
-MAX_OPEN_FILES = 128
-"""So many files are held open for topics that are written to: with more of them, those used last."""
+MAX_OPEN_FILES = 1024
+"""So many files are held open for topics that are written to: with more of them, those used last.
+
+A file that the journal has more of has to be synced before it is closed, so each topic beyond them costs a sync again.
+"""
+
+OPEN_FILES_SHARE = 8
+"""But no more than this part of what the process may open, 128 of 1024."""
+
+MAX_ROUND = 128
+"""So many topics are in one round at most."""
 
 IDLE_SECONDS = 10
-"""A file that nothing was written to for so long is let go of."""
+"""A file that nothing was written to for so long is let go of, and what the journal holds is forgotten so often."""
 
 
 class Closing(NamedTuple):
@@ -43,6 +56,11 @@ class Signal(Enum):
     END = "end when all is done that came before"
 
 
+def open_files_within(limit: int) -> int:
+    """How many are held open, if the process may have so many; as many again may wait to be synced."""
+    return min(MAX_OPEN_FILES, max(1, limit // OPEN_FILES_SHARE))
+
+
 Work = Opening | Closing | Signal
 
 
@@ -52,7 +70,7 @@ class Committer:
     `fatal` is called, in the thread, with the reason why the process must end.
     """
 
-    def __init__(self, clock_ms: Callable[[], int], fatal: Callable[[str], None]) -> None:
+    def __init__(self, clock_ms: Callable[[], int], fatal: Callable[[str], None], journal: Journal) -> None:
         self.queue: SimpleQueue[Work] = SimpleQueue()
         self._clock_ms = clock_ms
         self._fatal = fatal
@@ -60,8 +78,15 @@ class Committer:
         self._news: deque[Written | Closing] = deque()
         self._announced = False
         self._gathers = False
+        self._has_failed = False
         self._open: OrderedDict[Writer, float] = OrderedDict()
         """The writers that hold a file, and when it was last used; the one not used for longest comes first."""
+        self._journal = journal
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_open_files = open_files_within(soft) if soft != resource.RLIM_INFINITY else MAX_OPEN_FILES
+        # Each of them may open a file, beside those that are open.
+        self._max_round = min(MAX_ROUND, self._max_open_files)
+        self._syncer = Syncer(fatal, self._max_open_files)
         self._thread = threading.Thread(target=self._run, name="seqdedupe-commit", daemon=True)
         self._thread.start()
         self._timer = self._loop.call_later(IDLE_SECONDS, self._tick)
@@ -78,12 +103,22 @@ class Committer:
             while not ended:
                 work = self._wait()
                 ended = Signal.END in work
-                for at in range(0, len(work), MAX_OPEN_FILES):
-                    self._round([item for item in work[at : at + MAX_OPEN_FILES] if not isinstance(item, Signal)])
-                    if len(self._open) > MAX_OPEN_FILES or Signal.TICK in work:
+                for at in range(0, len(work), self._max_round):
+                    self._round([item for item in work[at : at + self._max_round] if not isinstance(item, Signal)])
+                    if len(self._open) > self._max_open_files:
                         self._let_go()
+                if Signal.TICK in work:
+                    self._let_go()
+                    self._journal.wake()
+                if self._journal.is_due or Signal.TICK in work:
+                    self._forget()
+            self._journal.wake()
+            self._forget()
             for writer in self._open:
-                writer.let_go()
+                self._leave(writer)
+            self._syncer.close()
+            if not self._has_failed:
+                self._journal.end()
         except BaseException as e:
             self._fatal(f"the commit thread has failed: {e!r}")
             raise
@@ -101,7 +136,7 @@ class Committer:
         return work + [self.queue.get() for _ in range(self.queue.qsize())]
 
     def _round(self, work: list[Opening | Closing]) -> None:
-        """Writes everything, then syncs file by file: the first sync often pays for the others' metadata."""
+        """Writes everything, and makes it durable: by one sync of the journal, or file by file."""
         now_ms = self._clock_ms()
         written = []
         for item in work:
@@ -110,36 +145,74 @@ class Committer:
             try:
                 news = item.writer.write(item, now_ms)
             except FatalError as e:
-                self._fatal(str(e))
+                self._fail(str(e))
                 continue
             if news is not None:
                 written.append(news)
         self._gathers = any(news.opening.writer.has_more_coming for news in written)
+        if self._journal.confirm(written):
+            for news in written:
+                news.opening.writer.in_journal()
+        elif self._journal.has_failed:
+            # The block that could not be written may have held the end of a round that was confirmed.
+            self._forget()
+            self._syncer.wait()
         for news in written:
             writer = news.opening.writer
             try:
                 writer.sync()
             except FatalError as e:
-                self._fatal(str(e))
+                self._fail(str(e))
                 continue
             self._tell(news)
             self._open[writer] = time.monotonic()
             self._open.move_to_end(writer)
         for item in work:
             if isinstance(item, Closing):
-                item.writer.close()
                 self._open.pop(item.writer, None)
+                try:
+                    item.writer.close()
+                except FatalError as e:
+                    self._fail(str(e))
                 self._tell(item)
 
     def _let_go(self) -> None:
-        """Closes the files that are too many, or idle. All that was written to them has been synced."""
+        """Lets go of the files that are too many, or idle."""
         idle_since = time.monotonic() - IDLE_SECONDS
         while self._open:
             writer, used = next(iter(self._open.items()))
-            if len(self._open) <= MAX_OPEN_FILES and used > idle_since:
+            if len(self._open) <= self._max_open_files and used > idle_since:
                 break
             del self._open[writer]
-            writer.let_go()
+            self._leave(writer)
+
+    def _leave(self, writer: Writer) -> None:
+        """Closes its file, if it is synced; else that is left to the background."""
+        if self._syncer.is_full:
+            try:
+                writer.sync_file()
+            except FatalError as e:
+                self._fail(str(e))
+        if (left := writer.let_go()) is not None:
+            self._syncer.sync(left)
+
+    def _forget(self) -> None:
+        """Has the journal forget what it holds, when all segments are synced that it speaks of.
+
+        Those that are not open are being synced already.
+        """
+        for writer in [writer for writer in self._open if writer.is_in_journal]:
+            del self._open[writer]
+            self._leave(writer)
+        if self._has_failed:
+            return
+        number = self._journal.end_file()
+        self._syncer.then(lambda: self._journal.forget(number))
+
+    def _fail(self, why: str) -> None:
+        """The process must end, with the journal kept."""
+        self._has_failed = True
+        self._fatal(why)
 
     def _tell(self, news: Written | Closing) -> None:
         self._news.append(news)

@@ -15,7 +15,9 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
+from seqdedupe.format.journal import Part
 from seqdedupe.log.embedded.past_damage import headers_from, past_damage, read_what_can_be
+from seqdedupe.log.embedded.replaying import Replay, why_not
 from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, Identity, Step, damaged, read_step, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 
@@ -78,22 +80,30 @@ Read = Callable[[int, int, int], bytes]
 Found = Intact | Damage | TornEnd
 
 
-def inspect(folder: Path, identity: Identity) -> Iterator[Found]:
-    """What a log's files hold, in order. A torn end comes last.
+def inspect(folder: Path, identity: Identity, replay: Replay | None = None) -> Iterator[Found]:
+    """What a log's files hold, in order, with what the journal has for them. A torn end comes last.
 
-    Raises NEWER_FORMAT, OLDER_FORMAT for a record of another version; OSError, but not for what the disk cannot give:
-    that is damage.
+    `replay` is the journal of its folder, if it was read before.
+
+    Raises NEWER_FORMAT, OLDER_FORMAT for a record of another version; LOG_DAMAGED if the log's part of the journal is;
+    OSError, but not for what the disk cannot give: that is damage.
     """
     bases = base_indexes(folder) if folder.exists() else []
     if not bases:
         yield Damage(folder, 0, "it has no segment files", 0, None)
         return
     inspection = _Inspection(identity, bases[0], read_what_can_be, is_open=False)
+    parts = (replay or Replay(folder.parent)).parts_of(identity.incarnation)
     for base in bases:
         path = segment_path(folder, base)
         yield from inspection.begin(path, base)
+        here = [part for part in parts if part.base_index == base]
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            if why := why_not(path, file.fileno(), identity, here):
+                yield Damage(path, here[0].offset, why.message, inspection.next_index, inspection.next_index)
+                here = []
+            inspection.read = _with_parts(read_what_can_be, here)
+            size = max([os.fstat(file.fileno()).st_size, *(part.end for part in here)])
             yield from _File(inspection, path, file.fileno(), base, size, is_last=base == bases[-1]).run()
     if inspection.unfinished is not None:
         yield Damage(*inspection.unfinished, inspection.next_index, None)
@@ -109,6 +119,21 @@ def inspect_part(part: DurablePart, read: Read) -> Generator[Found, None, None]:
         size = min(part.end, os.fstat(file.fileno()).st_size)
         yield from _File(inspection, part.path, file.fileno(), part.base_index, size, is_last=False).run()
     yield from inspection.begin(part.path, part.next_index)
+
+
+def _with_parts(read: Read, parts: list[Part]) -> Read:
+    """Reads as if these had been written there."""
+
+    def patched(file: int, size: int, offset: int) -> bytes:
+        raw = bytearray(read(file, size, offset))
+        for part in parts:
+            begin, end = max(part.offset, offset), min(part.end, offset + size)
+            if begin < end:
+                raw += bytes(max(0, end - offset - len(raw)))
+                raw[begin - offset : end - offset] = part.body[begin - part.offset : end - part.offset]
+        return bytes(raw)
+
+    return patched if parts else read
 
 
 class _Inspection:

@@ -14,7 +14,9 @@ from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.embedded.commit import Committer
+from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.log import EmbeddedLog, Shared
+from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.scrub import Scrub
 from seqdedupe.log.embedded.secret import SECRET_FILE, secret_of
 from seqdedupe.log.embedded.segment import Identity, Segment, segment_path, unreadable
@@ -38,7 +40,8 @@ class EmbeddedLogs:
 
     `clock_ms` gives publish times. `fatal` is called, in a thread, with a reason when what is on the disk is not
     known any more: it must end the process. A new segment is begun when the last one exceeds `segment_bytes`; retention
-    drops whole ones.
+    drops whole ones. `tell_journal` is given, in a thread, what the next process has to be given as `has_journal`: with
+    it a journal that is missing is damage. `gives_up_journal`: damage in the journal is passed over.
     """
 
     def __init__(
@@ -48,12 +51,20 @@ class EmbeddedLogs:
         clock_ms: Callable[[], int],
         fatal: Callable[[str], None],
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        has_journal: bool = False,
+        tell_journal: Callable[[bool], None] = lambda has_journal: None,
+        gives_up_journal: bool = False,
     ) -> None:
         self._folder = folder
         self._fatal = fatal
         self._committer: Committer | None = None
         self._open: dict[int, EmbeddedLog] = {}
+        self._look_for_closed_at = 2
+        self._made: set[int] = set()
+        """Logs that are durable, and were not opened since."""
         self._scrub: Scrub | None = None
+        self._tell_journal = tell_journal
+        self._replay = Replay(folder, is_expected=has_journal, gives_up=gives_up_journal)
         self._shared = Shared(
             clock_ms=clock_ms,
             segment_bytes=segment_bytes,
@@ -66,7 +77,7 @@ class EmbeddedLogs:
     def committer(self) -> Committer:
         """The commit thread, started when it is first asked for, on the event loop."""
         if self._committer is None:
-            self._committer = Committer(self._shared.clock_ms, self._fatal)
+            self._committer = Committer(self._shared.clock_ms, self._fatal, Journal(self._replay, self._tell_journal))
         return self._committer
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
@@ -84,6 +95,7 @@ class EmbeddedLogs:
             await self._in_thread(create_log, self._of(incarnation), topic, secret, partitions)
         except OSError as e:
             raise error("LOG_REFUSED", f"the log of topic {topic} cannot be made: {e}") from e
+        self._made.add(incarnation)
 
     async def announce(self, whole: str) -> None:
         """See `Logs.announce`. Nobody shares them."""
@@ -101,6 +113,7 @@ class EmbeddedLogs:
         if folder.exists():
             shutil.rmtree(folder)
             sync_folder(self._folder)
+        self._replay.drop(incarnation)
 
     async def open(
         self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b""
@@ -117,7 +130,9 @@ class EmbeddedLogs:
             found = secret_of(folder, secret or b"")
             if found.why is not None:
                 raise found.why
-            segments, tail = open_segments(folder, Identity(incarnation, key_of(found.secret)), covered_index)
+            identity = Identity(incarnation, key_of(found.secret))
+            self._replay.take_back(folder, identity)
+            segments, tail = open_segments(folder, identity, covered_index)
             if found.missing is not None:
                 tail.missing = (found.missing, found.secret)
             return segments, tail
@@ -130,8 +145,14 @@ class EmbeddedLogs:
                 opened = await self._in_thread(look)
         except OSError as e:
             raise unreadable(folder, e) from e
-        for closed in [key for key, log in self._open.items() if log.is_closed]:
-            del self._open[closed]
+        tail = opened[1]
+        tail.is_new = incarnation in self._made and not (tail.segment.end or tail.cut_bytes or tail.missing)
+        self._made.discard(incarnation)
+        if len(self._open) >= self._look_for_closed_at:
+            for closed in [key for key, log in self._open.items() if log.is_closed]:
+                del self._open[closed]
+            # As many openings later: to look through all at each one would take longer than to open it.
+            self._look_for_closed_at = 2 * len(self._open) + 1
         self._open[incarnation] = log = EmbeddedLog(self._shared, folder, *opened)
         return log
 

@@ -62,6 +62,9 @@ class Tail:
     missing: tuple[Path, bytes] | None = None
     """A file that the log's folder lacks, and what is in it."""
 
+    is_new: bool = False
+    """This process has made the log, durably, and nothing has been done to it since."""
+
 
 def base_indexes(folder: Path) -> list[int]:
     """Those of the segment files in a folder, in order. Raises OSError."""
@@ -172,8 +175,10 @@ def mend(tail: Tail, file: int) -> None:
 
     After a failed sync the kernel takes pages for written that the disk does not have: writing them again is what
     brings them there. The entries of the folders are synced too, for a copied or restored log, and a file that is
-    missing is written. Raises OSError, and can be tried again.
+    missing is written. Of a log that is new all that is done already. Raises OSError, and can be tried again.
     """
+    if tail.is_new:
+        return
     if tail.missing is not None:
         write_synced(*tail.missing)
     end = tail.segment.end

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from seqdedupe.files import sync_folder
+from seqdedupe.files import sync_folder, write_all
 from seqdedupe.format import headers
 from seqdedupe.format.tag import NO_KEY
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
@@ -89,12 +89,18 @@ class Written(NamedTuple):
     base_index: int
     """Of the segment written to, which may be new."""
 
+    start: int
+    """From here on that segment has what was written."""
+
     end: int
-    """Up to here that segment is durable."""
+    """Up to here it is durable."""
 
     next_index: int
     points: list[Point]
     """What the sparse index gets."""
+
+    buffers: Sequence[bytes | memoryview] = ()
+    """What was written."""
 
     failure: Failure | None = None
     why: str = ""
@@ -102,6 +108,13 @@ class Written(NamedTuple):
 
 class FatalError(Exception):
     """What is on the disk is not known any more, or could not be undone: the process must end."""
+
+
+class LeftFile(NamedTuple):
+    """An open segment file that has to be synced before it is closed."""
+
+    file: int
+    path: Path
 
 
 class Writer:
@@ -117,9 +130,10 @@ class Writer:
         """Whether the last group makes it likely that waiting for more is worth it."""
         segment = tail.segment
         self._folder = folder
-        self._incarnation, self._key = segment.identity
+        self.incarnation, self._key = segment.identity
         self._base_index = segment.base_index
-        self._end = self._synced = segment.end
+        self._end = self._synced = self._file_synced = segment.end
+        # What was made durable, by the journal or the file's own sync; and what by the file's own.
         self._next_index = tail.next_index
         self._publish_time_ms = tail.publish_time_ms
         self._last_point = segment.points[-1].offset if segment.points else -POINT_INTERVAL_BYTES
@@ -155,8 +169,8 @@ class Writer:
         self._publish_time_ms = max(self._publish_time_ms, now_ms)
         try:
             file = self._roll(file)
-            buffers, news = self._pack(opening, appends) if appends else self._pack_marker(opening)
-            _write_all(file, buffers, self._end)
+            news = self._pack(opening, appends) if appends else self._pack_marker(opening)
+            _write_buffers(file, news.buffers, self._end)
         except OSError as e:
             self._undo(file)
             return self._refused(opening, f"the log cannot be written: {e}")
@@ -166,29 +180,53 @@ class Writer:
         self._end, self._next_index = news.end, news.next_index
         return news
 
+    @property
+    def is_in_journal(self) -> bool:
+        """Whether its file may lack what the journal has."""
+        return self._file_synced < self._end
+
+    def in_journal(self) -> None:
+        """The journal has made durable what was written."""
+        self._synced = self._end
+
     def sync(self) -> None:
         """Makes what was written durable. Raises FatalError."""
+        if self._broken or self._synced < self._end:
+            self.sync_file()
+
+    def sync_file(self) -> None:
+        """Makes it durable in the file itself. Raises FatalError."""
         if self._broken:
             # A sync that succeeds after one that failed proves nothing.
             raise FatalError(f"{self._path()} could not be synced before")
-        if self._synced < self._end and self._file is not None:
+        if self._file_synced < self._end:
             try:
-                os.fdatasync(self._file)
+                os.fdatasync(self._opened())
             except OSError as e:
                 self._broken = True
                 raise FatalError(f"{self._path()} cannot be synced: {e}") from e
-            self._synced = self._end
+            self._synced = self._file_synced = self._end
 
-    def let_go(self) -> None:
-        """Closes the file for now. Only when all that was written is synced, or is not to be confirmed any more."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+    def let_go(self) -> "LeftFile | None":
+        """Gives the file up for now. Where the journal has what the file may lack, somebody has to sync it, and only
+        then to close it: whoever opens it anew may not hear of a page that could not be written."""
+        left, self._file = self._file, None
+        if left is None:
+            return None
+        if self._file_synced < self._end and not self._broken:
+            return LeftFile(left, self._path())
+        os.close(left)
+        return None
 
     def close(self) -> None:
-        """Lets go of the file for good."""
+        """Lets go of the file for good. Raises FatalError."""
         self._closed = True
-        self.let_go()
+        try:
+            if self._synced == self._end and not self._broken:
+                self.sync_file()
+        finally:
+            if (left := self.let_go()) is not None:
+                os.close(left.file)
 
     def _opened(self) -> int:
         if self._file is None:
@@ -197,7 +235,8 @@ class Writer:
 
     def _refused(self, opening: Opening, why: str) -> Written:
         opening.failed = True
-        return Written(opening, [], self._base_index, self._end, self._next_index, [], Failure.REFUSED, why)
+        end = self._end
+        return Written(opening, [], self._base_index, end, end, self._next_index, [], (), Failure.REFUSED, why)
 
     def _path(self) -> Path:
         return segment_path(self._folder, self._base_index)
@@ -206,12 +245,12 @@ class Writer:
         """Goes on in a new segment if this one is long enough. Raises OSError if there can be none now."""
         if self._end < self._segment_bytes or self._next_index == self._base_index:
             return file
-        self.sync()
+        self.sync_file()
         path = segment_path(self._folder, self._next_index)
         new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.close(file)
         self._file = new
-        self._base_index, self._end, self._synced = self._next_index, 0, 0
+        self._base_index, self._end, self._synced, self._file_synced = self._next_index, 0, 0, 0
         self._last_point = -POINT_INTERVAL_BYTES
         try:
             sync_folder(self._folder)
@@ -228,9 +267,9 @@ class Writer:
         except OSError as e:
             self._broken = True
             raise FatalError(f"{self._path()} cannot be cut after a failed write: {e}") from e
-        self._synced = self._end
+        self._synced = self._file_synced = self._end
 
-    def _pack(self, opening: Opening, appends: list[Append]) -> tuple[list[bytes | memoryview], Written]:
+    def _pack(self, opening: Opening, appends: list[Append]) -> Written:
         made: list[bytes] = []
         runs: list[Runs] = []
         points: list[Point] = []
@@ -246,7 +285,7 @@ class Writer:
                 headers.BATCH_TAG if rows else headers.CONTROL_TAG,
                 rows=rows,
                 column_bytes=column_bytes,
-                incarnation=self._incarnation,
+                incarnation=self.incarnation,
                 file_offset=end,
                 base_index=next_index,
                 publish_time_ms=self._publish_time_ms,
@@ -255,38 +294,35 @@ class Writer:
                 key=key,
             )
             made.append(header)
-            runs.append((Run(rows, self._incarnation, next_index),) if rows else ())
+            runs.append((Run(rows, self.incarnation, next_index),) if rows else ())
             end += len(header) + len(body)
             next_index += rows
         tagged: Sequence[bytes | memoryview] = made if len(key) else headers.with_tags(made, self._key)
         buffers: list[bytes | memoryview] = []
         for one, (body, _, _) in zip(tagged, appends, strict=True):
             buffers += (one, body)
-        return buffers, Written(opening, runs, self._base_index, end, next_index, points)
+        return Written(opening, runs, self._base_index, self._end, end, next_index, points, buffers)
 
-    def _pack_marker(self, opening: Opening) -> tuple[list[bytes], Written]:
+    def _pack_marker(self, opening: Opening) -> Written:
         points: list[Point] = []
         if self._end >= self._last_point + POINT_INTERVAL_BYTES:
             points.append(Point(self._next_index, self._end, self._publish_time_ms))
         record = headers.marker_record(
             opening.term,
             opening.token,
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             file_offset=self._end,
             next_index=self._next_index,
             publish_time_ms=self._publish_time_ms,
             synced_offset=self._synced,
             key=self._key,
         )
-        return [record], Written(opening, [], self._base_index, self._end + len(record), self._next_index, points)
+        start, end = self._end, self._end + len(record)
+        return Written(opening, [], self._base_index, start, end, self._next_index, points, [record])
 
 
-def _write_all(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
+def _write_buffers(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
     """Writes the buffers one after the other. Raises OSError; then any part of them may have been written."""
-    size = sum(map(len, buffers))
     written = os.pwritev(file, buffers, offset)
-    if written < size:
-        # Short, as on a disk that is filling up: writing the rest tells why.
-        rest = memoryview(b"".join(buffers))
-        while written < size:
-            written += os.pwrite(file, rest[written:], offset + written)
+    if written < sum(map(len, buffers)):
+        write_all(file, memoryview(b"".join(buffers))[written:], offset + written)

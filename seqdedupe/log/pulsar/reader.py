@@ -2,10 +2,8 @@
 
 import asyncio
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
-import _pulsar
 import pulsar
 import pulsar.asyncio
 
@@ -90,7 +88,7 @@ async def open_reader(client: pulsar.asyncio.Client, topic: str, start: MessageI
 
     So many entries are fetched ahead, whatever their size. Raises LOG_UNREADABLE.
     """
-    place = pulsar.MessageId.earliest if start is None else pulsar.MessageId(-1, *start)._msg_id
+    place = pulsar.MessageId.earliest if start is None else pulsar.MessageId(-1, *start)
     try:
         for timeout_seconds in OPEN_TIMEOUTS_SECONDS:
             with suppress(TimeoutError):
@@ -101,40 +99,9 @@ async def open_reader(client: pulsar.asyncio.Client, topic: str, start: MessageI
         raise _unreadable(topic, e) from e
 
 
-async def _opened(client: pulsar.asyncio.Client, topic: str, place: _pulsar.MessageId, queue_entries: int) -> Any:
-    opening = _create(client, topic, place, queue_entries)
+async def _opened(client: pulsar.asyncio.Client, topic: str, place: pulsar.MessageId, queue_entries: int) -> Any:
+    opening = client.create_reader(topic, place, receiver_queue_size=queue_entries, start_message_id_inclusive=True)
     return await opened(opening, lambda reader: reader._reader.close_async(lambda _: None))
-
-
-async def _create(client: pulsar.asyncio.Client, topic: str, place: _pulsar.MessageId, queue_entries: int) -> Any:
-    """As the client's own `create_reader`, after which a reader and its client's threads and descriptors stay for good.
-
-    A reader keeps the callback of its opening as long as it lives, so that must not keep the reader.
-    """
-    schema = pulsar.schema.BytesSchema()
-    settings = _pulsar.ReaderConfiguration()
-    settings.schema(schema.schema_info())
-    settings.receiver_queue_size(queue_entries)
-    settings.start_message_id_inclusive(True)
-    waiting = [asyncio.get_running_loop().create_future()]
-    reader = waiting[0]
-    client._client.create_reader_async_v2(topic, place, settings, partial(_hand_over, waiting))
-    return pulsar.asyncio.Reader(await reader, schema)
-
-
-def _hand_over(waiting: "list[asyncio.Future[Any]]", outcome: Any) -> None:
-    """On a thread of the client."""
-    future = waiting.pop()
-    future.get_loop().call_soon_threadsafe(_settle, future, outcome)
-
-
-def _settle(future: "asyncio.Future[Any]", outcome: Any) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, _pulsar.Error):
-        future.set_exception(pulsar.asyncio.PulsarException(outcome.error, outcome.message))
-    else:
-        future.set_result(outcome)
 
 
 def _entry(native: Any) -> Entry:

@@ -11,6 +11,7 @@ import pulsar.asyncio
 from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin
+from seqdedupe.log.pulsar.client import PulsarClient
 from seqdedupe.log.pulsar.client_log import client_logger
 from seqdedupe.log.pulsar.credentials import never_raises
 from seqdedupe.log.pulsar.entries import NOWHERE, Entry
@@ -100,7 +101,7 @@ async def next_entries(reader: Reader, topic: str) -> list[Entry]:
 async def connected(cluster: Cluster) -> AsyncGenerator[Connection, None]:
     """A connection for the length of a block. Raises INVALID_OPTION, PULSAR_FORBIDS."""
     token, tls = token_of(cluster), tls_of(cluster)
-    client = pulsar.asyncio.Client(
+    client = PulsarClient(
         cluster.service_url,
         authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
         operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,

@@ -8,12 +8,13 @@ import pulsar
 from seqdedupe.log.pulsar.client_log import client_logger
 
 ROOT = Path(__file__).parents[3]
+CLIENTS = ("PulsarClient", "pulsar.Client", "pulsar.asyncio.Client")
 SHIPPED = ("broker_sidecar", "seqdedupe", "spark")
 
 
 def clients_made(path: Path) -> list[ast.Call]:
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    return [call for call in calls if ast.unparse(call.func) in ("pulsar.Client", "pulsar.asyncio.Client")]
+    return [call for call in calls if ast.unparse(call.func) in CLIENTS]
 
 
 def test_every_client_has_the_logger_that_is_not_pythons() -> None:

@@ -1,0 +1,129 @@
+"""How long a publish takes at 20,000 messages a second while nobody, 10 and 100 readers follow the topic.
+
+`python -m bench.followers ADDRESS COUNT` follows it so often until it is killed, on a connection each.
+"""
+
+import asyncio
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from bench import setup
+from bench.figure import Arm, Figure, Ratio, over
+from bench.publish import rising
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import read_pb2
+
+MESSAGES_PER_SECOND = 20_000
+ROWS = 20
+"""A frame each millisecond, as a client with its usual linger sends them."""
+
+FRAMES = 3_000
+FOLLOWERS = (0, 10, 100)
+
+_names = itertools.count()
+
+
+async def _publish(address: str) -> list[float]:
+    """Publishes at the rate; the milliseconds for each frame from when it was due to its receipt."""
+    name = f"p{next(_names)}"
+    make = rising(name, ROWS)
+    async with grpc.aio.insecure_channel(address, options=setup.LARGE) as channel:
+        call, epochs = await setup.opened(channel, [name])
+        first = time.perf_counter() + 0.1
+        due = [first + k * ROWS / MESSAGES_PER_SECOND for k in range(FRAMES)]
+        took_ms: list[float] = []
+
+        async def receive() -> None:
+            while len(took_ms) < FRAMES:
+                answers = setup.receipts(await call.read())
+                now = time.perf_counter()
+                took_ms.extend((now - at) * 1000 for at in due[len(took_ms) :][:answers])
+
+        receiving = asyncio.ensure_future(receive())
+        for k, at in enumerate(due):
+            if (early := at - time.perf_counter()) > 0:
+                await asyncio.sleep(early)
+            await call.write(setup.frame(make(k, epochs)))
+        await receiving
+        return took_ms
+
+
+async def _follow(address: str, count: int) -> None:
+    """Follows the topic from its end on, on so many connections; says when all are being served."""
+    request = read_pb2.ReadStreamRequest(topic=setup.TOPIC, follow=True)
+    request.start.latest = True
+    options = [*setup.LARGE, ("grpc.use_local_subchannel_pool", 1)]
+    methods: list[Any] = [
+        grpc.aio.insecure_channel(address, options).unary_stream("/seqdedupe.v1.ReadService/ReadStream")
+        for _ in range(count)
+    ]
+    calls = [method(request.SerializeToString()) for method in methods]
+    for call in calls:
+        await call.read()
+    print("following", flush=True)
+
+    async def read(call: Any) -> None:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    await asyncio.gather(*(read(call) for call in calls))
+
+
+@contextmanager
+def _following(address: str, count: int) -> Iterator[None]:
+    """So many readers follow the topic, in a process of their own."""
+    command = [sys.executable, "-m", "bench.followers", address, str(count)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().strip() == "following"
+            yield
+        finally:
+            process.kill()
+
+
+@contextmanager
+def figure(folder: Path) -> Iterator[Figure]:
+    took_ms: dict[int, list[float]] = {}
+
+    def p50_of(count: int, address: str) -> Arm:
+        def arm() -> float:
+            with _following(address, count) if count else ExitStack():
+                took_ms[count] = setup.run(_publish(address))
+            return float(np.percentile(took_ms[count], 50))
+
+        return arm
+
+    def p99_of(count: int) -> Arm:
+        # Of the arm before.
+        return lambda: float(np.percentile(took_ms[count], 99))
+
+    with Sidecar(folder / "sidecar") as sidecar:
+        arms: dict[str, Arm] = {}
+        for count in FOLLOWERS:
+            arms[f"{count} followers, p50"] = p50_of(count, sidecar.address)
+            arms[f"{count} followers, p99"] = p99_of(count)
+        yield Figure(
+            arms=arms,
+            ratios=[
+                Ratio("10 followers ÷ none, p50", over("10 followers, p50", "0 followers, p50"), at_most=1.5),
+                Ratio("100 followers ÷ none, p50", over("100 followers, p50", "0 followers, p50"), at_most=4),
+                Ratio("10 followers ÷ none, p99", over("10 followers, p99", "0 followers, p99")),
+                Ratio("100 followers ÷ none, p99", over("100 followers, p99", "0 followers, p99")),
+            ],
+            rounds=5,
+            notes=["arms in milliseconds from when a frame was due to its receipt"],
+        )
+
+
+if __name__ == "__main__":
+    setup.run(_follow(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,252 @@
+"""A publish stream to one topic, and the producers that share it: their frames out, and to each its answers."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import grpc.aio
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, typed_errors
+from seqdedupe.client.exchange import exchange, publish_call
+from seqdedupe.client.frames import decode_answer, receipt_columns, refusal_error
+from seqdedupe.client.merging import Part, parts_of, whole
+from seqdedupe.client.openings import Openings
+from seqdedupe.client.outbox import Frame
+from seqdedupe.client.receipts import ReceiptColumns
+from seqdedupe.errors import SeqdedupeError, error
+
+ANSWER_TIMEOUT_SECONDS = 30.0
+"""If frames are out and nothing is answered for so long, the connection counts as broken."""
+
+FULL_MESSAGE_BYTES = 160 * 1024
+"""Frames that are ready together go out in one message until it is as large as this. More gains nothing, and keeps
+the sidecar waiting. With the largest batch after it, it stays well below what the sidecar takes."""
+
+MAX_FRAMES = 256
+"""In one message."""
+
+
+class Answers(NamedTuple):
+    """Those to frames of one producer, by their numbers."""
+
+    receipts: list[tuple[int, ReceiptColumns]]
+    refusals: list[tuple[int, SeqdedupeError | None]]
+    """None: the frame was refused because of others, and can be sent again at once."""
+
+
+class Sender(Protocol):
+    """What a producer's session is to a stream."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def waits_for_answers(self) -> bool: ...
+
+    def next_frame(self) -> Frame | None:
+        """Its next one, if there is any to be sent now."""
+
+    def take(self, incarnation: int, term: int, answers: Answers) -> bool:
+        """Takes answers; whether these were the last ones that matter to it. What it raises ends it alone."""
+
+
+class PublishStream:
+    """A stream, from the call to its end. Each sender has its turn, one frame at a time; small frames become one.
+
+    A sender that leaves, or is sent away, leaves the others alone. When the stream ends all of them are told why.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, address: SidecarAddress, topic: str) -> None:
+        self.users = 0
+        """How many hold it; counted by whoever hands it out."""
+        self.openings = Openings(channel, address, topic)
+        self._address = address
+        self._topic = topic
+        self._call = publish_call(channel)
+        self._senders: dict[Sender, asyncio.Future[None]] = {}
+        """Each with what tells it to leave."""
+        self._ready: deque[Sender] = deque()
+        self._is_ready: set[Sender] = set()
+        self._goes_alone: set[Sender] = set()
+        """Whose frames share none with others until one has its receipt."""
+        self._out: dict[int, list[Part[Sender]]] = {}
+        """What the frames consist of that wait for their answers, by number."""
+        self._term = 0
+        """The highest that was answered; what has a lower one says nothing."""
+        self._work = asyncio.Event()
+        self._answered_at = 0.0
+        self._begun = asyncio.Event()
+        self._is_used = asyncio.Event()
+        self._end: Exception | None = None
+        self._over = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._over.is_set()
+
+    async def close(self) -> None:
+        """Ends it. Nobody uses it any more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, self.openings.close(), return_exceptions=True)
+
+    async def begin(self) -> None:
+        """Waits for the sidecar to take the stream. Raises what it is refused for, if that is known by then."""
+        await self._begun.wait()
+        await self.check()
+
+    async def check(self) -> None:
+        """Raises what the stream has ended with. After another answer over its connection it is certain whether it was
+        refused."""
+        if self._call.done():
+            self._is_used.set()
+            await self._over.wait()
+        if self._end is not None:
+            raise self._end.with_traceback(None)
+
+    async def serve(self, sender: Sender) -> None:
+        """Sends what the sender has and gives it its answers, until it has taken the last one. Raises what it raises
+        then, and what the stream ends with."""
+        if self._end is not None:
+            raise self._end.with_traceback(None)
+        leaving = self._senders[sender] = asyncio.get_running_loop().create_future()
+        self._is_used.set()
+        self.ready(sender)
+        try:
+            await leaving
+        finally:
+            del self._senders[sender]
+            self._goes_alone.discard(sender)
+
+    def ready(self, sender: Sender) -> None:
+        """It may have something to send."""
+        if sender not in self._is_ready:
+            self._is_ready.add(sender)
+            self._ready.append(sender)
+            self._work.set()
+
+    async def _run(self) -> None:
+        try:
+            with typed_errors(self._address):
+                try:
+                    async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
+                        await self._call.initial_metadata()
+                except TimeoutError as e:
+                    raise error("UNREACHABLE", f"the sidecar at {self._address} does not take a stream") from e
+            self._begun.set()
+            # Before its first Open there need be no topic.
+            await self._is_used.wait()
+            frames, take, watch = self._frames_to_send, self._take, self._watch
+            await exchange(self._call, self._address, self._topic, frames=frames, take=take, watch=watch)
+        except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
+            self._end = e
+        finally:
+            self._call.cancel()
+            self._end = self._end or error("UNREACHABLE", f"the stream to {self._address} was closed")
+            self._begun.set()
+            self._over.set()
+            for leaving in self._senders.values():
+                _send_away(leaving, self._end)
+
+    # -- out ---------------------------------------------------------------------------------------------------
+
+    async def _frames_to_send(self) -> Sequence[Frame]:
+        """The next ones for a message; waits until there are any."""
+        while True:
+            if parts := self._next_parts():
+                return [self._frame_of(some) for some in parts_of(parts)]
+            self._work.clear()
+            await self._work.wait()
+
+    def _next_parts(self) -> list[Part[Sender]]:
+        """What is ready to be sent now, for one message."""
+        if not self._out:
+            self._answered_at = asyncio.get_running_loop().time()
+        parts: list[Part[Sender]] = []
+        size_bytes = 0
+        while self._ready and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
+            sender = self._ready.popleft()
+            self._is_ready.discard(sender)
+            frame = sender.next_frame() if self._is_here(sender) else None
+            if frame is not None:
+                parts.append(Part(sender, frame, sender in self._goes_alone))
+                size_bytes += frame.size_bytes
+                self.ready(sender)
+        return parts
+
+    def _frame_of(self, parts: list[Part[Sender]]) -> Frame:
+        frame = whole([part.frame for part in parts])
+        self._out[frame.number] = parts
+        return frame
+
+    def _is_here(self, sender: Sender) -> bool:
+        leaving = self._senders.get(sender)
+        return leaving is not None and not leaving.done()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
+            silence = asyncio.get_running_loop().time() - self._answered_at
+            if silence > ANSWER_TIMEOUT_SECONDS and any(sender.waits_for_answers for sender in self._senders):
+                raise error("OUTCOME_UNKNOWN", f"{self._address} has not answered for {silence:.0f} seconds")
+
+    # -- in ----------------------------------------------------------------------------------------------------
+
+    def _take(self, raw: bytes) -> bool:
+        self._answered_at = asyncio.get_running_loop().time()
+        answer = decode_answer(raw, self._rows_of)
+        self._term = max(self._term, self.openings.term, answer.term)
+        if answer.term < self._term:
+            return False
+        told: dict[Sender, Answers] = {}
+        for receipt in answer.receipts:
+            self._take_receipt(self._out.pop(receipt.frame, []), receipt_columns(receipt), told)
+        for refusal in answer.refusals:
+            self._take_refusal(self._out.pop(refusal.frame, []), refusal, told)
+        for sender, answers in told.items():
+            if not self._is_here(sender):
+                continue
+            try:
+                if sender.take(answer.incarnation, answer.term, answers):
+                    self._senders[sender].set_result(None)
+            except Exception as e:  # noqa: BLE001 (whatever it is, it is this one's)
+                _send_away(self._senders[sender], e)
+            self.ready(sender)
+        return False
+
+    def _rows_of(self, frame: int) -> int | None:
+        parts = self._out.get(frame)
+        return None if parts is None else sum(len(part) for part in parts)
+
+    def _take_receipt(self, parts: list[Part[Sender]], receipt: ReceiptColumns, told: dict[Sender, Answers]) -> None:
+        first = 0
+        for part in parts:
+            columns = receipt if len(parts) == 1 else receipt.cut(first, first + len(part))
+            first += len(part)
+            self._goes_alone.discard(part.sender)
+            _of(part.sender, told).receipts.append((part.frame.number, columns))
+
+    def _take_refusal(self, parts: list[Part[Sender]], refusal: Any, told: dict[Sender, Answers]) -> None:
+        """A shared frame that is refused because of some of its producers, or for good, is taken apart: those that are
+        the cause, or may be, go again in frames of their own, which say what becomes of them."""
+        named = {producer.producer_name for producer in refusal.producers}
+        why: SeqdedupeError | None = refusal_error(refusal)
+        if len(parts) > 1 and (named or refusal.retry_delay_ms < 0):
+            why = None
+            causes = [part.sender for part in parts if part.sender.name in named] or [part.sender for part in parts]
+            self._goes_alone.update(sender for sender in causes if self._is_here(sender))
+        for part in parts:
+            _of(part.sender, told).refusals.append((part.frame.number, why))
+
+
+def _send_away(leaving: asyncio.Future[None], why: Exception) -> None:
+    if not leaving.done():
+        leaving.set_exception(why)
+        # It may be cancelled before it is told.
+        leaving.exception()
+
+
+def _of(sender: Sender, told: dict[Sender, Answers]) -> Answers:
+    return told.setdefault(sender, Answers([], []))

@@ -1,0 +1,122 @@
+"""A round in the journal: what was written to several segments at once. `docs/formats.md` draws it."""
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from seqdedupe.format.jit import Int64s
+from seqdedupe.format.tag import siphash
+
+FORMAT_VERSION = 1
+
+_TAG = struct.Struct("<q")
+_HEAD = struct.Struct("<IIqqqqq")
+_PLACE = struct.Struct("<qqqII")
+HEAD_BYTES = _TAG.size + _HEAD.size
+FILE_OFFSET_AT = _TAG.size + 8
+
+
+class Part(NamedTuple):
+    """What was written to one segment: whole records, one after the other."""
+
+    incarnation: int
+    base_index: int
+    """Of the segment."""
+    offset: int
+    """Where they stand in its file."""
+    body: bytes
+
+    @property
+    def end(self) -> int:
+        """Where they end."""
+        return self.offset + len(self.body)
+
+
+class Place(NamedTuple):
+    """Where a part belongs, and how to know it."""
+
+    incarnation: int
+    base_index: int
+    offset: int
+    size: int
+    crc32c: int
+
+
+class Round(NamedTuple):
+    """A round whose head is intact."""
+
+    version: int
+    number: int
+    """Rises from round to round, refused ones counted, in all journals of a directory."""
+    previous: int
+    """The number of the round before that was confirmed; 0 if there is none."""
+    forgotten: int
+    """Rounds up to this number need not be there any more."""
+    parts: list[Part]
+    """Those that are intact."""
+    damaged: list[int]
+    """The incarnations of the others."""
+    end: int
+    """Where the next one begins in the file."""
+
+
+def encoded(
+    parts: Sequence[Part], *, number: int, previous: int, forgotten: int, file_offset: int, key: Int64s
+) -> bytes:
+    """A round, to be written there."""
+    places = [_PLACE.pack(*part[:3], len(part.body), google_crc32c.value(part.body)) for part in parts]
+    size = HEAD_BYTES + sum(map(len, places)) + sum(len(part.body) for part in parts)
+    head = _HEAD.pack(FORMAT_VERSION, len(parts), file_offset, number, previous, forgotten, size)
+    tagged = b"".join((head, *places))
+    tag = siphash(np.frombuffer(tagged, np.uint8), 0, len(tagged), key)
+    return b"".join((_TAG.pack(tag), tagged, *(part.body for part in parts)))
+
+
+def round_at(raw: bytes, at: int, key: Int64s) -> Round | None:
+    """The round that begins at this offset of a journal's file; None if what stands there is no whole head of one."""
+    if at + HEAD_BYTES > len(raw):
+        return None
+    version, count, file_offset, number, previous, forgotten, size = _HEAD.unpack_from(raw, at + _TAG.size)
+    head_end = at + HEAD_BYTES + count * _PLACE.size
+    if file_offset != at or head_end > len(raw):
+        return None
+    if _TAG.unpack_from(raw, at)[0] != siphash(np.frombuffer(raw, np.uint8), at + _TAG.size, head_end, key):
+        return None
+    parts: list[Part] = []
+    damaged: list[int] = []
+    begin = head_end
+    for entry in _PLACE.iter_unpack(raw[at + HEAD_BYTES : head_end]):
+        place = Place(*entry)
+        body = raw[begin : begin + place.size]
+        begin += place.size
+        if len(body) == place.size and google_crc32c.value(body) == place.crc32c:
+            parts.append(Part(*place[:3], body))
+        else:
+            damaged.append(place.incarnation)
+    return Round(version, number, previous, forgotten, parts, damaged, at + size)
+
+
+def rounds_in(raw: bytes, key: Int64s) -> Iterator[Round]:
+    """All rounds of a journal's file whose heads are intact, those after damage included."""
+    at = 0
+    while at < len(raw):
+        found = round_at(raw, at, key)
+        if found is None:
+            at = _next_head(raw, at + 1, key)
+        else:
+            yield found
+            at = found.end
+
+
+def _next_head(raw: bytes, at: int, key: Int64s) -> int:
+    """Where the next head stands; the end of the file if there is none. A head says where it stands."""
+    candidates: list[int] = []
+    for shift in range(8):
+        count = (len(raw) - shift) // 8
+        numbers = np.frombuffer(raw, "<i8", count, shift)
+        places = np.arange(count, dtype=np.int64) * 8 + shift - FILE_OFFSET_AT
+        candidates += places[(numbers == places) & (places >= at)].tolist()
+    return next((place for place in sorted(candidates) if round_at(raw, place, key) is not None), len(raw))

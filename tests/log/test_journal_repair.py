@@ -1,0 +1,384 @@
+"""What becomes of logs whose journal is lost, damaged or half made; power cuts while it is taken back."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from seqdedupe.errors import DamagedError
+from seqdedupe.format.journal import rounds_in
+from seqdedupe.format.tag import key_of
+from seqdedupe.log.embedded import replaying
+from seqdedupe.log.embedded.commit import Committer
+from seqdedupe.log.embedded.journal import Journal
+from seqdedupe.log.embedded.replaying import Replay
+from seqdedupe.log.embedded.syncing import Syncer
+from tests.log.power import Disk
+from tests.log.rounds import Cuts, LosingDisk, Rounds, found_in, put
+from tests.log.test_journal import ALL, a_background_sync_that_fails, cut, files_in, journal_of, killed, path_of
+
+WHOLE = {i: [0, 1, 2] for i in ALL}
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture
+def rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rounds:
+    return Rounds(tmp_path / "data" / "logs", monkeypatch)
+
+
+def nothing(patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+# -- a journal that is gone, or given up ----------------------------------------------------------------------------
+
+
+async def test_a_journal_that_is_gone_is_missed(rounds: Rounds, tmp_path: Path) -> None:
+    """Nothing stands after what it held, so that no record tells."""
+    folder = await killed(rounds, tmp_path / "killed")
+    cut(folder, *ALL, to=127)
+    shutil.rmtree(folder / "journal")
+    for incarnation in ALL:
+        with pytest.raises(DamagedError, match="journal is missing") as raised:
+            await found_in(folder, [incarnation], has_journal=True)
+        assert "--give-up-journal" in raised.value.hint
+    assert await found_in(folder, ALL, has_journal=True, gives_up_journal=True) == {i: [] for i in ALL}
+
+
+async def test_control_nobody_said_that_there_was_one(rounds: Rounds, tmp_path: Path) -> None:
+    folder = await killed(rounds, tmp_path / "killed")
+    cut(folder, *ALL, to=127)
+    shutil.rmtree(folder / "journal")
+    assert await found_in(folder, ALL) == {i: [] for i in ALL}
+
+
+async def test_it_is_told_before_the_first_round_and_no_more_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[bool, int]] = []
+    folder = tmp_path / "data" / "logs"
+
+    def tell(has_journal: bool) -> None:
+        told.append((has_journal, len(list((folder / "journal").glob("*.journal")))))
+
+    rounds = await Rounds(folder, monkeypatch, tell_journal=tell).begin()
+    await rounds.together(1, 2, 3)
+    assert told == [(True, 0)]
+    await rounds.end()
+    assert told == [(True, 0), (False, 0)]
+
+
+async def test_while_a_log_has_something_in_it_it_is_needed(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await killed(rounds, tmp_path / "killed")
+    told: list[bool] = []
+    again = Rounds(folder, monkeypatch, tell_journal=told.append)
+    await again.open(2, 3, term=2)
+    await again.together(2, 3)
+    await again.end()
+    assert told == [True]
+    assert (folder / "journal" / "1.kept").exists()
+
+
+async def test_nothing_is_written_to_a_journal_of_which_nobody_can_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(has_journal: bool) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    rounds = await Rounds(tmp_path / "data" / "logs", monkeypatch, tell_journal=tell).begin()
+    await rounds.together(1, 2, 3)
+    assert not list((rounds.folder / "journal").glob("*.journal"))
+    await rounds.end()
+    assert rounds.fatal == []
+
+
+def without_secret(folder: Path) -> None:
+    (folder / "journal" / "secret").unlink()
+
+
+def with_a_damaged_head(folder: Path) -> None:
+    path = journal_of(folder)
+    raw = bytearray(path.read_bytes())
+    raw[20] ^= 1
+    path.write_bytes(raw)
+
+
+def with_a_damaged_part(folder: Path) -> None:
+    """The first log's, of the first round with messages."""
+    path = journal_of(folder)
+    raw = bytearray(path.read_bytes())
+    _, first, *_ = rounds_in(bytes(raw), key_of((folder / "journal" / "secret").read_bytes()))
+    raw[raw.index(first.parts[0].body)] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("damage", [without_secret, with_a_damaged_head, with_a_damaged_part])
+async def test_a_damaged_journal_can_be_given_up(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
+) -> None:
+    """What stands in the segments counts, and what is intact in the journal; from then on all is as ever."""
+    folder = await killed(rounds, tmp_path / "killed")
+    damage(folder)
+    with pytest.raises(DamagedError, match="LOG_DAMAGED"):
+        await found_in(folder, ALL, has_journal=True)
+    again = Rounds(folder, monkeypatch, has_journal=True, gives_up_journal=True)
+    await again.open(*ALL, term=2)
+    await again.together(*ALL)
+    await again.end()
+    assert await found_in(folder, ALL, has_journal=True) == {i: [0, 1, 2, 3] for i in ALL}
+
+
+async def test_what_was_lost_with_a_journal_that_is_given_up_is_damage_of_its_log(
+    rounds: Rounds, tmp_path: Path
+) -> None:
+    folder = await killed(rounds, tmp_path / "killed")
+    with_a_damaged_part(folder)
+    cut(folder, 1, 2, to=127)
+    with pytest.raises(DamagedError):
+        await found_in(folder, [1], gives_up_journal=True)
+    assert await found_in(folder, [2, 3], gives_up_journal=True) == {2: [0, 1, 2], 3: [0, 1, 2]}
+
+
+async def one_bad_read(rounds: Rounds, to: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    folder = await killed(rounds, to)
+    really, bad = Path.read_bytes, [True]
+
+    def read_bytes(self: Path) -> bytes:
+        raw = bytearray(really(self))
+        if self.suffix == ".journal" and bad:
+            bad.clear()
+            raw[20] ^= 1
+        return bytes(raw)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    found = await found_in(folder, ALL)
+    assert not bad
+    return found
+
+
+async def test_one_bad_read_is_no_damage(rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await one_bad_read(rounds, tmp_path / "killed", monkeypatch) == WHOLE
+
+
+async def test_control_one_bad_read_that_is_believed(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = Replay._read
+
+    def read_once(self: Replay) -> None:
+        self._is_read = self._is_read or bool(self._why)
+        really(self)
+
+    monkeypatch.setattr(Replay, "_read", read_once)
+    with pytest.raises(DamagedError):
+        await one_bad_read(rounds, tmp_path / "killed", monkeypatch)
+
+
+# -- power cuts at places of their own ------------------------------------------------------------------------------
+
+
+async def a_folder_that_was_half_made(rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process before was killed when it had written the secret and synced nothing."""
+    with monkeypatch.context() as patch:
+        disk = Disk(tmp_path / "data", patch)
+        for incarnation in ALL:
+            await rounds.logs.create(incarnation, "persistent://public/default/t", bytes(16))
+        (rounds.folder / "journal").mkdir()
+        (rounds.folder / "journal" / "secret").write_bytes(bytes(range(16)))
+        await rounds.begin()
+        await rounds.together(1, 2, 3)
+        found = disk.after_a_power_cut(tmp_path / "cut") / "logs"
+        await rounds.end()
+    assert await found_in(found, ALL) == {i: [0] for i in ALL}
+
+
+async def test_a_folder_that_was_half_made_is_made_durable(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await a_folder_that_was_half_made(rounds, tmp_path, monkeypatch)
+
+
+async def test_control_a_folder_that_is_there_is_taken_for_durable(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replay, "_make", lambda self: None)
+    with pytest.raises((AssertionError, DamagedError)):
+        await a_folder_that_was_half_made(rounds, tmp_path, monkeypatch)
+
+
+async def a_sync_of_the_commit_thread_that_fails(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, list[int]]:
+    """So many files wait to be synced that the thread does it itself when the journal is to be forgotten."""
+    monkeypatch.setattr(Syncer, "is_full", property(lambda self: True))
+    return await a_background_sync_that_fails(rounds, tmp_path, monkeypatch)
+
+
+async def test_a_sync_of_the_commit_thread_that_fails_keeps_the_journal(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await a_sync_of_the_commit_thread_that_fails(rounds, tmp_path, monkeypatch) == {i: [0] for i in ALL}
+    assert rounds.fatal
+
+
+async def test_control_it_goes_on_as_if_nothing_had_failed(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Committer, "_fail", lambda self, why: self._fatal(why))
+    assert await a_sync_of_the_commit_thread_that_fails(rounds, tmp_path, monkeypatch) != {i: [0] for i in ALL}
+
+
+class DiskWithBadBlock(Disk):
+    """A block of the journal that could not be written holds nothing any more, the end of an earlier round included."""
+
+    def ruin(self, path: Path) -> None:
+        inode = path.stat().st_ino
+        self._contents[inode] = self._contents[inode][:-100]
+
+
+async def a_journal_that_fails_later(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, list[int]]:
+    """Three logs are in its first round, two in the one that fails; the power goes when that is acknowledged."""
+    with monkeypatch.context() as patch:
+        disk = DiskWithBadBlock(tmp_path / "data", patch)
+        await rounds.begin()
+        await rounds.forget()
+        await rounds.open(3, term=2)
+        await rounds.together(1, 2, 3)
+        really = os.fdatasync
+
+        def sync(fd: int) -> None:
+            if path_of(fd).endswith(".journal"):
+                disk.ruin(Path(path_of(fd)))
+                raise OSError(errno.EIO, "the disk failed")
+            really(fd)
+
+        patch.setattr(os, "fdatasync", sync)
+        await rounds.together(1, 2)
+        found = disk.after_a_power_cut(tmp_path / "cut") / "logs"
+        await rounds.end()
+    return await found_in(found, ALL)
+
+
+async def test_a_journal_that_fails_later_takes_nothing_of_earlier_rounds(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = await a_journal_that_fails_later(rounds, tmp_path, monkeypatch)
+    assert found == {1: [0, 1], 2: [0, 1], 3: [0]}
+    assert rounds.fatal == []
+
+
+async def test_control_earlier_rounds_are_left_to_a_journal_that_failed(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Journal, "has_failed", False)
+    found = await a_journal_that_fails_later(rounds, tmp_path, monkeypatch)
+    assert found == {1: [0, 1], 2: [0, 1], 3: []}
+
+
+class EntriesSurvive(LosingDisk):
+    """What was removed is gone at once."""
+
+    entries_survive = True
+
+
+async def power_cuts_while_it_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, depth: int = 2
+) -> None:
+    """At each sync of a start that takes it back and forgets it, and again at each of the start after that."""
+    random = Random(seed)
+    print(f"seed {seed}")
+    with monkeypatch.context() as patch:
+        data = tmp_path / f"{depth}-{random.random()}" / "data"
+        put(files_in(folder), data / "logs")
+        disk = EntriesSurvive(data, patch)
+        make_durable(data)
+        rounds = Rounds(data / "logs", patch)
+        cuts = Cuts(disk, rounds, patch, random)
+        await rounds.open(1, 2, term=2)
+        await rounds.together(1, 2)
+        await rounds.forget()
+        await rounds.open(3, term=2)
+        await rounds.end()
+    assert len(cuts.images) > 15
+    for number, (image, _) in enumerate(cuts.images):
+        there = put(image, data.parent / str(number)) / "logs"
+        found = await found_in(there, ALL)
+        for incarnation in ALL:
+            assert found[incarnation][:3] == [0, 1, 2], f"cut {number}, log {incarnation}"
+    if depth > 1:
+        shutil.rmtree(there)
+        put({path.relative_to("logs"): raw for path, raw in random.choice(cuts.images)[0].items()}, there)
+        await power_cuts_while_it_is_taken_back(tmp_path, monkeypatch, there, seed + 100, depth - 1)
+
+
+def make_durable(folder: Path) -> None:
+    """All of it, for who watches."""
+    for path in [folder, *folder.rglob("*")]:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
+
+
+async def a_power_cut(rounds: Rounds, to: Path) -> Path:
+    """It took all segments but for their markers."""
+    folder = await killed(rounds, to)
+    cut(folder, *ALL, to=127)
+    return folder
+
+
+async def test_power_cuts_while_it_is_taken_back(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await a_power_cut(rounds, tmp_path / "killed")
+    await power_cuts_while_it_is_taken_back(tmp_path, monkeypatch, folder, 1)
+
+
+def take_back_without_a_sync(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(replaying, "os", WithoutFsync())
+
+
+def forget_before_it_is_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replay, "_keep", lambda self, incarnation, parts: None)
+
+
+class WithoutFsync:
+    def __getattr__(self, name: str) -> Any:
+        return (lambda fd: None) if name == "fsync" else getattr(os, name)
+
+
+@pytest.mark.parametrize("plant", [take_back_without_a_sync, forget_before_it_is_kept])
+async def test_control_it_is_forgotten_too_early(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant
+) -> None:
+    folder = await a_power_cut(rounds, tmp_path / "killed")
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, DamagedError)):
+        await power_cuts_while_it_is_taken_back(tmp_path, monkeypatch, folder, 1)
+
+
+async def test_a_deletion_that_a_crash_has_cut_short(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log's folder is there, some of its files are not; others have begun to write meanwhile."""
+    folder = await killed(rounds, tmp_path / "killed")
+    for path in (folder / "1").glob("*.log"):
+        path.unlink()
+    cut(folder, 2, 3, to=127)
+    again = Rounds(folder, monkeypatch)
+    await again.open(2, 3, term=2)
+    await again.together(2, 3)
+    assert (folder / "journal" / "1.kept").exists()
+    await again.logs.delete(1)
+    await again.end()
+    assert not (folder / "1").exists()
+    assert not list((folder / "journal").glob("*.kept"))
+    assert await found_in(folder, [2, 3]) == {2: [0, 1, 2, 3], 3: [0, 1, 2, 3]}
