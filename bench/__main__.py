@@ -28,6 +28,7 @@ FIGURES = (
     "decisions",
     "snapshot_pause",
     "start",
+    "opening",
     "tag",
     "doctor",
     "memory",

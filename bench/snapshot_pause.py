@@ -10,6 +10,7 @@ import numpy as np
 
 from bench import setup
 from bench.figure import Figure, Ratio
+from seqdedupe.core.names import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
@@ -28,7 +29,7 @@ async def _pauses(folder: Path) -> tuple[float, float]:
     store = Store.open(folder)
     producers = Producers()
     names = [b"producer-%07d" % i for i in range(PRODUCERS)]
-    producers.load(names, *[np.ones(PRODUCERS, np.int64)] * 3)
+    producers.load(Names.of(names), *[np.ones(PRODUCERS, np.int64)] * 3)
     late: list[float] = []
     going = True
 

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from seqdedupe.core.activity import Activity, Int32s
 from seqdedupe.core.growing import Growing
-from seqdedupe.core.names import Names
+from seqdedupe.core.names import Names, joined
 from seqdedupe.core.recent import NO_MESSAGE, find, find_duplicates, new_ring, with_room
 from seqdedupe.core.replay import list_names, persist, persist_all
 from seqdedupe.core.rule import (
@@ -24,7 +24,7 @@ from seqdedupe.core.rule import (
     refusal,
 )
 from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, start
-from seqdedupe.format.jit import Int64s, Int64s2, Uint8s, kernel
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
 _FIRST_CAPACITY = 64
@@ -85,15 +85,23 @@ class Producers:
 
     def names_from(self, first: int, count: int | None = None) -> list[bytes]:
         """The names from this number on, at most `count`."""
-        return self._names.some(first, len(self) - first if count is None else count)
+        return self._names.some(first, count)
+
+    def copied_names(self) -> Names:
+        """All names as of now, by number."""
+        return self._names.copy()
 
     def names_of(self, numbers: Int64s) -> list[bytes]:
         """The names of the producers with these numbers."""
-        return self._names.names(numbers.tolist())
+        return self._names.names(numbers)
 
     def number(self, name: bytes) -> int | None:
         """The producer's number, None if the name never came."""
         return self._names.number(name)
+
+    def find_all(self, names: list[bytes]) -> Int64s:
+        """The producers' numbers, -1 for names that never came."""
+        return self._names.numbers(*joined(names))
 
     def add(self, name: bytes) -> int:
         """The producer's number, a new one if the name is new."""
@@ -101,21 +109,24 @@ class Producers:
 
     def add_all(self, names: list[bytes]) -> Int64s:
         """The producers' numbers, new ones for names that are new."""
+        return self.add_listed(*joined(names))
+
+    def add_listed(self, raw: Bytes, spans: Int64s2) -> Int64s:
+        """The same, for names that stand in a buffer, each from a place up to another."""
         before = len(self)
         # First: no name may have a number without a row.
-        self._reserve(before + len(names))
-        numbers = np.array(self._names.add_all(names), np.int64)
-        if len(self) > before:
-            self.numbers[before : len(self)] = _NEW
+        self._reserve(before + len(spans))
+        numbers = self._names.add(raw, spans)
+        self.numbers[before : len(self)] = _NEW
         return numbers
 
-    def load(self, names: list[bytes], persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
+    def load(self, names: Names, persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
         """Takes over a snapshot: these are PERSISTED, DURABLE_EPOCH and STATED, by producer number.
 
-        Only before anything else came.
+        Only before anything else came. The names are its own from now on.
         """
         self._reserve(len(names))
-        self._names = Names.of(names)
+        self._names = names
         rows = self.numbers[: len(names)]
         rows[:] = _NEW
         rows[:, PUSHED] = persisted
@@ -133,12 +144,13 @@ class Producers:
 
     # -- admission ---------------------------------------------------------------------------------------------
 
-    def known(self, encoded: bytes, places: Int64s) -> Int64s | None:
+    def known(self, view: Uint8s, places: Int64s) -> Int64s | None:
         """The numbers of a batch's producers; None if one of them never came, or comes twice."""
-        found = self._names.numbers(names_of(encoded, places))
-        if min(found) < 0 or len(set(found)) < len(found):
+        spans, _ = list_names(view, places.reshape(1, -1), 1)
+        found = self._names.numbers(view, spans)
+        if found.min() < 0 or len(set(found.tolist())) < len(found):
             return None
-        return np.array(found, np.int64)
+        return found
 
     def refusal(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool, gapless: bool = False) -> int:
         """Why a frame is not admitted, or ADMITTED. See `rule.refusal`."""
@@ -179,12 +191,13 @@ class Producers:
 
     def replay(self, raw: bytes, table: Int64s, count: int) -> None:
         """`count` scanned records are in the log: merges them by maximum; names that are new get numbers."""
-        names, first_name = list_names(raw, table, count)
-        producer_rows = self.add_all(names)
+        view = np.frombuffer(raw, np.uint8)
+        spans, first_name = list_names(view, table, count)
+        producer_rows = self.add_listed(view, spans)
         self._may_have_sessions = True
         with_room(self._ring, self._entered, int(table[:count, ROWS].sum()))
         self._entered = persist_all(
-            np.frombuffer(raw, np.uint8), table, count, producer_rows, first_name,
+            view, table, count, producer_rows, first_name,
             self.numbers, self.dirty, self._ring, self._entered,
         )  # fmt: skip
 

@@ -195,8 +195,8 @@ def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list
 def apply(change: Sessions | Reset | Purge | Import, parts: ImportParts, producers: Producers, index: int) -> None:
     """The change is in the log, before the message with this index."""
     if isinstance(change, Purge):
-        known = (producers.number(name) for name in change.names)
-        producers.purge(np.array([number for number in known if number is not None], np.int64), index)
+        numbers = producers.find_all(change.names)
+        producers.purge(numbers[numbers >= 0], index)
         return
     if isinstance(change, Import):
         if complete := parts.add(change):

@@ -49,7 +49,7 @@ def indexes_after(sizes: list[int], *, replayed: bool = False) -> tuple[list[int
         if replayed:
             producers.replay(encoded, places.reshape(1, PLACES), 1)
         else:
-            numbers = producers.known(encoded, places)
+            numbers = producers.known(view, places)
             assert numbers is not None
             producers.persist(view, places, numbers)
         index += size
@@ -133,8 +133,8 @@ class Counted(np.ndarray):
 
 def looks_for(producers: Producers, rows: list[tuple[str, int]]) -> tuple[int, list[int]]:
     """How often the ring is looked into for the original of these duplicates, and where they are found."""
-    encoded, view, places = laid_out(rows, 0)
-    numbers = producers.known(encoded, places)
+    _, view, places = laid_out(rows, 0)
+    numbers = producers.known(view, places)
     verdicts, found = np.full(len(rows), DUP, np.uint8), np.zeros(len(rows), np.int64)
     ring = producers._ring.view(Counted)
     Counted.looks = 0
@@ -145,8 +145,8 @@ def looks_for(producers: Producers, rows: list[tuple[str, int]]) -> tuple[int, l
 def fill(producers: Producers, rows: int, name_of: Callable[[int], str]) -> None:
     """So many messages; each one's sequence ID is its index."""
     for index in range(producers._entered, producers._entered + rows, 4096):
-        encoded, view, places = laid_out([(name_of(i), i) for i in range(index, index + 4096)], index)
-        numbers = producers.known(encoded, places)
+        _, view, places = laid_out([(name_of(i), i) for i in range(index, index + 4096)], index)
+        numbers = producers.known(view, places)
         assert numbers is not None
         producers.persist(view, places, numbers)
 
@@ -192,8 +192,8 @@ def test_of_the_last_messages_all_are_found_and_no_others(seed: int, monkeypatch
             name = names[min(rng.randrange(12), len(names) - 1)]
             ids[name] += rng.choice([1, 1, 5])
             rows.append((name, ids[name]))
-        encoded, view, places = laid_out(rows, len(log))
-        numbers = producers.known(encoded, places)
+        _, view, places = laid_out(rows, len(log))
+        numbers = producers.known(view, places)
         assert numbers is not None
         producers.persist(view, places, numbers)
         log += rows

@@ -11,11 +11,14 @@ import pytest
 from seqdedupe.topic.sessions import Sessions
 from tests.plain import PLAIN
 
-MANY = 100_000
-FEW = 1_000
+MANY = 10_000
+FEW = 200
 
 OPENED = 16
 """Rows, at most: written when the name comes, opened, confirmed, answered, collected."""
+
+LOOKS = 200
+"""At slots, at most."""
 
 FLAGS_AT_ONCE = 64
 """Producers of which a snapshot sees in one look that none has changed."""
@@ -43,7 +46,7 @@ class Counted(np.ndarray):
 def filled(names: int) -> Any:
     producers = PLAIN["producers"].Producers()
     ones = np.ones(names, np.int64)
-    producers.load([b"p%d" % i for i in range(names)], ones, ones, ones)
+    producers.load(PLAIN["names"].Names.of([b"p%d" % i for i in range(names)]), ones, ones, ones)
     producers.add(b"makes room for more")
     producers.collect_dirty()
     return producers
@@ -94,23 +97,23 @@ def test_what_goes_over_all_names_is_counted() -> None:
     assert touched(producers._numbers, lambda: producers.collect_dirty(np.arange(MANY))) >= MANY
 
 
+@pytest.mark.parametrize("name", ["p77", "new"])
+def test_a_name_is_found_by_few_looks_among_few_and_among_many(name: str) -> None:
+    """The slots that a name may be in are as many as others are in its way: few, since the table is never full."""
+    for names in (FEW, MANY):
+        producers = filled(names)
+        assert touched(producers._names._slots, lambda known=producers: known.add(name.encode())) <= LOOKS
+
+
 def test_names_between_others_are_found_without_a_walk() -> None:
     producers = filled(MANY)
-
-    class Page(tuple[bytes, ...]):
-        """Counts the names that are taken out."""
-
-        taken = 0
-
-        def __getitem__(self, at: Any) -> Any:
-            got = super().__getitem__(at)
-            Page.taken += len(got) if isinstance(at, slice) else 1
-            return got
-
     names = producers._names
-    names._pages = [Page(page) for page in names._pages]
-    assert producers.names_from(MANY // 2, 3) == [b"p%d" % i for i in range(MANY // 2, MANY // 2 + 3)]
-    assert producers.names_of(np.array([3, MANY // 2])) == [b"p3", b"p%d" % (MANY // 2)]
-    assert Page.taken == 5
-    producers.names_from(0)
-    assert Page.taken >= MANY // 2, "the control arm"
+    middle = MANY // 2
+
+    def some() -> None:
+        assert producers.names_from(middle, 3) == [b"p%d" % i for i in range(middle, middle + 3)]
+        assert producers.names_of(np.array([3, middle])) == [b"p3", b"p%d" % middle]
+
+    assert touched(names._bounds, some) <= 20
+    assert touched(names._text, some) <= 40
+    assert touched(names._bounds, lambda: producers.names_from(0)) >= MANY, "the control arm"
