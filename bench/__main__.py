@@ -31,6 +31,7 @@ FIGURES = (
     "decisions",
     "snapshot_pause",
     "start",
+    "opening",
     "tag",
     "doctor",
     "memory",
