@@ -32,6 +32,7 @@ FIGURES = (
     "decisions",
     "snapshot_pause",
     "start",
+    "opening",
     "tag",
     "doctor",
     "memory",
