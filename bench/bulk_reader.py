@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import numpy as np
 
 from bench import setup
-from bench.figure import Arm, Figure, Ratio, over
+from bench.figure import Arm, Figure, Ratio, over, percentiles_ms
 from bench.followers import publish_at_rate
 from bench.publish import rising
 from seqdedupe.testing import Sidecar
@@ -56,18 +55,21 @@ def figure(folder: Path) -> Iterator[Figure]:
         make = rising("p", ROWS)
         setup.run(setup.publish(sidecar.address, ["p"], make, BATCHES, 64, topic=LARGE_TOPIC))
 
-        def p50(is_read: bool) -> Arm:
-            def arm() -> float:
+        def publishing(is_read: bool) -> Arm:
+            def arm() -> dict[str, float]:
                 with _reading(sidecar.address) if is_read else ExitStack():
-                    return float(np.percentile(setup.run(publish_at_rate(sidecar.address)), 50))
+                    return percentiles_ms(setup.run(publish_at_rate(sidecar.address)))
 
             return arm
 
         yield Figure(
-            arms={"no reader": p50(False), "a bulk reader": p50(True)},
-            ratios=[Ratio("a bulk reader ÷ none", over("a bulk reader", "no reader"))],
+            arms={"no reader": publishing(False), "a bulk reader": publishing(True)},
+            ratios=[
+                Ratio("a bulk reader ÷ none, p50", over("a bulk reader, p50", "no reader, p50")),
+                Ratio("a bulk reader ÷ none, p99", over("a bulk reader, p99", "no reader, p99")),
+            ],
             rounds=5,
-            notes=["arms: p50 in milliseconds from when a frame was due to its receipt"],
+            notes=["arms in milliseconds from when a frame was due to its receipt"],
         )
 
 

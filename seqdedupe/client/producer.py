@@ -180,7 +180,6 @@ class Producer(ProducerBase):
     """
 
     _linger: asyncio.Handle | None = None
-    _must_yield = False  # once a batch: a sender that never waits would keep the loop from sending anything
     _waiting = 0  # sends that pause: none may pass them
     _spread: Spread | None = None
 
@@ -316,7 +315,7 @@ class Producer(ProducerBase):
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None
-        self._must_pause = self._must_yield = True
+        self._must_pause = True
         self._session.add(pending)
 
     async def _pause(self) -> None:
@@ -324,8 +323,7 @@ class Producer(ProducerBase):
         self._waiting += 1
         try:
             async with self._turn:  # in the order of the calls
-                if self._must_yield:
-                    self._must_yield = False
+                if self._session.outbox.has_unsent:
                     await asyncio.sleep(0)
                 while self._state == "open" and not self._session.has_room.is_set():
                     await self._session.has_room.wait()
