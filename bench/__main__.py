@@ -33,6 +33,7 @@ FIGURES = (
     "tag",
     "doctor",
     "memory",
+    "stalled_disk",
     "attached",
     "functions",
     "pulsar_publish",
