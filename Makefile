@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Bytecode is kept, whatever the shell says: every test run starts hundreds of processes, and each would compile for itself.
+# Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-pulsar pulsar function-wheel prepare compile test check bench bench-peers campaign proto lock clean

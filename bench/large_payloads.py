@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,14 @@ class _Disk:
             self._path.unlink()
 
 
+def _identity(address: str, size: int, messages: int) -> float:
+    """Bytes a second of the same messages from a server that does nothing."""
+    return setup.run(read_bytes(address, STREAM, f"{size} {messages}".encode(), times=1))
+
+
 def _percentile(of: Any, name: str, q: int) -> Arm:
     """Of what the arm before has measured."""
     return lambda: float(np.percentile(getattr(of, name), q))
-
-
-def _identity(echo: str, request: bytes) -> Arm:
-    """What gRPC alone does in the same messages."""
-    return lambda: setup.run(read_bytes(echo, STREAM, request, 1))
 
 
 @contextmanager
@@ -115,7 +116,6 @@ def figure(folder: Path) -> Iterator[Figure]:
         for size in TOTAL_BYTES:
             topic, disk = _Topic(sidecar.address, size), _Disk(folder, size)
             of = f"{size // 1000} KB"
-            same = f"{size} {topic.messages}".encode()
             arms |= {
                 f"{of} published": topic.publish,
                 f"{of} receipt, p50 ms": _percentile(topic, "took_ms", 50),
@@ -123,7 +123,7 @@ def figure(folder: Path) -> Iterator[Figure]:
                 f"{of} serial append + fdatasync": disk.append,
                 f"{of} sync, p50 ms": _percentile(disk, "syncs_ms", 50),
                 f"{of} read": topic.read,
-                f"{of} identity": _identity(echo, same),
+                f"{of} identity": partial(_identity, echo, size, topic.messages),
             }
             ratios += [
                 Ratio(f"{of} published ÷ serial", over(f"{of} published", f"{of} serial append + fdatasync")),

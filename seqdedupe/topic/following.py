@@ -53,8 +53,10 @@ class Turns:
 
     def _go_on(self) -> None:
         self._left = TURNS_AT_ONCE
-        for turn in list(self._waiting)[:TURNS_AT_ONCE]:
+        while self._left and self._waiting:
+            turn = next(iter(self._waiting))
             del self._waiting[turn]
+            # Whoever is leaving at this moment must not cost the next one its turn.
             if not turn.done():
                 turn.set_result(None)
                 self._left -= 1

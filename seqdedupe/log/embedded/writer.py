@@ -226,7 +226,8 @@ class Writer:
         """Lets go of the file for good. Raises FatalError."""
         self._closed = True
         try:
-            if self._synced == self._end and not self._broken:
+            # What was let go of before is synced by whoever was given it: there need be no descriptor left for it.
+            if self._file is not None and self._synced == self._end and not self._broken:
                 self.sync_file()
         finally:
             if (left := self.let_go()) is not None:
