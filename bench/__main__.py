@@ -35,6 +35,7 @@ FIGURES = (
     "tag",
     "doctor",
     "memory",
+    "stalled_disk",
     "attached",
     "functions",
     "pulsar_publish",

@@ -42,6 +42,10 @@ STOP_GRACE_SECONDS = 2.0
 """After draining: for clients to read their last answers."""
 
 _NO_OTHER_LISTENER = ("grpc.so_reuseport", 0)
+UNREAD_BYTES = 1024 * 1024
+"""So much of a stream that the sidecar does not read waits in it. gRPC itself would find out how much is under way on a
+connection and then take as much, some 6 MB on a fast one, however many there are and whatever waits for the disk."""
+_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", UNREAD_BYTES))
 _MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
 _PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1_000))
 """A client that waits for messages may ask every second whether the sidecar is still there."""
@@ -84,7 +88,7 @@ class Sidecar:
             ("grpc.max_concurrent_streams", at_once),
             ("grpc.max_allowed_incoming_connections", self._connections),
         )
-        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *limits, *_PINGS])
+        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *limits, *_PINGS])
         streams = self._streams
         services: dict[str, Any] = {
             admin.SERVICE: admin.AdminService(self._topics, self._data.topics, streams, self._data.cluster),
