@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pulsar pulsar function-wheel prepare compile test check bench campaign proto lock clean
+.PHONY: demo demo-pulsar pulsar function-wheel prepare compile test check bench bench-peers campaign proto lock clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -48,6 +48,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench
+
+# Beside Kafka, NATS, RabbitMQ Streams and Pulsar, which it fetches: docs/benchmarks.md says what that takes.
+bench-peers: $(READY)
+	$(BIN)/python -m bench.compare
 
 # What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports, and
 # faults of a real Pulsar broker, and of three sidecars in front of one.

@@ -17,7 +17,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from seqdedupe.core import replay, rule
+from seqdedupe.core import recent, replay, rule
 from seqdedupe.format import layout, records
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PRODUCERS, ROWS
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, header, marker_record, ownership_of
@@ -73,7 +73,7 @@ def batch_case(random: Random, compiled_layout: Layout, seen: Counter[int]) -> N
                 agree("the rule", data, compiled, plain)
 
 
-_ring = np.zeros((RING, 3), np.int64)
+_ring = np.zeros((RING, recent.COLUMNS), np.int64)
 
 
 def judge(its_rule: Any, its_replay: Any, view: Uint8s, places: Int64s) -> list[np.ndarray]:
