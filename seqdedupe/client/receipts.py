@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.batch import NO_INT64S, Batch, Int32s, Int64s
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 from seqdedupe.message_ids import MessageIds
@@ -71,6 +71,11 @@ class ReceiptColumns:
     run_entry_ids: Int64s
     run_batch_indexes: Int32s
 
+    @staticmethod
+    def all_stored(first_index: int, first_message_id: MessageId) -> "ReceiptColumns":
+        """That of a frame whose rows are all new, and one run: the usual one."""
+        return ReceiptColumns(_NO_VERDICTS, first_index, first_message_id, *_NOTHING_KNOWN, *_ONE_RUN)
+
     def message_ids(self, rows: int) -> tuple[Int64s, Int64s, Int32s]:
         """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many.
 
@@ -110,6 +115,12 @@ class ReceiptColumns:
     def _runs(self) -> MessageIds:
         run_rows = self.run_rows.astype(np.int64)
         return MessageIds(run_rows, self.run_ledger_ids, self.run_entry_ids, self.run_batch_indexes)
+
+
+_NO_VERDICTS = np.zeros(0, np.uint8)
+_NO_ROWS = np.zeros(0, np.uint32)
+_NOTHING_KNOWN = _NO_ROWS, NO_INT64S, NO_INT64S, NO_INT64S, NO_INT32S
+_ONE_RUN = _NO_ROWS, NO_INT64S, NO_INT64S, NO_INT32S
 
 
 def _later(message_id: MessageId, rows: int) -> MessageId:
@@ -297,6 +308,14 @@ class PendingBatch:
             self._result = result
         return self._result
 
+    def published(self, row: int) -> Published:
+        """`result()[row]`. Where all rows were stored in one run the columns of the others need not be made."""
+        stored = self._all_stored
+        if stored is None or len(stored.run_rows) or stored.first_index < 0:
+            return self.result()[row]
+        message_id, index = _later(stored.first_message_id, row), stored.first_index + row
+        return Published(Verdict.NOT_DUP, message_id, index, int(self.sequence_ids[row]), self.partition)
+
 
 class SpreadBatch:
     """Batches that were one, each in a partition of its own: what a `PendingBatch` is to receipts."""
@@ -346,7 +365,7 @@ class Receipt:
     def __await__(self) -> Generator[Any, None, Published]:
         if not self._pending.settled:
             yield from self._pending.wait().__await__()
-        return self._pending.result()[self._row]
+        return self._pending.published(self._row)
 
 
 class BatchReceipt:

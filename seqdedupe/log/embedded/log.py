@@ -6,6 +6,7 @@ write is undone before it is answered as refused; where that cannot be done the 
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -156,6 +157,7 @@ class EmbeddedLog:
 
     def _on_news(self, news: Written) -> None:
         """What was written is readable from now on; then whoever waits for it hears."""
+        self._shared.read_ahead.written_at = time.monotonic()
         segments = self._reader.segments
         if news.base_index != segments[-1].base_index:
             segments.append(Segment(self._folder, self.identity, news.base_index, 0))

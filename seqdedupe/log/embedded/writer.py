@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,10 @@ Twice as many buffers (each has a header) fit into one `writev` of Linux, which 
 """
 GATHER_BYTES = 512 * 1024
 """A group as large as this takes longer to write than waiting for more would save."""
+
+WRITE_BYTES = 1024 * 1024
+"""What one call writes. For a larger write the system takes memory in larger pieces, of those that it has not used for
+long, which in a virtual machine may have to come from the host: 16 MB in one call took up to five times as long."""
 
 
 Append = tuple[bytes, int, int]
@@ -222,7 +226,8 @@ class Writer:
         """Lets go of the file for good. Raises FatalError."""
         self._closed = True
         try:
-            if self._synced == self._end and not self._broken:
+            # What was let go of before is synced by whoever was given it: there need be no descriptor left for it.
+            if self._file is not None and self._synced == self._end and not self._broken:
                 self.sync_file()
         finally:
             if (left := self.let_go()) is not None:
@@ -323,6 +328,27 @@ class Writer:
 
 def _write_buffers(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
     """Writes the buffers one after the other. Raises OSError; then any part of them may have been written."""
-    written = os.pwritev(file, buffers, offset)
-    if written < sum(map(len, buffers)):
-        write_all(file, memoryview(b"".join(buffers))[written:], offset + written)
+    for some in _in_pieces(buffers):
+        size = sum(map(len, some))
+        written = os.pwritev(file, some, offset)
+        if written < size:
+            write_all(file, memoryview(b"".join(some))[written:], offset + written)
+        offset += size
+
+
+def _in_pieces(buffers: Sequence[bytes | memoryview]) -> Iterator[Sequence[bytes | memoryview]]:
+    """The buffers, so many at once that they have WRITE_BYTES at most."""
+    if sum(map(len, buffers)) <= WRITE_BYTES:
+        yield buffers
+        return
+    some: list[bytes | memoryview] = []
+    left = WRITE_BYTES
+    for buffer in buffers:
+        for at in range(0, len(buffer), WRITE_BYTES):
+            part = buffer if len(buffer) <= WRITE_BYTES else memoryview(buffer)[at : at + WRITE_BYTES]
+            if len(part) > left:
+                yield some
+                some, left = [], WRITE_BYTES
+            some.append(part)
+            left -= len(part)
+    yield some
