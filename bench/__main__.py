@@ -36,6 +36,7 @@ FIGURES = (
     "tag",
     "doctor",
     "memory",
+    "stalled_disk",
     "attached",
     "functions",
     "pulsar_publish",
