@@ -20,8 +20,8 @@ _RATE_REACHED = 0.99
 """With less of the rate that was asked for, a person is told."""
 
 _MOST_NAMES = 10_000
-"""So many have been tried on a sidecar with its default limits. Each is a task of its own: with thousands of them the tasks
-are much of what is measured."""
+"""So many have been tried on a sidecar with its default limits. Each is a task of its own: with thousands of them the
+tasks are much of what is measured."""
 
 _Positive = click.IntRange(min=1)
 
