@@ -37,9 +37,9 @@ async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int =
         epochs = np.full(len(numbers), opened.epochs[0])
         topic.producers.confirm_sessions(numbers, epochs, np.arange(first, end), 0)
         await topic.snapshotter.take()
-        # Compacted, as it is where names come over time.
-        async with topic.snapshotter.stands_still():
-            pass
+    # Compacted as far as it goes, as it is where names come over time.
+    async with topic.snapshotter.stands_still():
+        pass
     await topic.snapshotter.take()
     cache = NumbersCache()
     payloads = Binary.of_all([b"x" * 100] * rows)

@@ -229,6 +229,11 @@ class Names:
         text = self._text.rows[bounds[0] : bounds[-1]].tobytes()
         return [text[start:end] for start, end in pairwise((bounds - bounds[0]).tolist())]
 
+    def listed(self) -> tuple[Bytes, Int64s2]:
+        """All names in a buffer, and from where to where each stands in it."""
+        bounds = self._bounds.rows[: self._count + 1]
+        return self._text.rows, np.column_stack((bounds[:-1], bounds[1:]))
+
     def names(self, numbers: Int64s) -> list[bytes]:
         """The names with these numbers."""
         text, bounds = self._text.rows, self._bounds.rows

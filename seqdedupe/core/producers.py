@@ -120,15 +120,22 @@ class Producers:
         self.numbers[before : len(self)] = _NEW
         return numbers
 
+    def take_in(self, names: Names) -> Int64s:
+        """`add_all` for names that are its own from now on: where it has none yet, that takes no more than the rows."""
+        if len(self):
+            return self.add_listed(*names.listed())
+        self._reserve(len(names))
+        self._names = names
+        self.numbers[: len(names)] = _NEW
+        return np.arange(len(names))
+
     def load(self, names: Names, persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
         """Takes over a snapshot: these are PERSISTED, DURABLE_EPOCH and STATED, by producer number.
 
         Only before anything else came. The names are its own from now on.
         """
-        self._reserve(len(names))
-        self._names = names
+        self.take_in(names)
         rows = self.numbers[: len(names)]
-        rows[:] = _NEW
         rows[:, PUSHED] = persisted
         rows[:, PERSISTED] = persisted
         rows[:, EPOCH] = epochs

@@ -109,7 +109,7 @@ class Tally:
 
         Of one that was reset or forgotten after it, the log alone knows.
         """
-        numbers = self.producers.add_all(loaded.names.some())
+        numbers = self.producers.add_listed(*loaded.names.listed())
         there = np.flatnonzero(
             np.array([self.reset_at.get(number, -1) < loaded.next_index for number in numbers.tolist()], bool)
         )

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from seqdedupe import wire
 from seqdedupe.batch import Binary
+from seqdedupe.core.names import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, error
@@ -63,30 +64,46 @@ class Import:
     is_last: bool
 
 
+class Imported(NamedTuple):
+    """Watermarks that are imported: columns, and a table of the names, of which each row says the number."""
+
+    names: Names
+    numbers: Int64s
+    persisted: Int64s
+
+    def apply(self, producers: Producers, index: int) -> None:
+        """They are in the log, before the message with this index. The names are the producers' from now on."""
+        numbers = producers.take_in(self.names)[self.numbers]
+        producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), self.persisted, index)
+
+
 class ImportParts:
-    """The parts of an import that is not complete yet."""
+    """The parts of an import that is not complete yet. Names enter a table as they come, so that little is left to do
+    where they all are in force at once."""
 
     def __init__(self) -> None:
-        self._parts: list[Import] | None = None
+        self.clear()
 
     def clear(self) -> None:
         """What has come will not be completed."""
-        self._parts = None
+        self._names: Names | None = None
+        self._columns: list[tuple[Int64s, Int64s]] = []
 
-    def add(self, part: Import) -> list[Import]:
-        """The next part in the log. All parts if it completes an import, else none.
+    def add(self, part: Import) -> Imported | None:
+        """The next part in the log. The import, if that completes it.
 
         An import that lacks its first part is in force already: retention has said it again before it dropped that.
         """
         if part.part == 0:
-            self._parts = []
-        if self._parts is None or part.part != len(self._parts):
-            self._parts = None
-            return []
-        self._parts.append(part)
+            self._names, self._columns = Names(), []
+        if self._names is None or part.part != len(self._columns):
+            self.clear()
+            return None
+        self._columns.append((self._names.add_all(part.names), part.persisted))
         if not part.is_last:
-            return []
-        complete, self._parts = self._parts, None
+            return None
+        complete = Imported(self._names, *map(np.concatenate, zip(*self._columns, strict=True)))
+        self.clear()
         return complete
 
 
@@ -199,11 +216,8 @@ def apply(change: Sessions | Reset | Purge | Import, parts: ImportParts, produce
         producers.purge(numbers[numbers >= 0], index)
         return
     if isinstance(change, Import):
-        if complete := parts.add(change):
-            # All at once: many names are added sooner than many times some.
-            numbers = producers.add_all([name for part in complete for name in part.names])
-            persisted = np.concatenate([part.persisted for part in complete])
-            producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), persisted, index)
+        if (complete := parts.add(change)) is not None:
+            complete.apply(producers, index)
         return
     numbers = producers.add_all(change.names)
     if isinstance(change, Reset):

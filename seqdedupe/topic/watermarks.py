@@ -12,7 +12,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.names import decoded_producer_name, new_producer_name
 from seqdedupe.topic.attached import AttachedTopic
-from seqdedupe.topic.control import Import
+from seqdedupe.topic.control import Import, ImportParts
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State, TopicBase
 
@@ -69,7 +69,7 @@ class WatermarksImport(ABC, Generic[Imported]):
     async def finish(self) -> None:
         """All of it is in force and durable on return. Raises why it could not be: then it is not, or it is as a whole.
 
-        It holds the event loop, up to a second for a million producers.
+        It holds the event loop, some 40 ms for a million producers, 170 if it is repeated.
         """
 
     def close(self) -> None:
@@ -138,20 +138,20 @@ class _ImportIntoStore(WatermarksImport[AttachedTopic]):
 
     def __init__(self, topic: AttachedTopic) -> None:
         super().__init__(topic)
-        self._parts: list[Watermarks] = []
+        self._parts = ImportParts()
+        self._count = 0
 
     async def add(self, names: list[bytes], persisted: Int64s) -> None:
         self._check()
         self._order.check(names, persisted)
-        self._parts.append((names, persisted))
+        self._parts.add(Import(names, persisted, self._count, is_last=False))
+        self._count += 1
 
     async def finish(self) -> None:
         self._check()
-        producers = self._topic.producers
-        # All at once: see `control.apply`.
-        numbers = producers.add_all([name for names, _ in self._parts for name in names])
-        persisted = np.concatenate([np.zeros(0, np.int64), *(column for _, column in self._parts)])
-        producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), persisted, 0)
+        last = Import([], np.zeros(0, np.int64), self._count, is_last=True)
+        if (complete := self._parts.add(last)) is not None:
+            complete.apply(self._topic.producers, 0)
         await self._topic.snapshot()
 
     def _check_unused(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 
 from broker_sidecar import kernels
 from seqdedupe.testing import Sidecar
@@ -86,8 +87,9 @@ def _half_written(write: Callable[..., int]) -> Callable[..., int]:
 
 def _plant_several_steps() -> None:
     """Each part of an import counts by itself, and a snapshot is removed before another one is written."""
+    from seqdedupe.core.names import Names
     from seqdedupe.store.snapshots import Delta, Snapshots
-    from seqdedupe.topic.control import ImportParts
+    from seqdedupe.topic.control import Imported, ImportParts
 
     write_anew = Snapshots.write_anew
 
@@ -95,7 +97,9 @@ def _plant_several_steps() -> None:
         await self._store.flush(self.remove())
         return await write_anew(self, delta)
 
-    ImportParts.add = lambda self, part: [part]  # type: ignore[method-assign]
+    ImportParts.add = lambda self, part: Imported(  # type: ignore[method-assign]
+        Names.of(part.names), np.arange(len(part.names)), part.persisted
+    )
     Snapshots.write_anew = in_two_steps  # type: ignore[method-assign]
 
 

@@ -215,7 +215,7 @@ def test_nobody_who_reads_on_is_quiet(environment: dict[str, str]) -> None:
         ("--size", "-1"),
         ("--size", str(5 * 2**20 + 1)),
         ("--names", "0"),
-        ("--names", "501"),
+        ("--names", "10001"),
         ("--messages", "0"),
         ("--seconds", "0"),
         ("--histogram", "no/such/folder"),

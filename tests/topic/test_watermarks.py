@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from seqdedupe.core.names import Names
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import PERSISTED
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.log.embedded.inspection import Intact
@@ -22,7 +25,7 @@ from seqdedupe.topic import control
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import Columns
-from seqdedupe.topic.control import Import, ImportParts
+from seqdedupe.topic.control import Import, Imported, ImportParts
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.operating import reset_producer
@@ -147,6 +150,11 @@ async def test_a_restart_and_a_rebuilt_store_keep_it(
 # -- all or nothing ------------------------------------------------------------------------------------------------
 
 
+def at_once(parts: ImportParts, part: Import) -> Imported:
+    """Each part counts by itself."""
+    return Imported(Names.of(part.names), np.arange(len(part.names)), part.persisted)
+
+
 @pytest.mark.parametrize("is_careful", [True, False])
 @pytest.mark.parametrize("lands", range(5))
 async def test_after_a_crash_all_of_it_is_in_force_or_nothing(
@@ -154,7 +162,7 @@ async def test_after_a_crash_all_of_it_is_in_force_or_nothing(
 ) -> None:
     """The process ends when so many of its four records have reached the log. Each part by itself would not do."""
     if not is_careful:
-        monkeypatch.setattr(ImportParts, "add", lambda self, part: [part])
+        monkeypatch.setattr(ImportParts, "add", at_once)
     store = stores()
     log = FaultyLog(Storage(INCARNATION))
     topic = new_topic(store, log)
@@ -292,7 +300,7 @@ async def test_who_gives_up_while_a_part_is_on_its_way_has_imported_what_a_resta
     log.settle()
     expected = MARKS if ends_in == "the last part" else {}
     assert exported(topic) == expected
-    assert topic.import_parts._parts is None
+    assert topic.import_parts._names is None
     assert topic.newest_import is None
     log = log.crash(lands=0)
     log.automatic = True
@@ -404,9 +412,18 @@ def test_only_whole_imports_count_in_whatever_order_parts_stand() -> None:
         parts = ImportParts()
         found = [parts.add(one) for one in order]
         is_whole = [one.part for one in order] == [0, 1, 2]
-        assert [len(complete) for complete in found] == ([0, 0, 3] if is_whole else [0, 0, 0])
+        assert [0 if complete is None else len(complete.numbers) for complete in found] == (
+            [0, 0, 3] if is_whole else [0, 0, 0]
+        )
     parts = ImportParts()
-    assert [len(parts.add(one)) for one in (part(0), part(1), part(0), part(1, True), part(2, True))] == [0, 0, 0, 2, 0]
+    found = [parts.add(one) for one in (part(0), part(1), part(0), part(1, True), part(2, True))]
+    assert [one is None for one in found] == [True, True, True, False, True]
+    producers = Producers()
+    producers.add_all([b"1", b"x"])
+    assert found[3] is not None
+    found[3].apply(producers, 0)
+    names, numbers = producers.names_from(0), producers.numbers[:, PERSISTED].tolist()
+    assert dict(zip(names, numbers, strict=False)) == {b"1": 1, b"x": -1, b"0": 0}
 
 
 async def test_retention_says_it_again_and_the_doctor_follows(stores: Callable[[], Store], tmp_path: Path) -> None:
