@@ -18,6 +18,7 @@ FIGURES = (
     "large_batches",
     "syncs",
     "one_in_flight",
+    "flush_policy",
     "dirty_topics",
     "single_messages",
     "half_old",

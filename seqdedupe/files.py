@@ -1,6 +1,7 @@
 """Making files durable."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -35,3 +36,10 @@ def write_all(file: int, data: bytes | memoryview, offset: int) -> None:
         # Short, as on a disk that is filling up: writing the rest tells why.
         written = os.pwrite(file, rest, offset)
         rest, offset = rest[written:], offset + written
+
+
+def write_buffers(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
+    """Writes the buffers one after the other. Raises OSError; then any part of them may have been written."""
+    written = os.pwritev(file, buffers, offset)
+    if written < sum(map(len, buffers)):
+        write_all(file, memoryview(b"".join(buffers))[written:], offset + written)

@@ -73,6 +73,7 @@ def receipt_columns(receipt: Any) -> ReceiptColumns:
         np.frombuffer(receipt.run_ledger_ids, "<i8"),
         np.frombuffer(receipt.run_entry_ids, "<i8"),
         np.frombuffer(receipt.run_batch_indexes, "<i4"),
+        receipt.durable_at,
     )
 
 
