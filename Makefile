@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-pulsar pulsar function-wheel prepare test check bench campaign proto lock clean
+# Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo demo-pulsar pulsar function-wheel prepare compile test check bench bench-peers campaign proto lock clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -26,6 +29,10 @@ prepare: $(READY)
 	@$(BIN)/python -m pulsar_broker get || true
 	@$(BIN)/python -m tests.spark.class_data
 
+# Bytecode of all there is, the tests as pytest rewrites them, and the kernels: else every worker makes its own.
+compile: $(READY)
+	@$(BIN)/python -m pytest --collect-only -qq > /dev/null || true
+
 # TEST_PULSAR=required makes it a failure if there is no Pulsar.
 test: prepare
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
@@ -41,6 +48,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench
+
+# Beside Kafka, NATS, RabbitMQ Streams and Pulsar, which it fetches: docs/benchmarks.md says what that takes.
+bench-peers: $(READY)
+	$(BIN)/python -m bench.compare
 
 # What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports, and
 # faults of a real Pulsar broker, and of three sidecars in front of one.

@@ -10,25 +10,29 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.figure import Figure, Ratio
+from bench.figure import Figure, Ratio, values_of
 from broker_sidecar import kernels
 
 FIGURES = (
     "publish",
     "large_batches",
+    "large_payloads",
     "syncs",
     "one_in_flight",
     "flush_policy",
     "dirty_topics",
     "single_messages",
+    "steady",
     "half_old",
     "many_names",
     "many_topics",
     "reading",
     "followers",
+    "bulk_reader",
     "decisions",
     "snapshot_pause",
     "start",
+    "opening",
     "tag",
     "doctor",
     "memory",
@@ -46,12 +50,12 @@ FIGURES = (
 
 def measure(figure: Figure, rounds: int | None) -> dict[str, list[float]]:
     """Each arm's measurements, round by round; the first round does not count."""
-    measured: dict[str, list[float]] = {name: [] for name in figure.arms}
+    measured: dict[str, list[float]] = {}
     for number in range((rounds or figure.rounds) + 1):
-        for name, arm in figure.arms.items():
-            value = arm()
-            if number:
-                measured[name].append(value)
+        for arm, measures in figure.arms.items():
+            for name, value in values_of(arm, measures()).items():
+                if number:
+                    measured.setdefault(name, []).append(value)
     return measured
 
 
@@ -60,11 +64,7 @@ def show(ratio: Ratio, measured: dict[str, list[float]]) -> bool:
     rounds = [dict(zip(measured, values, strict=True)) for values in zip(*measured.values(), strict=True)]
     values = [ratio.value(one) for one in rounds]
     middle = statistics.median(values)
-    verdict = ""
-    if ratio.at_least is not None or ratio.at_most is not None:
-        bound = f"≥ {ratio.at_least:g}" if ratio.at_least is not None else f"≤ {ratio.at_most:g}"
-        aim = f", aim {ratio.aim:g}" if ratio.aim is not None else ""
-        verdict = f"  {bound}{aim}  {'reached' if ratio.is_reached(middle) else 'NOT REACHED'}"
+    verdict = f"  {ratio.goal}  {'reached' if ratio.is_reached(middle) else 'NOT REACHED'}" if ratio.goal else ""
     spread = f"{min(values):.3g}–{max(values):.3g}"
     print(f"  {ratio.name:<58} {middle:8.3g} {ratio.unit:<3} ({spread}){verdict}", flush=True)
     return ratio.is_reached(middle)

@@ -25,7 +25,7 @@ RECEIPT_BYTES = 60
 
 async def _echo(_requests: object, context: Any) -> None:
     while (data := await context.read()) is not grpc.aio.EOF:
-        await context.write(data[:RECEIPT_BYTES] if data[:1] == b"R" else data)
+        await context.write(data)
 
 
 async def _synced_echo(_requests: object, context: Any) -> None:

@@ -1,17 +1,30 @@
 """What a figure is: arms that are measured side by side, and ratios between them that have to reach something."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-Arm = Callable[[], float]
-"""Measures once; a rate, a time or a size, as the figure says."""
+import numpy as np
+
+Arm = Callable[[], float | Mapping[str, float]]
+"""Measures once: a rate, a time or a size, as the figure says. Several values are told apart: `p50` of an arm `echo` is
+called `echo, p50`."""
+
+
+def percentiles_ms(seconds: Sequence[float], of: str = "") -> dict[str, float]:
+    """p50 and p99, in milliseconds: no middle without what the slow ones took."""
+    return {f"{of}p{q}": float(np.percentile(seconds, q)) * 1000 for q in (50, 99)}
+
+
+def values_of(arm: str, measured: float | Mapping[str, float]) -> dict[str, float]:
+    """What an arm has measured, by the names that ratios know it by."""
+    return {f"{arm}, {what}": v for what, v in measured.items()} if isinstance(measured, Mapping) else {arm: measured}
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A figure's claim. `value` makes it from one round's measurements, by the arms' names.
+    """A figure's claim. `value` makes it from one round's measurements, by their names.
 
     One without bounds is shown for comparison: what the machine allows.
     """
@@ -22,6 +35,14 @@ class Ratio:
     at_most: float | None = None
     aim: float | None = None
     unit: str = "×"
+
+    @property
+    def goal(self) -> str:
+        """What it has to reach; empty if nothing."""
+        bounds = [f"≥ {self.at_least:g}"] if self.at_least is not None else []
+        bounds += [f"≤ {self.at_most:g}"] if self.at_most is not None else []
+        bounds += [f"aim {self.aim:g}"] if self.aim is not None else []
+        return ", ".join(bounds)
 
     def is_reached(self, value: float) -> bool:
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
@@ -42,5 +63,10 @@ Make = Callable[[Path], AbstractContextManager[Figure]]
 
 
 def over(numerator: str, denominator: str) -> Callable[[dict[str, float]], float]:
-    """The ratio of two arms."""
+    """The ratio of two measurements."""
     return lambda measured: measured[numerator] / measured[denominator]
+
+
+def shown(name: str, unit: str = "ms") -> Ratio:
+    """A measurement that is shown among the ratios, for what it says about them."""
+    return Ratio(name, lambda measured: measured[name], unit=unit)

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import numpy as np
 
 from bench import setup
-from bench.figure import Arm, Figure, Ratio, over
+from bench.figure import Arm, Figure, Ratio, over, percentiles_ms
 from bench.publish import rising
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import read_pb2
@@ -32,21 +31,21 @@ FOLLOWERS = (0, 10, 100)
 _names = itertools.count()
 
 
-async def _publish(address: str) -> list[float]:
-    """Publishes at the rate; the milliseconds for each frame from when it was due to its receipt."""
+async def publish_at_rate(address: str) -> list[float]:
+    """Publishes at the rate; the seconds for each frame from when it was due to its receipt."""
     name = f"p{next(_names)}"
     make = rising(name, ROWS)
     async with grpc.aio.insecure_channel(address, options=setup.LARGE) as channel:
         call, epochs = await setup.opened(channel, [name])
         first = time.perf_counter() + 0.1
         due = [first + k * ROWS / MESSAGES_PER_SECOND for k in range(FRAMES)]
-        took_ms: list[float] = []
+        seconds: list[float] = []
 
         async def receive() -> None:
-            while len(took_ms) < FRAMES:
+            while len(seconds) < FRAMES:
                 answers = setup.receipts(await call.read())
                 now = time.perf_counter()
-                took_ms.extend((now - at) * 1000 for at in due[len(took_ms) :][:answers])
+                seconds.extend(now - at for at in due[len(seconds) :][:answers])
 
         receiving = asyncio.ensure_future(receive())
         for k, at in enumerate(due):
@@ -54,7 +53,7 @@ async def _publish(address: str) -> list[float]:
                 await asyncio.sleep(early)
             await call.write(setup.frame(make(k, epochs)))
         await receiving
-        return took_ms
+        return seconds
 
 
 async def _follow(address: str, count: int) -> None:
@@ -93,27 +92,16 @@ def _following(address: str, count: int) -> Iterator[None]:
 
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
-    took_ms: dict[int, list[float]] = {}
-
-    def p50_of(count: int, address: str) -> Arm:
-        def arm() -> float:
+    def taking_ms(count: int, address: str) -> Arm:
+        def arm() -> dict[str, float]:
             with _following(address, count) if count else ExitStack():
-                took_ms[count] = setup.run(_publish(address))
-            return float(np.percentile(took_ms[count], 50))
+                return percentiles_ms(setup.run(publish_at_rate(address)))
 
         return arm
 
-    def p99_of(count: int) -> Arm:
-        # Of the arm before.
-        return lambda: float(np.percentile(took_ms[count], 99))
-
     with Sidecar(folder / "sidecar") as sidecar:
-        arms: dict[str, Arm] = {}
-        for count in FOLLOWERS:
-            arms[f"{count} followers, p50"] = p50_of(count, sidecar.address)
-            arms[f"{count} followers, p99"] = p99_of(count)
         yield Figure(
-            arms=arms,
+            arms={f"{count} followers": taking_ms(count, sidecar.address) for count in FOLLOWERS},
             ratios=[
                 Ratio("10 followers ÷ none, p50", over("10 followers, p50", "0 followers, p50"), at_most=1.5),
                 Ratio("100 followers ÷ none, p50", over("100 followers, p50", "0 followers, p50"), at_most=4),

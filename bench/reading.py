@@ -23,12 +23,13 @@ TIMES = 6
 """How often an arm reads it all: once takes too short a time to measure."""
 
 
-async def _stream(address: str, method: str, request: bytes) -> float:
+async def read_bytes(address: str, method: str, request: bytes, times: int = TIMES) -> float:
+    """Bytes a second of a stream that is read so often."""
     async with grpc.aio.insecure_channel(address, options=setup.LARGE) as channel:
         method_call: Any = channel.unary_stream(method)
         size = 0
         began = time.perf_counter()
-        for _ in range(TIMES):
+        for _ in range(times):
             call = method_call(request)
             while (message := await call.read()) is not grpc.aio.EOF:
                 size += len(message)
@@ -50,9 +51,9 @@ def figure(folder: Path) -> Iterator[Figure]:
         method = "/seqdedupe.v1.ReadService/ReadStream"
         yield Figure(
             arms={
-                "topic of 256-row batches": lambda: setup.run(_stream(large.address, method, whole)),
-                "topic of 16-row batches": lambda: setup.run(_stream(small.address, method, whole)),
-                "identity": lambda: setup.run(_stream(echo, STREAM, identity)),
+                "topic of 256-row batches": lambda: setup.run(read_bytes(large.address, method, whole)),
+                "topic of 16-row batches": lambda: setup.run(read_bytes(small.address, method, whole)),
+                "identity": lambda: setup.run(read_bytes(echo, STREAM, identity)),
             },
             ratios=[
                 Ratio("256-row batches ÷ identity", over("topic of 256-row batches", "identity"), at_least=0.7),

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +24,8 @@ from seqdedupe.v1 import publish_pb2
 
 LARGE = [("grpc.max_receive_message_length", 1 << 26)]
 TOPIC = "bench"
+EPOCHS = np.array([1 << 32])
+"""For frames that nobody decides about."""
 
 _frames = itertools.count(1)
 
@@ -61,19 +64,23 @@ async def open_names(channel: grpc.aio.Channel, topic: str, names: list[str]) ->
 
 
 class Windowed:
-    """Sends on a stream with at most so many parts unanswered, and keeps the time each answer took."""
+    """Sends on a stream with at most so many parts unanswered, and keeps the time each answer took.
 
-    def __init__(self, call: Any, in_flight: int, answered: Callable[[bytes], int]) -> None:
+    `answered` says how many parts an answer is to; without it each answer is to all of a message.
+    """
+
+    def __init__(self, call: Any, in_flight: int, answered: Callable[[bytes], int] | None = None) -> None:
         self._call = call
         self._answered = answered
         self._room = asyncio.Semaphore(in_flight)
         self._sent: list[float] = []
+        self._messages: deque[int] = deque()  # the parts of each that was sent
         self.seconds: list[float] = []
 
-    async def send(self, parts: Iterator[bytes], count: int, full_bytes: int) -> float:
+    async def send(self, parts: Iterable[bytes], count: int) -> float:
         """Sends `count` parts; the seconds it took until the last answer.
 
-        Those that may go out at the same time go in one message, until it has `full_bytes`.
+        Those that may go out at the same time go in one message, until that is as large as the client's are.
         """
         reader = asyncio.ensure_future(self._read(count))
         began = time.perf_counter()
@@ -84,18 +91,23 @@ class Windowed:
             self._sent.append(time.perf_counter())
             message.append(part)
             size += len(part)
-            if self._room.locked() or size >= full_bytes:
-                await self._call.write(b"".join(message))
+            if self._room.locked() or size >= FULL_MESSAGE_BYTES:
+                await self._write(message)
                 message, size = [], 0
         if message:
-            await self._call.write(b"".join(message))
+            await self._write(message)
         await reader
         return time.perf_counter() - began
+
+    async def _write(self, message: list[bytes]) -> None:
+        self._messages.append(len(message))
+        await self._call.write(b"".join(message))
 
     async def _read(self, count: int) -> None:
         got = 0
         while got < count:
-            answers = self._answered(await self._call.read())
+            answer = await self._call.read()
+            answers = self._messages.popleft() if self._answered is None else self._answered(answer)
             now = time.perf_counter()
             for _ in range(answers):
                 self.seconds.append(now - self._sent[got])
@@ -126,7 +138,7 @@ class Stream(NamedTuple):
         """Publishes `count` batches; seconds in all, and for each receipt."""
         window = Windowed(self.call, in_flight, receipts)
         frames = (frame(make(k, self.epochs)) for k in range(count))
-        return await window.send(frames, count, FULL_MESSAGE_BYTES), window.seconds
+        return await window.send(frames, count), window.seconds
 
 
 async def opened(channel: grpc.aio.Channel, names: list[str], topic: str = TOPIC) -> Stream:
@@ -146,13 +158,13 @@ async def publish(
 
 
 async def echo(
-    address: str, message: bytes, count: int, in_flight: int, method: str = ECHO
+    address: str, make: MakeBatch, count: int, in_flight: int, method: str = ECHO
 ) -> tuple[float, list[float]]:
-    """Sends the same message `count` times to the echo server, each by itself; as `publish`."""
+    """As `publish`, from the same batches in the same messages, with a server that does nothing."""
     async with grpc.aio.insecure_channel(address, options=LARGE) as channel:
-        window = Windowed(channel.stream_stream(method)(), in_flight, lambda _: 1)
-        seconds = await window.send(itertools.repeat(message), count, full_bytes=0)
-        return seconds, window.seconds
+        window = Windowed(channel.stream_stream(method)(), in_flight)
+        frames = (frame(make(k, EPOCHS)) for k in range(count))
+        return await window.send(frames, count), window.seconds
 
 
 def serial_append(folder: Path, size: int, count: int) -> list[float]:

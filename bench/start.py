@@ -1,4 +1,4 @@
-"""Process start → SERVING with 1M producers and a tail of 1M messages, also in batches of one row."""
+"""Process start → SERVING with a tail of 1M messages: 1M producers, also in batches of one row, and 10M producers."""
 
 import asyncio
 import time
@@ -19,6 +19,8 @@ from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 
 PRODUCERS = 1_000_000
+MANY_PRODUCERS = 10_000_000
+PRODUCERS_A_SNAPSHOT = 500_000
 TAIL = 1_000_000
 IN_FLIGHT = 256
 
@@ -28,10 +30,16 @@ async def fill(data: Path, rows: int, *, producers: int = PRODUCERS, tail: int =
     config = Config(data_directory=str(data), deduplication_entries_interval=2**62)
     opened_data = Data(config, lambda name, state: None)
     topic = await opened_data.all_topics.create(setup.TOPIC)
-    for first in range(0, producers, 50_000):
-        names = [f"producer-{i:07d}" for i in range(first, min(first + 50_000, producers))]
-        await open_sessions(topic, names, None)
     opened = await open_sessions(topic, ["p"], None)
+    for first in range(0, producers, PRODUCERS_A_SNAPSHOT):
+        end = min(first + PRODUCERS_A_SNAPSHOT, producers)
+        numbers = topic.producers.add_all([b"producer-%07d" % i for i in range(first, end)])
+        epochs = np.full(len(numbers), opened.epochs[0])
+        topic.producers.confirm_sessions(numbers, epochs, np.arange(first, end), 0)
+        await topic.snapshotter.take()
+        # Compacted, as it is where names come over time.
+        async with topic.snapshotter.stands_still():
+            pass
     await topic.snapshotter.take()
     cache = NumbersCache()
     payloads = Binary.of_all([b"x" * 100] * rows)
@@ -60,6 +68,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     async def make() -> None:
         await fill(folder / "rows-256" / "data", 256)
         await fill(folder / "rows-1" / "data", 1)
+        await fill(folder / "many" / "data", 256, producers=MANY_PRODUCERS)
 
     asyncio.run(make())
 
@@ -77,10 +86,12 @@ def figure(folder: Path) -> Iterator[Figure]:
             "nothing to recover": lambda: start("empty"),
             "batches of 256 rows": lambda: start("rows-256"),
             "batches of one row": lambda: start("rows-1"),
+            "10M producers": lambda: start("many"),
         },
         ratios=[
             Ratio("start, tail in batches of 256 rows", lambda m: m["batches of 256 rows"], at_most=3, unit="s"),
             Ratio("start, tail in batches of one row", lambda m: m["batches of one row"], at_most=3, unit="s"),
+            Ratio("start, 10M producers", lambda m: m["10M producers"], at_most=6, unit="s"),
         ],
         rounds=3,
         notes=["arms in seconds"],

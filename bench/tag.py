@@ -1,7 +1,7 @@
 """What the keyed tag of every record costs: reading records back, and writing their headers."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,8 @@ KEY = key_of(b"of the benchmark")
 RECORDS = 16 * GROUP_APPENDS
 PAYLOAD = bytes(100)
 TRIES = 7
+
+Rate = Callable[[], float]
 
 
 def encoded(rows: int) -> tuple[bytes, int]:
@@ -46,12 +48,12 @@ def header(body: bytes, rows: int, column_bytes: int, index: int, file_offset: i
     )
 
 
-def best(rate: Arm) -> Arm:
+def best(rate: Rate) -> Rate:
     """The best of several, of what is over in milliseconds."""
     return lambda: max(rate() for _ in range(TRIES))
 
 
-def scans(rows: int, key: Int64s) -> Arm:
+def scans(rows: int, key: Int64s) -> Rate:
     """Records a second that recovery's scan reads and checks."""
     body, column_bytes = encoded(rows)
     parts, offset = [], 0
@@ -71,7 +73,7 @@ def scans(rows: int, key: Int64s) -> Arm:
     return best(rate)
 
 
-def writes(rows: int, key: Int64s) -> Arm:
+def writes(rows: int, key: Int64s) -> Rate:
     """Headers a second that the commit thread makes, a full group at a time."""
     body, column_bytes = encoded(rows)
 

@@ -5,9 +5,13 @@ import difflib
 import sys
 from pathlib import Path
 
-from broker_sidecar.config import KEYS, from_process
-from broker_sidecar.keys import flag_of
-from seqdedupe.errors import SeqdedupeError
+from broker_sidecar import event_engine
+
+event_engine.turn_off()  # before gRPC is imported, as some of these do
+
+from broker_sidecar.config import KEYS, from_process  # noqa: E402
+from broker_sidecar.keys import flag_of  # noqa: E402
+from seqdedupe.errors import SeqdedupeError  # noqa: E402
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -1,14 +1,18 @@
-"""`python -m pulsar_broker` runs a broker until Ctrl-C or SIGTERM; with `get` it only fetches Pulsar."""
+"""`python -m pulsar_broker` runs a broker until Ctrl-C or SIGTERM; `get` only fetches Pulsar, and prepares starts."""
 
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
+from pulsar_broker import quick
 from pulsar_broker.distribution import Unavailable, get
 from pulsar_broker.standalone import Broker
 
 _POLL_SECONDS = 0.2
+_ARCHIVE_TIMEOUT_SECONDS = 300.0
 
 
 def _ends(number: int, _: FrameType | None) -> None:
@@ -30,6 +34,21 @@ def _serve() -> None:
             raise
 
 
+def _prepare(home: Path) -> None:
+    """Has a broker write an archive of its classes when it ends, if there is none."""
+
+    def write(archive: Path) -> None:
+        broker = Broker(home)
+        broker.environment = quick.archived(home, "ArchiveClassesAtExit", archive)
+        with broker:
+            broker.stop(_ARCHIVE_TIMEOUT_SECONDS)
+
+    try:
+        quick.archive(home).make(write)
+    except (OSError, subprocess.SubprocessError) as e:
+        print(f"Brokers start without an archive of their classes: {e}")
+
+
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ends)
@@ -37,7 +56,8 @@ def main() -> None:
         sys.exit(__doc__)
     try:
         if sys.argv[1:]:
-            print(f"Pulsar is in {get()}")
+            print(f"Pulsar is in {(home := get())}")
+            _prepare(home)
         else:
             _serve()
     except Unavailable as e:

@@ -15,6 +15,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Self
 
+from pulsar_broker import quick
 from pulsar_broker.distribution import Unavailable
 from seqdedupe.testing import reserved_port
 
@@ -49,9 +50,6 @@ _KEYS = {
     # Else the bookie is out for a while after a kill -9.
     "bookkeeperClientHealthCheckEnabled": "false",
 }
-
-_QUICK_START = {"PULSAR_EXTRA_OPTS": "-XX:TieredStopAtLevel=1"}
-"""Half of the processor time until it serves; fewer messages a second later."""
 
 
 def free_port() -> int:
@@ -132,12 +130,13 @@ class Broker:
     broker 0.4 to 0.7 GB of memory. Its methods block.
     """
 
-    environment: Mapping[str, str] = _QUICK_START
-    """Of its process, beside what keeps it in its folder. Who measures it wants none of that."""
+    environment: Mapping[str, str] | None = None
+    """Of its process, beside what keeps it in its folder. None: that of a quick start, for who does not measure."""
 
     def __init__(self, home: Path, token: str = "", /, *, with_functions: bool = False, **keys: Any) -> None:
         self._token = token
         self._folder = Path(tempfile.mkdtemp(prefix="seqdedupe-pulsar-"))
+        self._home = home
         self._command = command(home, self._folder, with_functions=with_functions)
         if with_functions:
             packages = self._folder / "packages"
@@ -179,10 +178,11 @@ class Broker:
 
     def spawn(self) -> None:
         """The first half of `start`. It ends with the thread that calls this."""
+        more = quick.environment(self._home) if self.environment is None else self.environment
         with (self._folder / "printed").open("ab") as printed:
             self._process = subprocess.Popen(
                 self._command,
-                env=os.environ | environment(self._folder) | dict(self.environment),
+                env=os.environ | environment(self._folder) | dict(more),
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
@@ -211,9 +211,9 @@ class Broker:
         """kill -9."""
         self._end(signal.SIGKILL)
 
-    def stop(self) -> None:
+    def stop(self, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
         """SIGTERM: it closes its ledgers."""
-        self._end(signal.SIGTERM)
+        self._end(signal.SIGTERM, timeout_seconds)
 
     def freeze(self) -> None:
         """SIGSTOP: its connections stay, and nothing is answered until `thaw`."""
@@ -234,7 +234,7 @@ class Broker:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
         if self._process is not None:
             self._signal(number)
-            self._process.wait(STOP_TIMEOUT_SECONDS)
+            self._process.wait(timeout_seconds)

@@ -1,1 +1,1 @@
-"""Five figures beside Pulsar, Kafka, RabbitMQ and NATS: `python -m bench.compare`. See docs/benchmarks.md."""
+"""What it takes beside Pulsar, Kafka, RabbitMQ and NATS: `python -m bench.compare`. See docs/benchmarks.md."""

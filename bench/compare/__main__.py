@@ -1,4 +1,4 @@
-"""Five figures beside other brokers, each a real one, on this machine. See docs/benchmarks.md."""
+"""What it takes beside other brokers, each a real one, on this machine. See docs/benchmarks.md."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ def _ends(number: int, _: FrameType | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.compare", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a trial in two minutes, not to be quoted")
+    parser.add_argument("--quick", action="store_true", help="a trial in three minutes, not to be quoted")
     parser.add_argument("--brokers", nargs="+", choices=BROKERS, default=list(BROKERS), help="which; all by default")
     parser.add_argument("--rounds", type=int, help="rounds that count")
     parser.add_argument("--seconds", type=float, help="how long each publishes in a round")

@@ -50,6 +50,8 @@ class Broker:
     """A started server, given the cache and a data folder; stopped at the end. Raises Unavailable."""
     own_client: bool = False
     """Its client is this project's, and runs in this project's environment."""
+    takes_batches: bool = False
+    """Its module has the function of `load.BatchClient`."""
 
     def python(self, cache: Path) -> Path:
         """The interpreter that has its client."""
@@ -107,6 +109,11 @@ class Server:
         self._is_ready = is_ready
         self._environment = os.environ | more
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def session(self) -> int:
+        """That of its processes."""
+        return self._process.pid if self._process is not None else 0
 
     def start(self) -> None:
         """Returns when it is ready. Raises Unavailable if it ends instead, or takes too long."""

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+from bench.by_client import Timed
 from bench.compare.broker import Broker, Mode, Server, free_port, listens
-from bench.compare.load import PAUSE_SECONDS, PRODUCER, Load, payload
-from seqdedupe.client import Client
+from bench.compare.load import BATCH_MESSAGES, PAUSE_SECONDS, PRODUCER, Load, payload
+from seqdedupe.client import Binary, Client
 
 
 @contextmanager
@@ -39,6 +40,7 @@ BROKER = Broker(
     get=lambda _: None,
     serve=_serve,
     own_client=True,
+    takes_batches=True,
 )
 
 
@@ -51,6 +53,27 @@ async def publish(address: str, topic: str, load: Load) -> None:
             else:
                 await producer.send(payload(number), number)
         await producer.flush()
+        load.finish()
+
+
+async def ready(address: str, topic: str, load: Load) -> None:
+    payloads = Binary.of_all([payload(number) for number in range(BATCH_MESSAGES)])
+    async with Client(address) as client, client.producer(topic, PRODUCER) as producer:
+        for _ in load.batches():
+            await producer.send_batch(payloads)
+        await producer.flush()
+        load.finish()
+
+
+async def steady(address: str, topic: str, load: Load) -> None:
+    async with Client(address) as client, client.producer(topic, PRODUCER) as producer:
+        timed = Timed(load.confirm)
+        for number in load:
+            if number is None:
+                await asyncio.sleep(PAUSE_SECONDS)
+            else:
+                timed.add(await producer.send(payload(number), number), number)
+        await timed.all()
         load.finish()
 
 

@@ -1,5 +1,6 @@
 """Kafka: a KRaft broker of jars from Maven Central, confluent-kafka, the idempotent producer."""
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.compare.broker import Broker, Mode, Server, free_port, listens, run
-from bench.compare.load import PAUSE_SECONDS, PRODUCER, Load, payload
+from bench.compare.load import BATCH_MESSAGES, PAUSE_SECONDS, PRODUCER, Load, payload
 
 VERSION = "3.9.1"
 CLUSTER = "c2VxZGVkdXBlYmVuY2gAAA"
 POLL_EVERY = 256
 FETCH = 10_000
+MOST_QUEUED = 90_000
+"""A batch fits beside it into what the client queues by default."""
 _POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0"><modelVersion>4.0.0</modelVersion>
 <groupId>bench</groupId><artifactId>kafka</artifactId><version>1</version><packaging>pom</packaging><dependencies>
 <dependency><groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>{VERSION}</version></dependency>
@@ -60,6 +63,7 @@ BROKER = Broker(
     deduplication="`enable.idempotence`",
     get=_get,
     serve=_serve,
+    takes_batches=True,
 )
 
 
@@ -97,6 +101,42 @@ def publish(address: str, topic: str, load: Load) -> None:
                 producer.poll(PAUSE_SECONDS)
         if number % POLL_EVERY == 0:
             producer.poll(0)
+    if producer.flush(300) or failures:
+        raise RuntimeError(f"not all was confirmed: {failures[:1]}")
+    load.finish()
+
+
+def ready(address: str, topic: str, load: Load) -> None:
+    failures: list[str] = []
+    messages = [{"value": payload(number)} for number in range(BATCH_MESSAGES)]
+    producer = _producer(address, topic, **{"delivery.report.only.error": True})
+    for _ in load.batches():
+        while len(producer) > MOST_QUEUED:
+            producer.poll(PAUSE_SECONDS)
+        queued = producer.produce_batch(topic, messages, on_delivery=lambda error, _: failures.append(str(error)))
+        if queued != BATCH_MESSAGES:
+            raise RuntimeError(f"{queued} of a batch were queued")
+        producer.poll(0)
+    if producer.flush(300) or failures:
+        raise RuntimeError(f"not all was confirmed: {failures[:1]}")
+    load.finish()
+
+
+def steady(address: str, topic: str, load: Load) -> None:
+    failures: list[str] = []
+    numbers = itertools.count(1)  # they are confirmed in order
+
+    def answered(error: object, _: object) -> None:
+        load.confirm(next(numbers))
+        if error is not None:
+            failures.append(str(error))
+
+    producer = _producer(address, topic)
+    for number in load:
+        if number is None:
+            producer.poll(PAUSE_SECONDS)
+        else:
+            producer.produce(topic, payload(number), on_delivery=answered)
     if producer.flush(300) or failures:
         raise RuntimeError(f"not all was confirmed: {failures[:1]}")
     load.finish()

@@ -85,10 +85,10 @@ async def _connected(address: str, topic: str, window: Window | None = None) -> 
         await connection.close()
 
 
-async def publish(address: str, topic: str, load: Load) -> None:
+async def publish(address: str, topic: str, load: Load, window: Window | None = None) -> None:
     import nats
 
-    window = Window()
+    window = window or Window()
 
     @asynccontextmanager
     async def connect() -> AsyncIterator[_Sender]:
@@ -96,6 +96,10 @@ async def publish(address: str, topic: str, load: Load) -> None:
             yield _Sender(stream, topic, window)
 
     await publish_resending(load, window, connect, (nats.errors.Error,))
+
+
+async def steady(address: str, topic: str, load: Load) -> None:
+    await publish(address, topic, load, Window(load.confirm))
 
 
 async def one_in_flight(address: str, topic: str, load: Load) -> list[float]:

@@ -1,7 +1,7 @@
 """Pulsar: a standalone broker from Maven Central, pulsar-client, broker deduplication with batching off."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def _producer(client: Any, topic: str) -> Any:
     )
 
 
-def publish(address: str, topic: str, load: Load) -> None:
+def publish(address: str, topic: str, load: Load, confirm: Callable[[int], None] | None = None) -> None:
     import pulsar
 
     confirmed = 0
@@ -91,6 +91,8 @@ def publish(address: str, topic: str, load: Load) -> None:
         nonlocal confirmed
         if result == pulsar.Result.Ok:
             confirmed += 1
+            if confirm is not None:
+                confirm(confirmed)  # they are confirmed in order
         else:
             failures.append(result)
 
@@ -106,6 +108,10 @@ def publish(address: str, topic: str, load: Load) -> None:
         if failures:
             raise RuntimeError(f"{len(failures)} not confirmed: {failures[0]}")
         load.finish()
+
+
+def steady(address: str, topic: str, load: Load) -> None:
+    publish(address, topic, load, load.confirm)
 
 
 def one_in_flight(address: str, topic: str, load: Load) -> list[float]:

@@ -145,10 +145,10 @@ async def _connected(address: str, topic: str, window: Window | None = None) -> 
         yield producer
 
 
-async def publish(address: str, topic: str, load: Load) -> None:
+async def publish(address: str, topic: str, load: Load, window: Window | None = None) -> None:
     from rstream.exceptions import ClientError, ServerError
 
-    window = Window()
+    window = window or Window()
 
     @asynccontextmanager
     async def connect() -> AsyncIterator[_Sender]:
@@ -156,6 +156,10 @@ async def publish(address: str, topic: str, load: Load) -> None:
             yield _Sender(producer, topic, window)
 
     await publish_resending(load, window, connect, (ServerError, ClientError, RuntimeError))
+
+
+async def steady(address: str, topic: str, load: Load) -> None:
+    await publish(address, topic, load, Window(load.confirm))
 
 
 async def one_in_flight(address: str, topic: str, load: Load) -> list[float]:

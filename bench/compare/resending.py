@@ -20,13 +20,16 @@ class Broken(Exception):
 class Window:
     """The messages without a confirmation, oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[int], None] | None = None) -> None:
         self.unconfirmed: dict[int, bytes] = {}
+        self._told = told
+        """Of each that is confirmed."""
         self._changed = asyncio.Event()
         self._broken: str | None = None
 
     def confirm(self, number: int) -> None:
-        self.unconfirmed.pop(number, None)
+        if self.unconfirmed.pop(number, None) is not None and self._told is not None:
+            self._told(number)
         self._changed.set()
 
     def breaks(self, why: str) -> None:

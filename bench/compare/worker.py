@@ -1,7 +1,7 @@
 """A client process: does one thing with one broker and prints the outcome as lines of JSON.
 
-`python -m bench.compare.worker BROKER ADDRESS TOPIC ACTION JSON`: the actions are publish, one_in_flight, read, and
-publish_through_kills, which goes on until its standard input ends.
+`python -m bench.compare.worker BROKER ADDRESS TOPIC ACTION JSON`: the actions are publish, ready, steady,
+one_in_flight, read, and publish_through_kills, which goes on until its standard input ends.
 """
 
 import importlib
@@ -66,12 +66,12 @@ def _outcome(client: Client, address: str, topic: str, action: str, given: dict[
         return counted(messages, seconds)
     if action == "one_in_flight":
         return {"latencies": _done(client.one_in_flight(address, topic, Load(**given)))}
-    if action == "publish":
-        load = Load(**given)
-        _done(client.publish(address, topic, load))
-    else:
+    if action == "publish_through_kills":
         load = _publish_through_kills(client, address, topic, given, out)
-    return {"messages": load.sent, "seconds": load.seconds}
+    else:
+        load = Load(**given)
+        _done(getattr(client, action)(address, topic, load))
+    return {"messages": load.sent, "seconds": load.seconds, "latencies": load.latencies} | load.usage
 
 
 def main() -> None:

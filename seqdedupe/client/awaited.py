@@ -81,7 +81,7 @@ class Receipt:
     def __await__(self) -> Generator[Any, None, Published]:
         if not self._pending.settled:
             yield from self._pending.wait().__await__()
-        return self._pending.result()[self._row]
+        return self._pending.published(self._row)
 
     def is_durable(self) -> bool:
         """Whether `until_durable` would not wait."""

@@ -71,6 +71,11 @@ class Builder:
     def is_empty(self) -> bool:
         return not self._payloads
 
+    @property
+    def rows(self) -> int:
+        """How many messages are gathered."""
+        return len(self._payloads)
+
     def append(
         self,
         payload: bytes | None,

@@ -60,6 +60,8 @@ def receipt_columns(receipt: Any) -> ReceiptColumns:
     first = _NO_MESSAGE_ID
     if receipt.HasField("first_message_id"):
         first = MessageId.from_proto(receipt.first_message_id)
+    if not (receipt.verdicts or receipt.known_rows or receipt.run_rows):
+        return ReceiptColumns.all_stored(receipt.first_index, first, receipt.durable_at)
     return ReceiptColumns(
         np.frombuffer(receipt.verdicts, np.uint8),
         receipt.first_index,

@@ -69,8 +69,7 @@ class Openings:
 
     async def _open_all(self) -> None:
         try:
-            while self._waiting:
-                some = self._take_some()
+            while some := self._take_some():
                 try:
                     answers = await self._call(some)
                 except SeqdedupeError as e:
@@ -96,15 +95,22 @@ class Openings:
             self._task = None
 
     def _take_some(self) -> list[_Waiting]:
-        """The next ones that can go together: all new, or all resumed, and no name twice."""
-        first = self._waiting.popleft()
-        some = {first.name: first}
-        most = 1 if first.goes_alone else MAX_NEW_NAMES if first.epoch is None else MAX_RESUMED_NAMES
+        """The next ones that can go together: all new, or all resumed, and no name twice.
+
+        None that was given up meanwhile: it would take the name from whoever has it by now.
+        """
+        some: dict[str, _Waiting] = {}
+        is_new, most = False, MAX_RESUMED_NAMES
         while self._waiting and len(some) < most:
-            following = self._waiting[0]
-            if (following.epoch is None) != (first.epoch is None) or following.name in some or following.goes_alone:
-                break
-            some[following.name] = self._waiting.popleft()
+            one = self._waiting[0]
+            if not one.answer.done():
+                if not some:
+                    is_new = one.epoch is None
+                    most = 1 if one.goes_alone else MAX_NEW_NAMES if is_new else MAX_RESUMED_NAMES
+                elif (one.epoch is None) != is_new or one.name in some or one.goes_alone:
+                    break
+                some[one.name] = one
+            self._waiting.popleft()
         return list(some.values())
 
     async def _call(self, some: list[_Waiting]) -> list[Opened | Exception]:

@@ -92,6 +92,11 @@ class Outbox:
         return not self._not_durable
 
     @property
+    def has_unsent(self) -> bool:
+        """Whether there are batches that are not out."""
+        return self._out < len(self._entries)
+
+    @property
     def unanswered(self) -> int:
         """How many frames on this stream wait for their answer."""
         return len(self._unanswered)

@@ -13,6 +13,7 @@ from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Propertie
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import check_not_forked
 from seqdedupe.client.connections import Connections
+from seqdedupe.client.linger import Linger
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned import Spread
 from seqdedupe.client.receipts import PendingBatch
@@ -48,6 +49,7 @@ class ProducerBase:
         self._parts: list[Any] = []
         self._session = Session(connections, self.topic, name, config, on_waiting)
         self._builder = self._new_builder()
+        self._linger = Linger(config.linger_ms)
         self._must_pause = True  # before the next message: wait for room, or raise
         self._state = "new"
 
@@ -180,8 +182,7 @@ class Producer(ProducerBase):
     A producer belongs to one event loop; tasks of it may share it.
     """
 
-    _linger: asyncio.Handle | None = None
-    _must_yield = False  # once a batch: a sender that never waits would keep the loop from sending anything
+    _sealing: asyncio.Handle | None = None
     _waiting = 0  # sends that pause: none may pass them
     _spread: Spread | None = None
 
@@ -309,15 +310,22 @@ class Producer(ProducerBase):
             return
         loop = asyncio.get_running_loop()
         if self._session.is_idle:
-            self._linger = loop.call_soon(self._builder.seal)
+            self._sealing = loop.call_soon(self._builder.seal)
         else:
-            self._linger = loop.call_later(self._config.linger_ms / 1000, self._builder.seal)
+            self._sealing = loop.call_later(self._linger.seconds, self._seal_unless_more_come)
+
+    def _seal_unless_more_come(self) -> None:
+        builder = self._builder
+        if self._linger.is_over(builder.pending, builder.rows):
+            builder.seal()
+        else:
+            self._sealing = asyncio.get_running_loop().call_later(self._linger.seconds, self._seal_unless_more_come)
 
     def _emit(self, pending: PendingBatch) -> None:
-        if self._linger is not None:
-            self._linger.cancel()
-            self._linger = None
-        self._must_pause = self._must_yield = True
+        if self._sealing is not None:
+            self._sealing.cancel()
+            self._sealing = None
+        self._must_pause = True
         self._session.add(pending)
 
     async def _pause(self) -> None:
@@ -325,8 +333,7 @@ class Producer(ProducerBase):
         self._waiting += 1
         try:
             async with self._turn:  # in the order of the calls
-                if self._must_yield:
-                    self._must_yield = False
+                if self._session.outbox.has_unsent:
                     await asyncio.sleep(0)
                 while self._state == "open" and not self._session.has_room.is_set():
                     await self._session.has_room.wait()

@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.batch import NO_INT64S, Batch, Int32s, Int64s
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 from seqdedupe.message_ids import MessageIds
@@ -73,6 +73,11 @@ class ReceiptColumns:
     durable_at: int = 0
     """0: the rows are durable. Else they are when the topic is durable up to this index."""
 
+    @staticmethod
+    def all_stored(first_index: int, first_message_id: MessageId, durable_at: int = 0) -> "ReceiptColumns":
+        """That of a frame whose rows are all new, and one run: the usual one."""
+        return ReceiptColumns(_NO_VERDICTS, first_index, first_message_id, *_NOTHING_KNOWN, *_ONE_RUN, durable_at)
+
     def message_ids(self, rows: int) -> tuple[Int64s, Int64s, Int32s]:
         """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many.
 
@@ -113,6 +118,12 @@ class ReceiptColumns:
     def _runs(self) -> MessageIds:
         run_rows = self.run_rows.astype(np.int64)
         return MessageIds(run_rows, self.run_ledger_ids, self.run_entry_ids, self.run_batch_indexes)
+
+
+_NO_VERDICTS = np.zeros(0, np.uint8)
+_NO_ROWS = np.zeros(0, np.uint32)
+_NOTHING_KNOWN = _NO_ROWS, NO_INT64S, NO_INT64S, NO_INT64S, NO_INT32S
+_ONE_RUN = _NO_ROWS, NO_INT64S, NO_INT64S, NO_INT32S
 
 
 def _later(message_id: MessageId, rows: int) -> MessageId:
@@ -337,6 +348,14 @@ class PendingBatch:
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self.result()
+
+    def published(self, row: int) -> Published:
+        """`result()[row]`. Where all rows were stored in one run the columns of the others need not be made."""
+        stored = self._outcome
+        if not isinstance(stored, ReceiptColumns) or len(stored.run_rows) or stored.first_index < 0:
+            return self.result()[row]
+        message_id, index = _later(stored.first_message_id, row), stored.first_index + row
+        return Published(Verdict.NOT_DUP, message_id, index, int(self.sequence_ids[row]), self.partition)
 
 
 def _tell(waiters: list[Callable[[], None]]) -> None:

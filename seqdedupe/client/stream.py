@@ -33,7 +33,7 @@ class Answers(NamedTuple):
 
     receipts: list[tuple[int, ReceiptColumns]]
     refusals: list[tuple[int, SeqdedupeError | None]]
-    """None: the frame was refused because of others, and can be sent again at once."""
+    """None: the frame was refused because of others, or its answer says nothing; it can be sent again at once."""
     durable_index: int = 0
     """Below it all messages of the topic are durable."""
 
@@ -209,22 +209,27 @@ class PublishStream:
         self._answered_at = asyncio.get_running_loop().time()
         answer = decode_answer(raw, self._rows_of)
         self._term = max(self._term, self.openings.term, answer.term)
-        if answer.term < self._term:
-            return False
         told: dict[Sender, Answers] = {}
-        for receipt in answer.receipts:
-            self._take_receipt(self._out.pop(receipt.frame, []), receipt_columns(receipt), told)
-        for refusal in answer.refusals:
-            self._take_refusal(self._out.pop(refusal.frame, []), refusal, told)
-        if answer.durable_index != self._durable_index:
-            self._durable_index = answer.durable_index
-            for sender in self._not_durable:
-                _of(sender, told)
+        durable_index = 0
+        if answer.term < self._term:
+            # An `Open` of one of them was faster. This says nothing, and nothing else will be said of these frames.
+            for old in (*answer.receipts, *answer.refusals):
+                _put_back(self._out.pop(old.frame, []), told)
+        else:
+            durable_index = answer.durable_index
+            for receipt in answer.receipts:
+                self._take_receipt(self._out.pop(receipt.frame, []), receipt_columns(receipt), told)
+            for refusal in answer.refusals:
+                self._take_refusal(self._out.pop(refusal.frame, []), refusal, told)
+            if durable_index != self._durable_index:
+                self._durable_index = durable_index
+                for sender in self._not_durable:
+                    _of(sender, told)
         for sender, answers in told.items():
             if not self._is_here(sender):
                 continue
             try:
-                if sender.take(answer.incarnation, answer.term, answers._replace(durable_index=answer.durable_index)):
+                if sender.take(answer.incarnation, self._term, answers._replace(durable_index=durable_index)):
                     self._senders[sender].set_result(None)
             except Exception as e:  # noqa: BLE001 (whatever it is, it is this one's)
                 _send_away(self._senders[sender], e)
@@ -265,6 +270,11 @@ def _send_away(leaving: asyncio.Future[None], why: Exception) -> None:
         leaving.set_exception(why)
         # It may be cancelled before it is told.
         leaving.exception()
+
+
+def _put_back(parts: list[Part[Sender]], told: dict[Sender, Answers]) -> None:
+    for part in parts:
+        _of(part.sender, told).refusals.append((part.frame.number, None))
 
 
 def _of(sender: Sender, told: dict[Sender, Answers]) -> Answers:

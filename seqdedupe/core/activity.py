@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from seqdedupe.core.growing import Growing
 from seqdedupe.format.jit import Int64s, Uint8s
 
 Int32s = npt.NDArray[np.int32]
@@ -24,30 +25,28 @@ MAX_PERIODS = 255
 """Counting ends here."""
 
 _ROW = np.dtype([("idle", np.uint8), ("stream", np.int32)])
-"""As one array: a large one takes no memory before it is written to."""
 
 
 class Activity:
     """Of each producer the periods that it has been idle, and the stream that used it last; and the streams."""
 
     def __init__(self, capacity: int) -> None:
-        self._rows = np.zeros(capacity, _ROW)
+        self._table = Growing(capacity, (), _ROW)
         self._last_stream = NO_STREAM
         self._connected: dict[int, set[int]] = {}
         """By the streams' numbers, the producers that another stream has used since."""
 
-    def grow(self, capacity: int) -> None:
+    def reserve(self, capacity: int) -> None:
         """There is room for so many producers; new ones are in use."""
-        # See `Producers._grow`.
-        self._rows.resize(capacity, refcheck=False)
+        self._table.reserve(capacity)
 
     @property
     def _idle(self) -> Uint8s:
-        return self._rows["idle"]
+        return self._table.rows["idle"]
 
     @property
     def _stream(self) -> Int32s:
-        return self._rows["stream"]
+        return self._table.rows["stream"]
 
     def connect(self) -> int:
         """A stream begins: its number. What it uses is in use until `disconnect`."""
@@ -94,9 +93,9 @@ class Activity:
 
     def keep(self, kept: Int64s, new_numbers: Int64s, capacity: int) -> None:
         """These go on under new numbers, in this order (`new_numbers`: by the old ones); the others are gone."""
-        left = np.zeros(capacity, _ROW)
-        left[: len(kept)] = self._rows[kept]
-        self._rows = left
+        left = Growing(capacity, (), _ROW)
+        left.rows[: len(kept)] = self._table.rows[kept]
+        self._table = left
         for stream, shared in self._connected.items():
             left_numbers = new_numbers[np.fromiter(shared, np.int64, len(shared))]
             self._connected[stream] = set(left_numbers[left_numbers >= 0].tolist())

@@ -1,15 +1,14 @@
 """The producers of one topic: names, numbers, and the ring of recent messages."""
 
-from itertools import islice
-
 import numpy as np
 import numpy.typing as npt
 
 from seqdedupe.core.activity import Activity, Int32s
+from seqdedupe.core.growing import Growing
+from seqdedupe.core.names import Names, joined
 from seqdedupe.core.recent import NO_MESSAGE, find, find_duplicates, new_ring, with_room
 from seqdedupe.core.replay import list_names, persist, persist_all
 from seqdedupe.core.rule import (
-    CHANGED,
     DURABLE_EPOCH,
     EPOCH,
     NEWEST,
@@ -21,14 +20,15 @@ from seqdedupe.core.rule import (
     decide_batch,
     fail,
     gaps,
+    mark,
     refusal,
 )
 from seqdedupe.format.columns import NAME_OFFSETS, NAMES, PRODUCERS, ROWS, start
-from seqdedupe.format.jit import Int64s, Int64s2, Uint8s, kernel
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
 _FIRST_CAPACITY = 64
-_GROWTH = 1.125
+_WORD_BITS = 64
 
 Bools = npt.NDArray[np.bool_]
 
@@ -36,17 +36,15 @@ Bools = npt.NDArray[np.bool_]
 class Producers:
     """What is known of a topic's producers. A producer's *number* is its place in the order in which names came.
 
-    `numbers[number]` is its producer row (see `rule`); `dirty[number]` tells what changed since the last
-    `collect_dirty`. `renumber` gives new numbers: whoever keeps one compares the `generation` that it is of.
+    `numbers[number]` is its producer row (see `rule`); a bit of `dirty` tells whether that has changed since the last
+    `collect_dirty`. Both are other arrays after names have come: nobody may keep them. `renumber` gives new numbers:
+    whoever keeps one compares the `generation` that it is of.
     """
 
     def __init__(self) -> None:
-        self._number_of: dict[bytes, int] = {}
-        self._walked = 0
-        """So many names the last call of `names_from` has gone over."""
-        self._walk_anew()
-        self.numbers: Int64s = _rows(_FIRST_CAPACITY)
-        self.dirty: Uint8s = np.zeros(_FIRST_CAPACITY, np.uint8)
+        self._names = Names()
+        self._numbers = Growing(_FIRST_CAPACITY, (NUMBERS,), np.int64)
+        self._dirty = Growing(_words(_FIRST_CAPACITY), (), np.uint64)
         self._ring = new_ring()
         self._entered = 0
         self.activity = Activity(_FIRST_CAPACITY)
@@ -58,12 +56,24 @@ class Producers:
         """From this index on the log states that; -1: not known."""
         self._has_purged = False
         """Whether some names are only kept until they are let go."""
+        self._may_have_sessions = False
 
     def __len__(self) -> int:
-        return len(self._number_of)
+        return len(self._names)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._number_of
+        return name in self._names
+
+    @property
+    def numbers(self) -> Int64s:
+        """The producer rows; there may be more than producers."""
+        rows: Int64s = self._numbers.rows
+        return rows
+
+    @property
+    def dirty(self) -> Uint8s:
+        """A bit a producer: see `rule.mark`."""
+        return self._dirty.rows.view(np.uint8)
 
     def is_known(self, number: int) -> bool:
         """Whether the producer has not been forgotten."""
@@ -74,83 +84,73 @@ class Producers:
         return len(self) - (int(np.count_nonzero(self.empty())) if self._has_purged else 0)
 
     def names_from(self, first: int, count: int | None = None) -> list[bytes]:
-        """The names from this number on, at most `count`. To go on where the last call ended walks over no others."""
-        backwards = len(self) - first
-        if count is None or backwards <= count:
-            # The newest ones: from the end, so that a million known names cost nothing.
-            return list(islice(reversed(self._number_of), backwards))[::-1]
-        if first < self._walked:
-            self._walk_anew()
-        try:
-            names = list(islice(self._walk, first - self._walked, first - self._walked + count))
-        except RuntimeError:
-            # Names have come since: Python goes on with no iterator over a table that has grown.
-            self._walk_anew()
-            names = list(islice(self._walk, first, first + count))
-        self._walked = first + count
-        return names
+        """The names from this number on, at most `count`."""
+        return self._names.some(first, count)
 
-    def _walk_anew(self) -> None:
-        self._walk, self._walked = iter(self._number_of), 0
+    def copied_names(self) -> Names:
+        """All names as of now, by number."""
+        return self._names.copy()
 
     def names_of(self, numbers: Int64s) -> list[bytes]:
-        """The names of the producers with these numbers, which rise."""
-        wanted = set(numbers.tolist())
-        first, last = int(numbers[0]), int(numbers[-1])
-        return [name for i, name in enumerate(self.names_from(first, last - first + 1), first) if i in wanted]
+        """The names of the producers with these numbers."""
+        return self._names.names(numbers)
 
     def number(self, name: bytes) -> int | None:
         """The producer's number, None if the name never came."""
-        return self._number_of.get(name)
+        return self._names.number(name)
+
+    def find_all(self, names: list[bytes]) -> Int64s:
+        """The producers' numbers, -1 for names that never came."""
+        return self._names.numbers(*joined(names))
 
     def add(self, name: bytes) -> int:
         """The producer's number, a new one if the name is new."""
-        number = self._number_of.setdefault(name, len(self._number_of))
-        if number >= len(self.dirty):
-            self._grow(number + 1)
-        return number
+        return int(self.add_all([name])[0])
 
     def add_all(self, names: list[bytes]) -> Int64s:
         """The producers' numbers, new ones for names that are new."""
-        number_of = self._number_of
-        numbers = np.array([number_of.setdefault(name, len(number_of)) for name in names], np.int64)
-        if len(number_of) > len(self.dirty):
-            self._grow(len(number_of))
+        return self.add_listed(*joined(names))
+
+    def add_listed(self, raw: Bytes, spans: Int64s2) -> Int64s:
+        """The same, for names that stand in a buffer, each from a place up to another."""
+        before = len(self)
+        # First: no name may have a number without a row.
+        self._reserve(before + len(spans))
+        numbers = self._names.add(raw, spans)
+        self.numbers[before : len(self)] = _NEW
         return numbers
 
-    def load(self, names: list[bytes], persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
+    def load(self, names: Names, persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
         """Takes over a snapshot: these are PERSISTED, DURABLE_EPOCH and STATED, by producer number.
 
-        Only before anything else came.
+        Only before anything else came. The names are its own from now on.
         """
-        self._number_of = dict(zip(names, range(len(names)), strict=True))
-        self._walk_anew()
-        self.numbers = _rows(max(len(names), _FIRST_CAPACITY))
-        self.numbers[: len(names), PUSHED] = persisted
-        self.numbers[: len(names), PERSISTED] = persisted
-        self.numbers[: len(names), EPOCH] = epochs
-        self.numbers[: len(names), DURABLE_EPOCH] = epochs
-        self.numbers[: len(names), STATED] = stated
-        self.dirty = np.zeros(len(self.numbers), np.uint8)
-        self.activity = Activity(len(self.numbers))
+        self._reserve(len(names))
+        self._names = names
+        rows = self.numbers[: len(names)]
+        rows[:] = _NEW
+        rows[:, PUSHED] = persisted
+        rows[:, PERSISTED] = persisted
+        rows[:, EPOCH] = epochs
+        rows[:, DURABLE_EPOCH] = epochs
+        rows[:, STATED] = stated
+        self._may_have_sessions = True
 
-    def _grow(self, needed: int) -> None:
-        old = len(self.dirty)
-        capacity = max(needed, int(old * _GROWTH) + _FIRST_CAPACITY)
-        # In place: the allocator moves a large array's pages instead of copying them. No view of it is kept.
-        self.numbers.resize((capacity, NUMBERS), refcheck=False)
-        self.dirty.resize(capacity, refcheck=False)
-        self.activity.grow(capacity)
-        self.numbers[old:] = _NEW
+    def _reserve(self, producers: int) -> None:
+        """There is room for so many."""
+        self._numbers.reserve(producers)
+        self._dirty.reserve(_words(producers))
+        self.activity.reserve(producers)
 
     # -- admission ---------------------------------------------------------------------------------------------
 
-    def known(self, encoded: bytes, places: Int64s) -> Int64s | None:
+    def known(self, view: Uint8s, places: Int64s) -> Int64s | None:
         """The numbers of a batch's producers; None if one of them never came, or comes twice."""
-        found = [self._number_of.get(name, -1) for name in names_of(encoded, places)]
-        if min(found) < 0 or len(set(found)) < len(found):
+        spans, _ = list_names(view, places.reshape(1, -1), 1)
+        found = self._names.numbers(view, spans)
+        if found.min() < 0 or len(set(found.tolist())) < len(found):
             return None
-        return np.array(found, np.int64)
+        return found
 
     def refusal(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool, gapless: bool = False) -> int:
         """Why a frame is not admitted, or ADMITTED. See `rule.refusal`."""
@@ -185,16 +185,19 @@ class Producers:
 
     def persist(self, view: Uint8s, places: Int64s, producer_rows: Int64s) -> None:
         """A batch is in the log, at `places[BASE_INDEX]`: merges it by maximum, and its messages enter the ring."""
+        self._may_have_sessions = True
         with_room(self._ring, self._entered, int(places[ROWS]))
         self._entered = persist(view, places, producer_rows, self.numbers, self.dirty, self._ring, self._entered)
 
     def replay(self, raw: bytes, table: Int64s, count: int) -> None:
         """`count` scanned records are in the log: merges them by maximum; names that are new get numbers."""
-        names, first_name = list_names(raw, table, count)
-        producer_rows = self.add_all(names)
+        view = np.frombuffer(raw, np.uint8)
+        spans, first_name = list_names(view, table, count)
+        producer_rows = self.add_listed(view, spans)
+        self._may_have_sessions = True
         with_room(self._ring, self._entered, int(table[:count, ROWS].sum()))
         self._entered = persist_all(
-            np.frombuffer(raw, np.uint8), table, count, producer_rows, first_name,
+            view, table, count, producer_rows, first_name,
             self.numbers, self.dirty, self._ring, self._entered,
         )  # fmt: skip
 
@@ -204,12 +207,19 @@ class Producers:
 
     # -- sessions and snapshots --------------------------------------------------------------------------------
 
+    def has_sessions(self) -> bool:
+        """Whether a session of any of them is in force, by Open or by a control record."""
+        if self._may_have_sessions:
+            self._may_have_sessions = bool((self.numbers[: len(self), EPOCH] > NO_EPOCH).any())
+        return self._may_have_sessions
+
     def open(self, numbers: Int64s, epochs: Int64s) -> None:
         """Open gave these producers these epochs: they are in force at once, which fences their older sessions.
 
         They last only if `confirm_sessions` says so: `fail_in_flight` takes them back.
         """
         self.numbers[numbers, EPOCH] = epochs
+        self._may_have_sessions = True
         self.activity.use(numbers)
 
     def confirm_sessions(self, numbers: Int64s, epochs: Int64s, persisted: Int64s | None, index: int) -> None:
@@ -223,6 +233,7 @@ class Producers:
         # It may stand at the end of a segment that is dropped as soon as the message before it may be dropped.
         stated = index - 1
         if len(numbers):
+            self._may_have_sessions |= bool(epochs.any())
             each = np.arange(len(numbers), dtype=np.int32)
             confirm(numbers, epochs, each, persisted, stated, self.numbers, self.dirty)
 
@@ -232,6 +243,7 @@ class Producers:
         What was known of their IDs counts no more, and no message from before answers for one. What a producer has
         handed over since stays pushed. Live and in replay the same.
         """
+        self._may_have_sessions = True
         rows = self.numbers[numbers]
         is_idle = rows[:, PUSHED] == rows[:, PERSISTED]
         rows[is_idle, PUSHED] = persisted[is_idle]
@@ -242,7 +254,7 @@ class Producers:
         rows[:, STATED] = index - 1
         rows[:, NEWEST] = NO_MESSAGE
         self.numbers[numbers] = rows
-        self.dirty[numbers] |= CHANGED
+        mark_all(numbers, self.dirty)
 
     def purge(self, numbers: Int64s, index: int) -> None:
         """A control record is in the log, before the message with this index, that forgets these producers, or (none)
@@ -259,7 +271,7 @@ class Producers:
         rows[:, DURABLE_EPOCH] = NO_EPOCH
         rows[:, STATED] = rows[:, NEWEST] = NO_MESSAGE
         self.numbers[numbers] = rows
-        self.dirty[numbers] |= CHANGED
+        mark_all(numbers, self.dirty)
         self._has_purged = True
         self.has_forgotten = True
         # See `confirm_sessions`.
@@ -278,46 +290,40 @@ class Producers:
         """By producer number, whether nothing is known of it."""
         return _is_nothing(self.numbers[: len(self)])
 
-    @property
-    def numbers_by_name(self) -> dict[bytes, int]:
-        """The table of names, in the order of their numbers: to be read."""
-        return self._number_of
-
-    def renumber(self, names: dict[bytes, int], stays: Bools, back: Int64s) -> Int64s:
+    def renumber(self, names: Names, stays: Bools, back: Int64s) -> tuple[Int64s, Names]:
         """These are the names from now on: of those that stay, in their order, and then of those in `back`.
 
-        Returns the new number of each old one, -1 where it is gone. All count as changed. See `LettingGo`.
+        Returns the new number of each old one, -1 where it is gone, and the old names. All count as changed. See
+        `LettingGo`.
         """
         rows_back = self.numbers[back]
         new_numbers = np.empty(len(self), np.int64)
         staying = move_rows(self.numbers, stays.view(np.uint8), new_numbers)
         new_numbers[back] = np.arange(staying, len(names))
         capacity = max(len(names), _FIRST_CAPACITY)
-        # See `_grow`.
-        self.numbers.resize((capacity, NUMBERS), refcheck=False)
+        self._numbers.shrink(capacity)
         self.numbers[staying : len(names)] = rows_back
-        self.numbers[len(names) :] = _NEW
-        self.dirty = np.zeros(capacity, np.uint8)
-        self.dirty[: len(names)] = CHANGED
+        self._dirty = Growing(_words(capacity), (), np.uint64)
+        mark_all(np.arange(len(names)), self.dirty)
         self.activity.keep(np.concatenate([np.flatnonzero(stays), back]), new_numbers, capacity)
-        self._number_of = names
-        self._walk_anew()
+        old, self._names = self._names, names
         self.generation += 1
         self._has_purged = False
-        return new_numbers
+        return new_numbers, old
 
-    def stated_below(self, index: int) -> Int64s:
-        """The producers of which the log from this index on may not state epoch and persisted ID any more.
+    def stated_below(self, index: int, first: int = 0, end: int | None = None) -> Int64s:
+        """Those of the producers `first` to `end` (not included) of which the log from this index on may not state
+        epoch and persisted ID any more.
 
         Before what is below `index` is dropped they have to be stated again, with their DURABLE_EPOCH and PERSISTED.
         """
-        numbers = self.numbers[: len(self)]
+        numbers = self.numbers[first : len(self) if end is None else min(end, len(self))]
         is_something = (numbers[:, DURABLE_EPOCH] > 0) | (numbers[:, PERSISTED] >= 0)
-        return np.flatnonzero(is_something & (numbers[:, STATED] < index))
+        return first + np.flatnonzero(is_something & (numbers[:, STATED] < index))
 
     def mark_dirty(self, numbers: Int32s | Int64s) -> None:
         """What `collect_dirty` gave out was not stored."""
-        self.dirty[numbers] = CHANGED
+        mark_all(numbers.astype(np.int64), self.dirty)
 
     def index_of(self, number: int, sequence_id: int) -> int:
         """The index of the message with this ID, -1 if it is not known (any more)."""
@@ -329,15 +335,29 @@ class Producers:
         Of those that are to be forgotten too, as if they were.
         """
         if forgotten is not None:
-            self.dirty[forgotten] |= CHANGED
-        changed = np.flatnonzero(self.dirty[: len(self)])
+            mark_all(forgotten, self.dirty)
+        words = np.flatnonzero(self._dirty.rows[: _words(len(self))] != 0)
+        bits = np.flatnonzero(np.unpackbits(self._dirty.rows[words].view(np.uint8), bitorder="little").view(bool))
+        changed = words[bits // _WORD_BITS] * _WORD_BITS + bits % _WORD_BITS
         rows = self.numbers[changed]
         if forgotten is not None:
             rows[np.isin(changed, forgotten)] = _NEW
         collected = changed.astype(np.int32), rows[:, PERSISTED], rows[:, DURABLE_EPOCH], rows[:, STATED]
         # Last: without memory for a copy, all of them still have to be stored.
-        self.dirty[changed] = 0
+        self._dirty.rows[words] = 0
         return collected
+
+
+def _words(producers: int) -> int:
+    return -(-producers // _WORD_BITS)
+
+
+@kernel()
+def mark_all(numbers: Int64s, dirty: Uint8s) -> int:
+    """`rule.mark` for all of these. Returns 0."""
+    for i in range(numbers.shape[0]):
+        mark(dirty, numbers[i])
+    return 0
 
 
 def _is_nothing(rows: Int64s) -> Bools:
@@ -377,12 +397,6 @@ _NO_REASONS = np.zeros(0, np.uint8)
 
 _NEW = np.array([-1, -1, 0, 0, -1, -1], np.int64)
 """The producer row of a producer of which nothing is known."""
-
-
-def _rows(count: int) -> Int64s:
-    rows = np.empty((count, NUMBERS), np.int64)
-    rows[:] = _NEW
-    return rows
 
 
 def names_of(encoded: bytes, places: Int64s) -> list[bytes]:

@@ -1,11 +1,14 @@
 """The last 65,536 messages of a topic: which index a known sequence ID has.
 
-A ring of rows (sequence ID, index, the same producer's message before this one). Messages are counted from 0 as they
-enter; `numbers[producer_row, NEWEST]` is the count of a producer's newest one, and each leads on to the one before,
-so finding a frame's duplicates walks over that producer's messages only. -1 is none.
+A ring of rows (sequence ID, index, the same producer's message before this one, one far before it). Messages are
+counted from 0 as they enter; `numbers[producer_row, NEWEST]` is the count of a producer's newest one, and each leads on
+to the one before, so finding a frame's duplicates walks over that producer's messages only. -1 is none.
+
+What is old, or is gone from the ring, is found to be so in a few dozen steps, since each message leads far back too: as
+far as its two predecessors together where those go equally far, else to the one before (Myers' skew-binary lists).
 
 A ring begins without rows and is doubled as messages enter (`with_room`), so that a topic pays for those that it had:
-1.5 MiB is for 65,536. It has a power of two of rows, and goes round only when it has them all.
+2.5 MiB is for 65,536. It has a power of two of rows, and goes round only when it has them all.
 """
 
 import numpy as np
@@ -23,7 +26,10 @@ NO_MESSAGE = -1
 SEQUENCE_ID = 0
 INDEX = 1
 BEFORE = 2
-COLUMNS = 3
+FAR = 3
+STEPS = 4
+"""How many messages of its producer FAR goes back."""
+COLUMNS = 5
 
 
 def new_ring() -> Int64s:
@@ -51,10 +57,20 @@ def enter(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, r
     for row in range(ids.shape[0]):
         if indexes.shape[0] != 0:
             producer_row = producer_rows[indexes[row]]
+        gone = max(entered - ring.shape[0], NO_MESSAGE)
+        far = before = numbers[producer_row, NEWEST]
+        steps = 1
+        if before > gone:
+            of_before, middle = before & in_ring, ring[before & in_ring, FAR]
+            if middle > gone and ring[of_before, STEPS] == ring[middle & in_ring, STEPS]:
+                far = ring[middle & in_ring, FAR]
+                steps += 2 * ring[of_before, STEPS]
         place = entered & in_ring
         ring[place, SEQUENCE_ID] = ids[row]
         ring[place, INDEX] = places[BASE_INDEX] + row
-        ring[place, BEFORE] = numbers[producer_row, NEWEST]
+        ring[place, BEFORE] = before
+        ring[place, FAR] = far
+        ring[place, STEPS] = steps
         numbers[producer_row, NEWEST] = entered
         entered += 1
     return entered
@@ -87,12 +103,14 @@ def find_duplicates(
     """For each row with verdict DUP the index of the original, else -1, into `found`; returns how many are known.
 
     Rows are gone through from the last to the first: a producer's IDs fall then, and so they do along its chain in
-    the ring (unless deduplication was off), so one walk serves all its rows.
+    the ring, so one walk serves all its rows, and nothing is looked for between two that are above it. (Where
+    deduplication was off IDs may rise along the chain: some originals are not found then.)
     """
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
     chain = producer_rows.copy()
     in_ring = ring.shape[0] - 1
+    oldest = max(entered - ring.shape[0], 0)
     for p in range(producer_rows.shape[0]):
         chain[p] = numbers[producer_rows[p], NEWEST]
     known = 0
@@ -105,13 +123,14 @@ def find_duplicates(
             p = indexes[row]
         sequence_id = ids[row]
         here = chain[p]
-        while here >= 0 and here >= entered - ring.shape[0]:
+        while here >= oldest:
             place = here & in_ring
             if ring[place, SEQUENCE_ID] <= sequence_id:
                 if ring[place, SEQUENCE_ID] == sequence_id:
                     found[row] = ring[place, INDEX]
                     known += 1
                 break
-            here = ring[place, BEFORE]
+            far = ring[place, FAR]
+            here = far if far >= oldest and ring[far & in_ring, SEQUENCE_ID] > sequence_id else ring[place, BEFORE]
         chain[p] = here
     return known

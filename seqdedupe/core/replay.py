@@ -85,14 +85,13 @@ def persist_all(
     return entered
 
 
-def list_names(raw: bytes, table: np.ndarray, count: int) -> tuple[list[bytes], np.ndarray]:
-    """The producer names in `count` scanned records, and for each record the place of its first one in the list."""
-    view = np.frombuffer(raw, np.uint8)
+def list_names(raw: Bytes, table: Int64s2, count: int) -> tuple[Int64s2, Int64s]:
+    """Where the producer names in `count` scanned records stand, and in this list the first one of each record."""
     first_name = np.zeros(count, np.int64)
     room = count + 1024
     while True:
-        places = np.zeros((room, 2), np.int64)
-        listed = name_places(view, table, count, places, first_name)
+        places = np.empty((room, 2), np.int64)
+        listed = name_places(raw, table, count, places, first_name)
         if listed >= 0:
-            return [raw[start:end] for start, end in places[:listed].tolist()], first_name
+            return places[:listed], first_name
         room *= 4

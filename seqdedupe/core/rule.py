@@ -35,9 +35,6 @@ NEWEST = 5
 """The producer's newest message in the ring of recent messages (see `recent`); -1 is none."""
 NUMBERS = 6
 
-CHANGED = 1
-"""In `dirty`, which has a byte a producer row: what a snapshot keeps of the numbers has changed."""
-
 # Verdicts, as on the wire.
 NOT_DUP = 1
 DUP = 2
@@ -54,6 +51,13 @@ GAP = 5
 
 NO_PASSES: Bytes = np.zeros(0, np.uint8)
 """Of a batch, every row is a message of its own."""
+
+
+@kernel(inline=True)
+def mark(dirty: Uint8s, producer_row: int) -> int:
+    """Says in `dirty`, which has a bit a producer row, that what a snapshot keeps of its numbers has changed."""
+    dirty[producer_row >> 3] |= 1 << (producer_row & 7)
+    return 0
 
 
 @kernel(inline=True)
@@ -214,7 +218,7 @@ def confirm_rows(
             continue
         if indexes.shape[0] != 0:
             producer_row = producer_rows[indexes[row]]
-        dirty[producer_row] = CHANGED
+        mark(dirty, producer_row)
         if highest[row] >= numbers[producer_row, PERSISTED]:
             numbers[producer_row, PERSISTED] = highest[row]
             if highest[row] > numbers[producer_row, PUSHED]:
@@ -241,7 +245,7 @@ def confirm(
     stated = index
     for p in range(producer_rows.shape[0]):
         producer_row = producer_rows[p]
-        dirty[producer_row] = CHANGED
+        mark(dirty, producer_row)
         if epochs[p] < numbers[producer_row, DURABLE_EPOCH]:
             # The epoch in force stands in another record, which may be an older one.
             stated = -1

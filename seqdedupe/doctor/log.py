@@ -130,7 +130,7 @@ class _Meeting:
         """The log holds no more of any producer than the store knows."""
         self._has_met = True
         tally = self._tally
-        numbers = tally.producers.add_all(loaded.names)
+        numbers = tally.producers.add_all(loaded.names.some())
         stored = np.full(len(tally.producers), NO_SEQUENCE_ID, np.int64)
         stored[numbers] = loaded.persisted
         above = np.flatnonzero(tally.persisted() > stored)

@@ -79,12 +79,13 @@ class Tally:
 
     def _confirm(self, raw: bytes, table: Int64s) -> None:
         """Merges batches. After damage, a link above what is known by then says what was lost."""
-        names, first_name = list_names(raw, table, len(table))
-        rows = self.producers.add_all(names)
+        view = np.frombuffer(raw, np.uint8)
+        spans, first_name = list_names(view, table, len(table))
+        rows = self.producers.add_listed(view, spans)
         holes = NO_HOLES
         if self._has_damage:
             holes = np.zeros((int(table[:, PRODUCERS].sum()), HOLE_VALUES), np.int64)
-        view, numbers, dirty = np.frombuffer(raw, np.uint8), self.producers.numbers, self.producers.dirty
+        numbers, dirty = self.producers.numbers, self.producers.dirty
         found = confirm_all(view, table, rows, first_name, numbers, dirty, holes)
         for number, known, link in holes[:found].tolist():
             self._lose(number, known, link)
@@ -108,7 +109,7 @@ class Tally:
 
         Of one that was reset or forgotten after it, the log alone knows.
         """
-        numbers = self.producers.add_all(loaded.names)
+        numbers = self.producers.add_all(loaded.names.some())
         there = np.flatnonzero(
             np.array([self.reset_at.get(number, -1) < loaded.next_index for number in numbers.tolist()], bool)
         )

@@ -374,6 +374,9 @@ class LogName(NamedTuple):
     unused_partitions: int = 0
     """Of a partition: so many the cluster has added to the topic, which nobody uses."""
 
+    is_unfinished: bool = False
+    """A crash has left what its opening will put into it."""
+
 
 class Logs(Protocol):
     """All topics' logs of one kind."""

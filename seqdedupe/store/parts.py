@@ -7,7 +7,6 @@ OLDER_FORMAT.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,15 +197,21 @@ def encode_names(names: list[bytes]) -> bytes:
     return _COUNT.pack(len(names)) + offsets.tobytes() + b"".join(names)
 
 
-def decode_names(key: bytes, value: bytes) -> list[bytes]:
-    """The names from the record's number on."""
+def name_places(key: bytes, value: bytes) -> tuple[bytes, Numbers]:
+    """The names from the record's number on: bytes, and from where to where in them each one stands."""
     body = unseal(key, value)
     count = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else 0
     start = _COUNT.size + 4 * (count + 1)
     if count < 1 or len(body) < start:
         raise damaged(key, "it is too short")
     offsets = np.frombuffer(body, "<u4", count + 1, _COUNT.size)
-    blob = body[start:]
-    if offsets[0] != 0 or offsets[-1] != len(blob) or (offsets[1:] < offsets[:-1]).any():
+    if offsets[0] != 0 or offsets[-1] != len(body) - start or (offsets[1:] < offsets[:-1]).any():
         raise damaged(key, "its offsets do not run from 0 to its end")
-    return [blob[a:b] for a, b in pairwise(offsets.tolist())]
+    places = offsets.astype(np.int64) + start
+    return body, np.column_stack((places[:-1], places[1:]))
+
+
+def decode_names(key: bytes, value: bytes) -> list[bytes]:
+    """The same, as a list."""
+    body, places = name_places(key, value)
+    return [body[start:end] for start, end in places.tolist()]

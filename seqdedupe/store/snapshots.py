@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from rocksdict import WriteBatch
 
+from seqdedupe.core.names import Names
 from seqdedupe.errors import error
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
@@ -27,10 +28,10 @@ from seqdedupe.store.parts import (
     Slots,
     StoredDelta,
     StoredPosition,
-    decode_names,
     decode_page,
     encode_names,
     encode_page,
+    name_places,
 )
 from seqdedupe.store.records import (
     DELTA,
@@ -90,7 +91,7 @@ class Loaded:
     term: int
     next_index: int
     message_id: MessageId | None
-    names: list[bytes]
+    names: Names
     persisted: Numbers
     epochs: Numbers
     stated: Numbers
@@ -106,7 +107,7 @@ class Loaded:
             self.next_index,
             self.message_id,
             0,
-            self.names,
+            self.names.some(),
             np.arange(len(self.names), dtype=np.int32),
             self.persisted,
             self.epochs,
@@ -140,11 +141,14 @@ class Snapshots:
         """
         opening = self._store.opening
         header = self._stored_header()
-        names: list[bytes] = []
+        names = Names(header.position.producers)
         for key, value in self._parts(NAMES):
-            if part_number(key) != len(names):
+            if (before := part_number(key)) != len(names):
                 raise damaged(key, f"it does not follow on the {len(names)} names before it")
-            names += decode_names(key, value)
+            body, places = name_places(key, value)
+            names.add(np.frombuffer(body, np.uint8), places)
+            if len(names) != before + len(places):
+                raise damaged(key, "a name in it comes twice")
         persisted = np.full(len(names), NO_SEQUENCE_ID, np.int64)
         epochs = np.full(len(names), NO_EPOCH, np.int64)
         stated = np.full(len(names), NOT_STATED, np.int64)

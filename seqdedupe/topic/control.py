@@ -105,17 +105,18 @@ def parts(sessions: Sessions) -> Iterator[Sessions]:
 
 
 def stated_again(producers: Producers, below_index: int) -> Iterator[Sessions]:
-    """What is in force of the producers that the log states only below this index, as it is when each is asked for."""
-    generation = -1
-    numbers = np.zeros(0, np.int64)
-    while True:
+    """What is in force of the producers that the log states only below this index, as it is when each is asked for.
+
+    Each is of so many producers that are looked at: there may be no names in it.
+    """
+    generation, first = producers.generation, 0
+    while first < len(producers):
+        below = producers.stated_below(below_index, first, first + STATED_A_RECORD)
+        rows = producers.numbers[below]
+        yield Sessions(producers.names_of(below), rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy())
+        first += STATED_A_RECORD
         if generation != producers.generation:
-            generation, numbers = producers.generation, producers.stated_below(below_index)
-        some, numbers = numbers[:STATED_A_RECORD], numbers[STATED_A_RECORD:]
-        if not len(some):
-            return
-        rows = producers.numbers[some]
-        yield Sessions(producers.names_of(some), rows[:, DURABLE_EPOCH].copy(), rows[:, PERSISTED].copy())
+            generation, first = producers.generation, 0
 
 
 def _part(sessions: Sessions, start: int, end: int) -> Sessions:
@@ -194,13 +195,15 @@ def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list
 def apply(change: Sessions | Reset | Purge | Import, parts: ImportParts, producers: Producers, index: int) -> None:
     """The change is in the log, before the message with this index."""
     if isinstance(change, Purge):
-        known = (producers.number(name) for name in change.names)
-        producers.purge(np.array([number for number in known if number is not None], np.int64), index)
+        numbers = producers.find_all(change.names)
+        producers.purge(numbers[numbers >= 0], index)
         return
     if isinstance(change, Import):
-        for part in parts.add(change):
-            numbers = producers.add_all(part.names)
-            producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), part.persisted, index)
+        if complete := parts.add(change):
+            # All at once: many names are added sooner than many times some.
+            numbers = producers.add_all([name for part in complete for name in part.names])
+            persisted = np.concatenate([part.persisted for part in complete])
+            producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), persisted, index)
         return
     numbers = producers.add_all(change.names)
     if isinstance(change, Reset):

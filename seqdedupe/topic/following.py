@@ -5,6 +5,7 @@ are, the more is gathered for each.
 """
 
 import asyncio
+import itertools
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from weakref import WeakKeyDictionary
@@ -52,8 +53,10 @@ class Turns:
 
     def _go_on(self) -> None:
         self._left = TURNS_AT_ONCE
-        for turn in list(self._waiting)[:TURNS_AT_ONCE]:
+        while self._left and self._waiting:
+            turn = next(iter(self._waiting))
             del self._waiting[turn]
+            # Whoever is leaving at this moment must not cost the next one its turn.
             if not turn.done():
                 turn.set_result(None)
                 self._left -= 1
@@ -69,6 +72,9 @@ class Followers:
         self._encode = encode
         self._ends: WeakKeyDictionary[LoggedTopic, int] = WeakKeyDictionary()
         """Up to where the newest page of each goes."""
+        self._count = itertools.count()
+        self._numbers: WeakKeyDictionary[LoggedTopic, int] = WeakKeyDictionary()
+        """Of the topics. One that was opened again has another one: its log may have been replaced meanwhile."""
         self._pages: OrderedDict[tuple[int, int, int], asyncio.Future[Page | None]] = OrderedDict()
 
     def end(self, topic: LoggedTopic, index: int) -> int:
@@ -83,7 +89,7 @@ class Followers:
 
         That is when it cannot be read, so that each hears why, or when whoever was reading it went away.
         """
-        key = topic.incarnation, from_index, stop_index
+        key = self._numbers.setdefault(topic, next(self._count)), from_index, stop_index
         if (made := self._pages.get(key)) is not None:
             self._pages.move_to_end(key)
             # Whoever is cancelled here must not cancel it for the others.

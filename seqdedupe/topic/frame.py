@@ -116,7 +116,7 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
         _check_properties(view, places)
     names = encoded[start(at, NAME_OFFSETS) : start(at, NAMES) + size(at, NAMES)]
     if names != cache.names or cache.generation != producers.generation:
-        known = producers.known(encoded, places)
+        known = producers.known(view, places)
         if known is None:
             raise _wrong_names(view, places, producers)
         cache.names, cache.numbers, cache.generation = names, known, producers.generation

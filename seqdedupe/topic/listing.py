@@ -35,6 +35,7 @@ async def open_all(topics: "Topics[Any]") -> None:
             if topics.closed.pop(record.name, None):
                 topics.on_state(record.name, None)
     topics.partitions.unused = _unused(logs)
+    topics.waiting.unfinished = frozenset(log.incarnation for log in logs if log.is_unfinished)
     topics.unlisted = None
     await asyncio.gather(*(_open_together(topics, some) for some in _together(topics.store.topics())))
 

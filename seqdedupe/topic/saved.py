@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from seqdedupe.core.names import Names
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, STATED
 from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s
@@ -30,7 +31,7 @@ def saved(topic: TopicBase) -> Loaded:
     TOPIC_NOT_FOUND."""
     if topic.state is not State.READ_ONLY:
         topic.check_serving()
-    names = topic.producers.names_from(0)
+    names = topic.producers.copied_names()
     rows = topic.producers.numbers[: len(names)]
     position = topic.last_position
     return Loaded(
@@ -52,7 +53,8 @@ def parts(snapshot: Loaded) -> Iterator[Producers]:
     """Its producers, some at once."""
     for start in range(0, len(snapshot.names), SAVED_AT_ONCE):
         some = slice(start, start + SAVED_AT_ONCE)
-        yield snapshot.names[some], snapshot.persisted[some], snapshot.epochs[some], snapshot.stated[some]
+        names = snapshot.names.some(start, SAVED_AT_ONCE)
+        yield names, snapshot.persisted[some], snapshot.epochs[some], snapshot.stated[some]
 
 
 class SavedParts:
@@ -80,7 +82,7 @@ class SavedParts:
         self._opaque = opaque
         self._producers = producers
         self._has_forgotten = has_forgotten
-        self._names: dict[bytes, None] = {}
+        self._names = Names()
         self._columns: tuple[list[Int64s], ...] = ([], [], [])
 
     def add(self, names: list[bytes], persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
@@ -91,7 +93,7 @@ class SavedParts:
         for name in names:
             producer_name(decoded_producer_name(name))
         before = len(self._names)
-        self._names |= dict.fromkeys(names)
+        self._names.add_all(names)
         if len(self._names) != before + len(names):
             raise error("INVALID_REQUEST", "a producer comes twice")
         if (persisted < NO_SEQUENCE_ID).any() or (epochs < NO_EPOCH).any() or highest_term(epochs) > self._term:
@@ -112,7 +114,7 @@ class SavedParts:
             self._term,
             self._position.index + 1,
             self._position.message_id,
-            list(self._names),
+            self._names,
             persisted,
             epochs,
             stated,

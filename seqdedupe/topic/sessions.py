@@ -29,14 +29,15 @@ def can_have_been_given(epoch: int) -> bool:
     return epoch > 1 << _TERM_SHIFT
 
 
-def encoded_names(names: list[str], known: Producers | tuple[()] = ()) -> list[bytes]:
+def encoded_names(names: list[str], known: Producers | None = None) -> list[bytes]:
     """The names of an Open in UTF-8. Raises INVALID_NAME for too many, for one that comes twice or cannot be one, and
     for one that is not known and cannot be new."""
     encoded = [producer_name(name) for name in names]
     if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(encoded)) < len(names):
         raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
-    for shown, name in zip(names, encoded, strict=True):
-        if name not in known:
+    are_new = [True] * len(names) if known is None else (known.find_all(encoded) < 0).tolist()
+    for shown, is_new in zip(names, are_new, strict=True):
+        if is_new:
             new_producer_name(shown)
     return encoded
 
@@ -97,8 +98,10 @@ class Sessions:
         else:
             if len(epochs) != len(names):
                 raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
-            for place, (name, epoch) in enumerate(zip(encoded, epochs, strict=True)):
-                if (why := self._why_not_resumed(name, epoch)) is not None:
+            numbers = self._producers.find_all(encoded)
+            current = np.where(numbers >= 0, self._producers.numbers[numbers, EPOCH], 0).tolist()
+            for place, columns in enumerate(zip(encoded, epochs, current, strict=True)):
+                if (why := self._why_not_resumed(*columns)) is not None:
                     refusals[place] = why
         places = [place for place in range(len(names)) if place not in refusals]
         accepted = [encoded[place] for place in places]
@@ -113,15 +116,16 @@ class Sessions:
         # Numbers may have changed while it waited.
         numbers = self._producers.add_all(opening.names)
         self._producers.activity.use(numbers)
-        columns = (opening.names, numbers.tolist(), opening.places.tolist(), opening.epochs.tolist())
-        for name, number, place, epoch in zip(*columns, strict=True):
-            current = int(self._producers.numbers[number, DURABLE_EPOCH])
+        rows = self._producers.numbers[numbers]
+        given = (opening.names, opening.places.tolist(), opening.epochs.tolist())
+        known = (numbers.tolist(), rows[:, DURABLE_EPOCH].tolist(), rows[:, PERSISTED].tolist())
+        for name, place, epoch, number, current, last in zip(*given, *known, strict=True):
             if opening.is_resume and current > epoch:
                 # While it waited; and a reset may have taken from it what it has receipts for.
                 answer.refusals[place] = _fenced(name.decode(), epoch, current)
                 continue
             answer.epochs[place] = epoch
-            answer.persisted[place] = last = int(self._producers.numbers[number, PERSISTED])
+            answer.persisted[place] = last
             answer.indexes[place] = self._producers.index_of(number, last) if last >= 0 else -1
         return answer
 
@@ -141,12 +145,11 @@ class Sessions:
         self._producers.activity.use(self._known(names))
 
     def _known(self, names: list[str]) -> Int64s:
-        numbers = (self._producers.number(name.encode(errors="replace")) for name in names)
-        return np.array([number for number in numbers if number is not None], np.int64)
+        numbers = self._producers.find_all([name.encode(errors="replace") for name in names])
+        known: Int64s = numbers[numbers >= 0]
+        return known
 
-    def _why_not_resumed(self, name: bytes, epoch: int) -> SeqdedupeError | None:
-        number = self._producers.number(name)
-        current = 0 if number is None else int(self._producers.numbers[number, EPOCH])
+    def _why_not_resumed(self, name: bytes, epoch: int, current: int) -> SeqdedupeError | None:
         shown = name.decode()
         # Each term begins with n = 0, so an epoch of an earlier term is one that may have been given.
         if not can_have_been_given(epoch) or epoch > (self._term << _TERM_SHIFT | self._opens):

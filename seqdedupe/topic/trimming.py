@@ -1,11 +1,12 @@
 """Retention: before the log's beginning is dropped, what is in force and stated only there is written again."""
 
+import asyncio
 import logging
 
 from seqdedupe.core.rule import STATED
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic import control
-from seqdedupe.topic.control import Purge, Reset
+from seqdedupe.topic.control import STATED_A_RECORD, Purge, Reset
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.state import State
 
@@ -20,7 +21,7 @@ async def trim(topic: LoggedTopic) -> None:
         while retention != (retention := topic.applied.retention):
             first = await topic.log.may_trim_to(topic.snapshot_index, retention)
             if topic.state is State.STANDBY:
-                await topic.log.trim(_stated_from(topic, first))
+                await topic.log.trim(await _stated_from(topic, first))
             elif first > topic.log.first_index:
                 await state_again(topic, first)
                 await topic.log.trim(first)
@@ -28,14 +29,20 @@ async def trim(topic: LoggedTopic) -> None:
         logger.warning("topic %s: retention waits for the next snapshot: %s", topic.name, e)
 
 
-def _stated_from(topic: LoggedTopic, first_index: int) -> int:
+async def _stated_from(topic: LoggedTopic, first_index: int) -> int:
     """The highest index up to this one from which on the log says all that is in force: to say more is the owner's."""
     producers = topic.producers
     stated = [first_index, topic.policy_stated]
     if producers.has_forgotten:
         stated.append(producers.forgotten_stated)
-    if len(below := producers.stated_below(first_index)):
-        stated.append(int(producers.numbers[below, STATED].min()))
+    generation = producers.generation
+    for first in range(0, len(producers), STATED_A_RECORD):
+        if len(below := producers.stated_below(first_index, first, first + STATED_A_RECORD)):
+            stated.append(int(producers.numbers[below, STATED].min()))
+        await asyncio.sleep(0)
+    if generation != producers.generation:
+        # Some have got numbers that were looked at before.
+        return topic.log.first_index
     return max(min(stated), topic.log.first_index)
 
 
@@ -55,4 +62,7 @@ async def state_again(topic: LoggedTopic, first_index: int) -> None:
             await topic.flight.all_of_now()
         if (part := next(parts, None)) is None:
             return
-        await topic.append_change(part)
+        if part.names:
+            await topic.append_change(part)
+        else:
+            await asyncio.sleep(0)

@@ -37,6 +37,8 @@ class Waiting:
     """Those of the topics of a sidecar's own log that are left when OPENED_AT_START have been tried."""
 
     def __init__(self, topics: "Topics[Any]") -> None:
+        self.unfinished: frozenset[int] = frozenset()
+        """Incarnations that do not wait, as their logs say."""
         self.opening: dict[str, asyncio.Task[bool]] = {}
         """Some that waited, and are being opened: the rest is recovery."""
         self._topics = topics
@@ -50,6 +52,9 @@ class Waiting:
         self._tried += 1
         # A store that is made anew has to hold something of all of them soon.
         if topics.kind.log is not LogKind.EMBEDDED or topics.rebuild_store or self._tried <= OPENED_AT_START:
+            return False
+        # What a crash has left of it would be written to a file of its own before others may use the journal.
+        if record.incarnation in self.unfinished:
             return False
         self._waiting[record.name] = topics.closed[record.name] = Closed(record, error("RECOVERING", WHY))
         topics.on_state(record.name, State.RECOVERING)

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from seqdedupe.core.rule import EPOCH, PERSISTED
+from seqdedupe.core.rule import PERSISTED
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.names import decoded_producer_name, new_producer_name
@@ -129,7 +129,7 @@ class _ImportIntoLog(WatermarksImport[Topic]):
         topic.check_serving()
         if topic.next_index > 0:
             raise in_use(topic, "it has messages")
-        if (topic.producers.numbers[: len(topic.producers), EPOCH] > 0).any():
+        if topic.producers.has_sessions():
             raise in_use(topic, "a producer has opened it, or was reset")
 
 
@@ -148,9 +148,10 @@ class _ImportIntoStore(WatermarksImport[AttachedTopic]):
     async def finish(self) -> None:
         self._check()
         producers = self._topic.producers
-        for names, persisted in self._parts:
-            numbers = producers.add_all(names)
-            producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), persisted, 0)
+        # All at once: see `control.apply`.
+        numbers = producers.add_all([name for names, _ in self._parts for name in names])
+        persisted = np.concatenate([np.zeros(0, np.int64), *(column for _, column in self._parts)])
+        producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), persisted, 0)
         await self._topic.snapshot()
 
     def _check_unused(self) -> None:

@@ -123,6 +123,27 @@ async def test_flush_and_linger(shared_sidecar: Sidecar, topic: str) -> None:
                 await asyncio.wait_for(wait_for(receipt), 120)
 
 
+async def test_a_sender_that_never_waits_does_not_keep_the_loop(shared_sidecar: Sidecar, topic: str) -> None:
+    """Not even for a receipt, and while there is room for all of it."""
+    config = ProducerConfig(max_batch_rows=10, max_in_flight_batches=1_000)
+    async with Client(shared_sidecar.address) as client, client.producer(topic, "p", config) as producer:
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        for _ in range(500):
+            await producer.send(b"")
+        assert turns >= 49  # one after each batch, before the next message
+        counting.cancel()
+        await producer.flush()
+    assert await ids_in_log(shared_sidecar, topic) == list(range(500))
+
+
 async def test_send_waits_while_too_much_is_in_flight(shared_sidecar: Sidecar, topic: str) -> None:
     """The control is the end: with the answers back, the same sender goes on."""
     config = ProducerConfig(max_batch_rows=10, max_in_flight_batches=4)

@@ -8,7 +8,7 @@ import pytest
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client.frames import decode_answer, receipt_columns
 from seqdedupe.client.receipts import PendingBatch, Verdict
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, publish_pb2
 
@@ -96,3 +96,29 @@ def test_runs_of_another_number_of_rows_are_a_defect() -> None:
     with pytest.raises(SeqdedupeError, match="for 5 rows, and 4 were stored") as e:
         answered(4, answer((7, 41, -1), **TWO_LEDGERS)).result()
     assert e.value.reason == "INTERNAL"
+
+
+@pytest.mark.parametrize(
+    ("first", "columns"),
+    [
+        ((7, 41, -1), {}),
+        ((7, 41, 3), {}),
+        ((7, 41, -1), TWO_LEDGERS),
+        ((7, 41, 0), ENTRIES_OF_TWO),
+        ((7, 41, -1), {"verdicts": [int(v) for v in (DUP, NOT_DUP, DUP, NOT_DUP, NOT_DUP)]}),
+    ],
+)
+def test_one_row_is_told_the_same_as_all_of_them(first: tuple[int, int, int], columns: dict[str, Any]) -> None:
+    """Whether the columns of all have been made or not."""
+    pending, other = answered(5, answer(first, **columns)), answered(5, answer(first, **columns))
+    pending.partition = other.partition = 4
+    result = other.result()
+    assert [pending.published(row) for row in range(5)] == [result[row] for row in range(5)]
+    assert len({result[row].message_id for row in range(5)}) > 1
+
+
+def test_one_row_of_a_batch_that_failed_raises_too() -> None:
+    pending = pending_batch(2)
+    pending.fail(error("OUTCOME_UNKNOWN", "given up"))
+    with pytest.raises(SeqdedupeError, match="given up"):
+        pending.published(1)

@@ -463,3 +463,96 @@ async def test_a_refused_opening_that_nobody_waits_for_is_no_defect(fake: FakeSi
         with pytest.raises(asyncio.CancelledError):
             await opening
         await openings.close()
+
+
+async def names_that_are_opened(fake: FakeSidecar) -> list[list[str]]:
+    """By calls, when one of two that wait for the first call is given up meanwhile."""
+    answer, asked, may_go_on = fake._open, asyncio.Event(), asyncio.Event()
+
+    async def held_up(data: bytes, context: Any) -> bytes:
+        await context.send_initial_metadata(())
+        asked.set()
+        await may_go_on.wait()
+        return await answer(data, context)
+
+    fake._open = held_up  # type: ignore[method-assign]
+    async with Client(fake.address) as client:
+        producers = [client.producer("t", f"p{k}") for k in range(3)]
+        opening = [asyncio.create_task(producers[0].open())]
+        await asked.wait()
+        opening += [asyncio.create_task(producer.open()) for producer in producers[1:]]
+        (shared,) = client._connections._shared.values()
+        (stream,) = shared.streams.values()
+        await until(lambda: len(stream.openings._waiting) == 2)
+        opening[1].cancel()
+        await asyncio.wait({opening[1]})
+        may_go_on.set()
+        await opening[0]
+        await opening[2]
+        await asyncio.gather(*(producer.abort() for producer in producers))
+    return [list(request.producer_names) for request in fake.opens]
+
+
+async def test_who_gave_up_takes_the_name_from_nobody(fake: FakeSidecar) -> None:
+    """Another process may have opened it by then."""
+    assert await names_that_are_opened(fake) == [["p0"], ["p2"]]
+
+
+async def test_control_all_who_ever_asked_are_opened(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    def take_all(self: Openings) -> Any:
+        taken = list(self._waiting)
+        self._waiting.clear()
+        return taken
+
+    monkeypatch.setattr(Openings, "_take_some", take_all)
+    assert await names_that_are_opened(fake) == [["p0"], ["p1", "p2"]]
+
+
+class LateAnswer:
+    """Of the first frame of p0: it was made before the topic began a term in which p1 is opened, and comes later."""
+
+    def __init__(self, fake: FakeSidecar, client: Client) -> None:
+        self._fake, self._client = fake, client
+        self._held: list[Response] = []
+        fake.on_frame = self._on_frame
+
+    def _on_frame(self, frame: Frame) -> list[Response]:
+        if names_in(frame) == ["p0"] and frame is self._fake.frames[0]:
+            self._held.append(self._fake.stored(frame))
+            return []
+        answers = [*self._held, self._fake.stored(frame)]
+        self._held.clear()
+        return answers
+
+    async def comes(self) -> tuple[Producer, Producer, Any]:
+        """The producers, when p1 has had answers after it, and the receipt of p0."""
+        (first,) = await opened(self._client, "t", 1)
+        receipt = await first.send(b"x")
+        await until(lambda: bool(self._held))
+        self._fake.term += 1
+        second = self._client.producer("t", "p1", ONE_BY_ONE)
+        await second.open()
+        for k in range(3):
+            assert (await (await second.send(b"x"))).sequence_id == k
+        return first, second, receipt
+
+
+async def test_an_answer_of_an_earlier_term_leaves_nobody_without_one(fake: FakeSidecar) -> None:
+    async with Client(fake.address) as client:
+        first, second, receipt = await LateAnswer(fake, client).comes()
+        async with asyncio.timeout(120):
+            assert (await receipt).sequence_id == 0
+        assert (first.counters.connections, first.counters.rows_sent) == (1, 2)
+        await first.close()
+        await second.close()
+
+
+async def test_control_who_only_ignores_it_waits_for_ever(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as others are answered."""
+    monkeypatch.setattr("seqdedupe.client.stream._put_back", lambda parts, told: None)
+    async with Client(fake.address) as client:
+        first, second, receipt = await LateAnswer(fake, client).comes()
+        assert not receipt.done()
+        assert first.counters.rows_sent == 1
+        await first.abort()
+        await second.close()

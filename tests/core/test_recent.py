@@ -1,8 +1,10 @@
 """The ring of recent messages takes memory as it is used, and knows what a ring of full length knows."""
 
+import random
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ from hypothesis import strategies as st
 from seqdedupe.core import producers as producers_module
 from seqdedupe.core import recent
 from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import DUP
 from seqdedupe.format import layout
 from seqdedupe.format.columns import BASE_INDEX, PLACES
 from seqdedupe.format.jit import Int64s, Uint8s
 from tests.batches import batch
+from tests.plain import PLAIN
 
 TOPICS = 50
 MAX_BYTES_A_TOPIC = 32_768
@@ -45,7 +49,7 @@ def indexes_after(sizes: list[int], *, replayed: bool = False) -> tuple[list[int
         if replayed:
             producers.replay(encoded, places.reshape(1, PLACES), 1)
         else:
-            numbers = producers.known(encoded, places)
+            numbers = producers.known(view, places)
             assert numbers is not None
             producers.persist(view, places, numbers)
         index += size
@@ -111,3 +115,89 @@ def test_a_topic_of_one_message_takes_little_memory() -> None:
 
     assert bytes_of_a_topic(partial(used, 1)) < MAX_BYTES_A_TOPIC
     assert bytes_of_a_topic(partial(used, 5_000)) > MAX_BYTES_A_TOPIC
+
+
+FOUND_IN = 200
+"""Looks into the ring that one message takes at most, of whatever age."""
+
+
+class Counted(np.ndarray):
+    """A ring that counts how often a number is taken out of it."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        Counted.looks += 1
+        return super().__getitem__(key)
+
+
+def looks_for(producers: Producers, rows: list[tuple[str, int]]) -> tuple[int, list[int]]:
+    """How often the ring is looked into for the original of these duplicates, and where they are found."""
+    _, view, places = laid_out(rows, 0)
+    numbers = producers.known(view, places)
+    verdicts, found = np.full(len(rows), DUP, np.uint8), np.zeros(len(rows), np.int64)
+    ring = producers._ring.view(Counted)
+    Counted.looks = 0
+    PLAIN["recent"].find_duplicates(view, places, numbers, producers.numbers, ring, producers._entered, verdicts, found)
+    return Counted.looks, found.tolist()
+
+
+def fill(producers: Producers, rows: int, name_of: Callable[[int], str]) -> None:
+    """So many messages; each one's sequence ID is its index."""
+    for index in range(producers._entered, producers._entered + rows, 4096):
+        _, view, places = laid_out([(name_of(i), i) for i in range(index, index + 4096)], index)
+        numbers = producers.known(view, places)
+        assert numbers is not None
+        producers.persist(view, places, numbers)
+
+
+@pytest.mark.parametrize("names", [1, 3])
+def test_an_old_message_is_found_and_a_gone_one_missed_in_few_steps(names: int) -> None:
+    producers = Producers()
+    producers.add_all([b"%d" % i for i in range(names)])
+    fill(producers, recent.RECENT_MESSAGES + 5 * 4096, lambda i: str(i % names))
+    end, gone = producers._entered, 5 * 4096
+    for age in (1, 100, 5_000, 40_000, recent.RECENT_MESSAGES - names, recent.RECENT_MESSAGES + 1, end - names):
+        index = end - age
+        looks, found = looks_for(producers, [(str(index % names), index)])
+        assert found == [index if index >= gone else -1]
+        assert looks <= FOUND_IN, age
+
+
+def test_without_far_ways_it_takes_a_walk() -> None:
+    """The control arm."""
+    producers = Producers()
+    producers.add_all([b"0"])
+    fill(producers, recent.RECENT_MESSAGES + 4096, lambda i: "0")
+    producers._ring[:, recent.FAR] = producers._ring[:, recent.BEFORE]
+    looks, found = looks_for(producers, [("0", 5)])
+    assert looks > recent.RECENT_MESSAGES
+    assert found == [-1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_of_the_last_messages_all_are_found_and_no_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    kept = rng.choice([64, 128])
+    monkeypatch.setattr(recent, "RECENT_MESSAGES", kept)
+    names = "abcd"[: rng.choice([1, 2, 4])]
+    producers = Producers()
+    producers.add_all([name.encode() for name in names])
+    log: list[tuple[str, int]] = []
+    ids = dict.fromkeys(names, -1)
+    for _ in range(60):
+        rows = []
+        for _ in range(rng.choice([1, 2, 9, 40])):
+            # Some send seldom, so that what they sent before is gone.
+            name = names[min(rng.randrange(12), len(names) - 1)]
+            ids[name] += rng.choice([1, 1, 5])
+            rows.append((name, ids[name]))
+        _, view, places = laid_out(rows, len(log))
+        numbers = producers.known(view, places)
+        assert numbers is not None
+        producers.persist(view, places, numbers)
+        log += rows
+        asked = [(name, i) for name in names for i in range(ids[name] + 2)]
+        _, found = looks_for(producers, asked)
+        known = {row: len(log) - 1 - age for age, row in enumerate(reversed(log[-kept:]))}
+        assert found == [known.get(row, -1) for row in asked]

@@ -55,7 +55,7 @@ class OneTopic:
         for producers in self.both:
             places = np.zeros(PLACES, np.int64)
             assert layout.layout(view, 0, len(encoded), places) == layout.CANONICAL
-            slots = producers.known(encoded, places)
+            slots = producers.known(view, places)
             assert slots is not None
             yield producers, view, places, slots
 
@@ -490,7 +490,7 @@ def test_the_ring_forgets_the_oldest_and_only_them() -> None:
         layout.layout(view, 0, len(encoded), places)
         places[BASE_INDEX] = topic.stored
         producers = topic.both[0]
-        slots = producers.known(encoded, places)
+        slots = producers.known(view, places)
         assert slots is not None
         producers.persist(view, places, slots)
         topic.stored += per_batch

@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ class Disk:
         self.folder = folder
         self._contents: dict[int, bytes] = {}
         """By inode: what a file held when it was last synced."""
+        self._held: dict[int, int] = {}
+        """A descriptor of each: while there is one, no other file gets its inode."""
+        weakref.finalize(self, _close_all, self._held)
         self._entries: dict[Path, dict[str, int]] = {}
         """By folder: names and inodes when it was last synced."""
         self._lock = threading.Lock()
@@ -32,7 +36,10 @@ class Disk:
                 if path.is_dir():
                     self._entries[path] = {entry.name: entry.inode() for entry in os.scandir(path)}
                 elif path.is_file():
-                    self._contents[path.stat().st_ino] = path.read_bytes()
+                    inode = path.stat().st_ino
+                    self._contents[inode] = path.read_bytes()
+                    if inode not in self._held:
+                        self._held[inode] = os.dup(fd)
 
         monkeypatch.setattr(os, name, sync)
 
@@ -51,3 +58,8 @@ class Disk:
                 self._restore(folders[name], to / name)
             else:
                 (to / name).write_bytes(self._contents.get(inode, b""))
+
+
+def _close_all(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import seqdedupe.files
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import Failure, LogName, Retention
@@ -171,6 +172,65 @@ async def test_short_writes_are_completed(make_logs: MakeLogs, monkeypatch: pyte
     await log.close()
     log = await logs.open(INCARNATION, 20)
     assert (await ids_in(log), log.cut_bytes) == (list(range(20)), 0)
+    await log.close()
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+async def test_a_large_group_is_written_in_pieces(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    """Of batches that are larger than a piece, as large, and so small that several are in one."""
+    monkeypatch.setattr(seqdedupe.files, "WRITE_BYTES", 1000)
+    logs = make_logs()
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    syncs = Gate(monkeypatch, "fdatasync")
+    syncs.open.clear()
+    owner.append(0, 1)
+    await syncs.arrival()
+    really = os.pwritev
+    sizes: list[int] = []
+
+    def write(fd: int, some: list[bytes], at: int) -> int:
+        data = b"".join(some)
+        sizes.append(len(data))
+        return really(fd, [data[:333] if is_short else data], at)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    payloads = [1, 5000, *range(600, 800), 10, 10, 10, 3500]
+    for i, size in enumerate(payloads):
+        owner.append(1 + i, 1, size)
+    syncs.open.set()
+    await owner.until_stored(1 + len(payloads))
+    # It was one group, and each write a piece of it.
+    assert syncs.calls == 2
+    assert max(sizes) == 1000
+    assert sum(sizes) > sum(payloads)
+    assert sum(sizes) / len(sizes) > 500
+    await log.close()
+    log = await logs.open(INCARNATION, 1 + len(payloads))
+    assert (await ids_in(log), log.cut_bytes) == (list(range(1 + len(payloads))), 0)
+    await log.close()
+
+
+async def test_a_group_whose_second_piece_cannot_be_written_is_undone(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fatal: list[str]
+) -> None:
+    monkeypatch.setattr(seqdedupe.files, "WRITE_BYTES", 1000)
+    log = await new_log(make_logs())
+    owner = await Owner(log, 1).open()
+    owner.append(0, 1)
+    await owner.until_stored(1)
+    size = files(tmp_path / "logs")[0]
+    writes = Gate(monkeypatch, "pwritev")
+    writes.fails = lambda fd: writes.calls == 2
+    owner.append(1, 1, 3000)
+    assert await owner.until_failed() is Failure.REFUSED
+    assert (writes.calls, files(tmp_path / "logs")[0], fatal) == (2, size, [])
+    owner = await Owner(log, 2).open()
+    owner.append(1, 1, 3000)
+    await owner.until_stored(1)
+    assert await ids_in(log) == [0, 1]
     await log.close()
 
 

@@ -126,6 +126,16 @@ async def test_what_segments_lack_is_taken_back(make_rounds: Callable[[], Rounds
     assert await found_in(folder, ALL) == {i: [0, 1, 2] for i in ALL}
 
 
+async def test_a_list_says_who_has_something_to_take_back(make_rounds: Callable[[], Rounds], tmp_path: Path) -> None:
+    folder = await killed(make_rounds(), tmp_path / "killed")
+    logs = logs_in(folder)
+    await logs.create(9, TOPIC, SECRET)
+    assert {name.incarnation: name.is_unfinished for name in await logs.list()} == dict.fromkeys(ALL, True) | {9: False}
+    await (await logs.open(1, 0)).close()
+    assert {name.incarnation for name in await logs.list() if name.is_unfinished} == {2, 3}
+    await logs.close()
+
+
 async def test_who_looks_without_writing_sees_it(make_rounds: Callable[[], Rounds], tmp_path: Path) -> None:
     folder = await killed(make_rounds(), tmp_path / "killed")
     cut(folder, 1)
@@ -563,6 +573,48 @@ async def test_control_a_background_sync_that_fails_and_the_journal_is_forgotten
 
     monkeypatch.setattr(Syncer, "_sync", sync)
     assert await a_background_sync_that_fails(rounds, tmp_path, monkeypatch) != {i: [0] for i in ALL}
+
+
+async def closed_without_descriptors(rounds: Rounds, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What would end the process when a log is closed whose file was let go of, and no more files can be opened."""
+    await rounds.begin()
+    await rounds.together(1, 2, 3)
+    await rounds.forget()
+    with monkeypatch.context() as patch:
+        really = os.open
+
+        def no_more(path: Any, *arguments: Any, **keys: Any) -> int:
+            if str(path).endswith(".log"):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return really(path, *arguments, **keys)
+
+        patch.setattr(os, "open", no_more)
+        await rounds.close(1, 2)
+    await rounds.end()
+    return rounds.fatal
+
+
+async def test_a_log_is_closed_without_a_descriptor(
+    make_rounds: Callable[[], Rounds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = make_rounds()
+    assert await closed_without_descriptors(rounds, monkeypatch) == []
+    assert await found_in(rounds.folder, ALL) == {i: [0] for i in ALL}
+
+
+async def test_control_a_file_that_was_let_go_of_is_synced_again(
+    make_rounds: Callable[[], Rounds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = Writer.close
+
+    def close(self: Writer) -> None:
+        self.sync_file()
+        really(self)
+
+    monkeypatch.setattr(Writer, "close", close)
+    fatal = await closed_without_descriptors(make_rounds(), monkeypatch)
+    assert fatal
+    assert all(os.strerror(errno.EMFILE) in why for why in fatal)
 
 
 async def test_a_log_that_cannot_take_its_part_back_keeps_its_own(

@@ -19,7 +19,7 @@ from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.syncing import Syncer
 from tests.log.power import Disk
-from tests.log.rounds import Cuts, LosingDisk, Rounds, found_in, put
+from tests.log.rounds import Cuts, LosingDisk, Rounds, found_in, logs_in, put
 from tests.log.test_journal import ALL, a_background_sync_that_fails, cut, files_in, journal_of, killed, path_of
 
 WHOLE = {i: [0, 1, 2] for i in ALL}
@@ -179,6 +179,40 @@ async def test_control_one_bad_read_that_is_believed(
     monkeypatch.setattr(Replay, "_read", read_once)
     with pytest.raises(DamagedError):
         await one_bad_read(rounds, tmp_path / "killed", monkeypatch)
+
+
+async def reads_for_all(rounds: Rounds, to: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a damaged journal is read when each log is opened several times."""
+    folder = await killed(rounds, to)
+    with_a_damaged_head(folder)
+    really, reads = Path.read_bytes, list[Path]()
+
+    def read_bytes(self: Path) -> bytes:
+        if self.suffix == ".journal":
+            reads.append(self)
+        return really(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    logs = logs_in(folder)
+    for incarnation in ALL * 3:
+        with pytest.raises(DamagedError, match="a round of the journal"):
+            await logs.open(incarnation, 0)
+    await logs.close()
+    return len(reads)
+
+
+async def test_a_damaged_journal_is_not_read_once_more_for_each_log(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be long, and a start may open hundreds."""
+    assert await reads_for_all(rounds, tmp_path / "killed", monkeypatch) == replaying.DAMAGED_READS
+
+
+async def test_control_no_read_is_ever_believed(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replaying, "DAMAGED_READS", 1_000)
+    assert await reads_for_all(rounds, tmp_path / "killed", monkeypatch) == 2 * 3 * len(ALL)
 
 
 # -- power cuts at places of their own ------------------------------------------------------------------------------

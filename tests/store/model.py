@@ -59,14 +59,15 @@ def state_of(loaded: Loaded | None) -> State:
     """What was loaded, in the model's form."""
     if loaded is None:
         return State()
+    names = loaded.names.some()
     return State(
         loaded.term,
         loaded.next_index,
         loaded.message_id,
-        loaded.names,
-        dict(zip(loaded.names, loaded.persisted.tolist(), strict=True)),
-        dict(zip(loaded.names, loaded.epochs.tolist(), strict=True)),
-        dict(zip(loaded.names, loaded.stated.tolist(), strict=True)),
+        names,
+        dict(zip(names, loaded.persisted.tolist(), strict=True)),
+        dict(zip(names, loaded.epochs.tolist(), strict=True)),
+        dict(zip(names, loaded.stated.tolist(), strict=True)),
         loaded.ownership,
         loaded.policy,
         loaded.has_forgotten,

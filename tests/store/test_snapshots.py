@@ -42,7 +42,7 @@ async def test_the_first_snapshot_may_say_start(folder: Path) -> None:
     await save(store, Snapshots(store, INCARNATION), start)
     loaded = Snapshots(store, INCARNATION).load()
     assert loaded is not None
-    assert (loaded.term, loaded.next_index, loaded.message_id, loaded.names) == (3, 0, None, [])
+    assert (loaded.term, loaded.next_index, loaded.message_id, loaded.names.some()) == (3, 0, None, [])
     store.close()
     assert load(folder) == State(term=3)
 
@@ -144,6 +144,8 @@ DAMAGE = {
     "the last names are gone": lambda store: remove(store, NAMES, 4),
     "names nobody knows": lambda store: put(store, NAMES, 6, encode_names([b"x"])),
     "names twice": lambda store: put(store, NAMES, 3, encode_names([b"x"])),
+    "a name of another producer": lambda store: put(store, NAMES, 2, encode_names([b"0", b"3"])),
+    "a name twice in a record": lambda store: put(store, NAMES, 4, encode_names([b"4", b"4"])),
     "a record of no names": lambda store: put(store, NAMES, 6, encode_names([])),
     "name offsets that fall": lambda store: put(
         store, NAMES, 4, b"\2\0\0\0" + b"\0\0\0\0" + b"\3\0\0\0" + b"\2\0\0\0" + b"xy"

@@ -11,6 +11,8 @@ from tests.log.faulty import FaultyLog, Storage
 class MemoryLogs:
     """Satisfies `seqdedupe.log.contract.Logs`. `storages` outlive the process; `before` hears the name of each call."""
 
+    unfinished: frozenset[int] = frozenset()
+
     def __init__(self, storages: dict[int, tuple[str, Storage]], before: Callable[[str], None] = lambda name: None):
         self.storages = storages
         self.before = before
@@ -30,7 +32,10 @@ class MemoryLogs:
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
         there = sorted(self.storages.items())
-        return [LogName(incarnation, topic, storage.partitions) for incarnation, (topic, storage) in there]
+        return [
+            LogName(incarnation, topic, storage.partitions, is_unfinished=incarnation in self.unfinished)
+            for incarnation, (topic, storage) in there
+        ]
 
     async def announce(self, whole: str) -> None:
         self.before("announce")

@@ -123,7 +123,8 @@ class History:
     def compare_numbers(self) -> None:
         producers = self.topic.producers
         for name in NAMES:
-            row = producers.numbers[producers.add(name.encode())]
+            number = producers.add(name.encode())
+            row = producers.numbers[number]
             expected = (self.pushed[name], self.persisted[name])
             expect((int(row[PUSHED]), int(row[PERSISTED])) == expected, f"{name} has {row[:2]}, not {expected}")
 

@@ -116,7 +116,7 @@ class Anything:
             (a._rows_of[: a._handles].tolist(), a._is_live.tolist()),
             self.producers.names_from(0),
             self.producers.numbers[:known].tolist(),
-            self.producers.dirty[:known].tolist(),
+            self.producers.dirty.tolist(),
             [(one.columns.handles.tolist(), one.columns.highest.tolist()) for one in a._in_flight],
         ]
 

@@ -330,7 +330,7 @@ async def test_a_snapshot_that_nothing_was_left_for_leaves_nobody_out(
     await topic.snapshot()
     loaded = Snapshots(process.store, topic.incarnation).load()
     assert loaded is not None
-    assert (loaded.names, loaded.persisted.tolist(), loaded.next_index) == ([b"p"], [7], 1)
+    assert (loaded.names.some(), loaded.persisted.tolist(), loaded.next_index) == ([b"p"], [7], 1)
 
 
 async def test_a_store_that_is_found_damaged_at_the_end_keeps_no_topic_open(

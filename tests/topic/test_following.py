@@ -172,6 +172,21 @@ async def test_those_who_come_at_other_places_soon_get_the_same_pages(
         await follower.leave()
 
 
+async def test_a_topic_that_was_opened_anew_has_pages_of_its_own(process: Process, tmp_path: Path) -> None:
+    """Its log may have been restored meanwhile: the same incarnation and indexes, and other messages."""
+    other = Process(tmp_path / "restored")
+    await other.start()
+    await other.open("b")
+    assert other.topic.incarnation == process.topic.incarnation
+    shared = sharing()
+    for one, name in ((process, "a"), (other, "b")):
+        await one.publish([(name, i) for i in range(ROWS)])
+        page = await shared.page(one.topic, 0, ROWS)
+        assert page is not None
+        assert [record.batch.producer_names for record in parsed(page.records)] == [name.encode()]
+    await other.stop()
+
+
 class LastPage(Followers):
     """A planted bug: whoever is at the end gets the newest page, wherever it was."""
 
@@ -408,6 +423,50 @@ async def test_turns_are_taken_in_order_a_few_at_once(monkeypatch: pytest.Monkey
         await settle()
         assert went == expected[: done * TURNS_AT_ONCE]
     assert went == expected
+
+
+async def goes_on_after_two_who_leave(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """They leave in the very step of the event loop in which it was their turn."""
+    timers: list[Callable[[], None]] = []
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda _, function: timers.append(function))
+    turns = Turns()
+    for _ in range(TURNS_AT_ONCE):
+        await turns.take()
+    tasks = [asyncio.ensure_future(turns.take()) for _ in range(TURNS_AT_ONCE + 1)]
+    await asyncio.sleep(0)
+    *leaving, last = tasks
+    for one in leaving:
+        one.cancel()
+    while timers:
+        timers.pop()()
+    await asyncio.wait(leaving)
+    for _ in range(5):
+        await asyncio.sleep(0)
+        while timers:
+            timers.pop()()
+    has_gone_on = last.done()
+    last.cancel()
+    await asyncio.wait({last})
+    return has_gone_on
+
+
+async def test_who_leaves_at_its_turn_keeps_it_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await goes_on_after_two_who_leave(monkeypatch)
+
+
+async def test_control_a_turn_that_is_given_to_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def go_on(self: Turns) -> None:
+        self._left = TURNS_AT_ONCE
+        for turn in list(self._waiting)[:TURNS_AT_ONCE]:
+            del self._waiting[turn]
+            if not turn.done():
+                turn.set_result(None)
+                self._left -= 1
+        if self._left < TURNS_AT_ONCE:
+            asyncio.get_running_loop().call_later(following.TURN_SECONDS, self._go_on)
+
+    monkeypatch.setattr(Turns, "_go_on", go_on)
+    assert not await goes_on_after_two_who_leave(monkeypatch)
 
 
 async def test_time_brings_the_next_turns() -> None:

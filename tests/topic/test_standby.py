@@ -343,7 +343,10 @@ async def test_a_standby_lets_nothing_go_that_is_stated_nowhere_else(standbys: T
 async def test_a_standby_that_lets_go_of_what_its_snapshot_covers_loses_what_is_in_force(
     standbys: Two, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trimming, "_stated_from", lambda topic, first_index: first_index)
+    async def whatever_is_stated(topic: object, first_index: int) -> int:
+        return first_index
+
+    monkeypatch.setattr(trimming, "_stated_from", whatever_is_stated)
     await with_one_that_is_silent(standbys)
     await trimming.trim(standbys.other.topic)
     assert standbys.storage.first_index > 0

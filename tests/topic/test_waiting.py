@@ -129,6 +129,16 @@ async def test_a_start_with_room_opens_all(process: Counted, monkeypatch: pytest
     assert {topic.state for topic in process.topics.all()} == {State.SERVING}
 
 
+async def test_one_of_which_a_crash_has_left_something_does_not_wait(
+    process: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = process.topics.records[LAST].incarnation
+    monkeypatch.setattr(MemoryLogs, "unfinished", frozenset({left}))
+    await process.restart()
+    assert process.opened == {FIRST: 1, LAST: 1}
+    assert (process.state(LAST), process.state(OTHERS[0])) == (State.SERVING, State.RECOVERING)
+
+
 async def test_who_uses_one_has_it_and_its_first_verdict_knows_its_log(process: Counted) -> None:
     receipt = await publish(process, LAST, 7)
     assert verdict(receipt) == DUP

@@ -213,14 +213,21 @@ class Producer(ProducerBase):
         if not self._is_watched:
             self._is_watched = True
             nothing_in_flight = self._handed_over_batches == self._settled_batches
-            begin = self._look if nothing_in_flight else self._watch
+            begin = self._seal_gathered if nothing_in_flight else self._watch
             event_loop().call_soon_threadsafe(begin, self._builder.pending)
 
     def _watch(self, pending: PendingBatch) -> None:
         """On the loop's thread: looks after a while whether this batch still lingers, and so on while there is any."""
-        event_loop().call_later(self._config.linger_ms / 1000, self._look, pending)
+        event_loop().call_later(self._linger.seconds, self._look, pending)
 
     def _look(self, pending: PendingBatch) -> None:
+        # What a caller does meanwhile makes the answer that of a moment ago.
+        if self._builder.pending is pending and not self._linger.is_over(pending, self._builder.rows):
+            self._watch(pending)
+        else:
+            self._seal_gathered(pending)
+
+    def _seal_gathered(self, pending: PendingBatch) -> None:
         if not self._lock.acquire(blocking=False):  # a caller is at it, and the loop must not wait
             self._watch(pending)
             return

@@ -42,7 +42,7 @@ class Receipt:
     def result(self, timeout_seconds: float | None = None) -> Published:
         """Waits for it. Raises what the message failed with, or OutcomeUnknownError if there is nothing yet."""
         _wait(self._pending, timeout_seconds)
-        return self._pending.result()[self._row]
+        return self._pending.published(self._row)
 
     def is_durable(self) -> bool:
         """Whether `until_durable` would not wait."""

@@ -6,6 +6,7 @@ write is undone before it is answered as refused; where that cannot be done the 
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -180,6 +181,7 @@ class EmbeddedLog:
 
     def _on_news(self, news: Written) -> None:
         """What is durable is readable from now on; then whoever waits for it hears."""
+        self._shared.read_ahead.written_at = time.monotonic()
         if self._flush_due is not None:
             # What is still late comes with news of its own.
             self._flush_due.cancel()

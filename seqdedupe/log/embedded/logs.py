@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -83,7 +84,7 @@ class EmbeddedLogs:
     async def list(self, without: Container[str] = ()) -> list[LogName]:
         """See `Logs.list`."""
         try:
-            return await self._in_thread(_names, self._folder)
+            return await self._in_thread(_names, self._folder, self._replay)
         except OSError as e:
             raise unreadable(self._folder, e) from e
 
@@ -189,10 +190,16 @@ def create_log(folder: Path, topic: str, secret: bytes, partitions: int = 0) -> 
         sync_folder(made)
 
 
-def _names(folder: Path) -> list[LogName]:
+def _names(folder: Path, replay: Replay) -> list[LogName]:
     if not folder.exists():
         return []
-    return [LogName(incarnation, *said_by(folder / str(incarnation))) for incarnation in incarnations(folder)]
+    unfinished = set[int]()
+    with suppress(OSError):  # whoever is opened meets it too, and is tried again
+        unfinished = replay.left()
+    return [
+        LogName(incarnation, *said_by(folder / str(incarnation)), is_unfinished=incarnation in unfinished)
+        for incarnation in incarnations(folder)
+    ]
 
 
 def incarnations(folder: Path) -> list[int]:

@@ -19,6 +19,7 @@ from seqdedupe.log.embedded.segment import (
     CHUNK_BYTES,
     COUNT,
     END,
+    INLINE_BYTES,
     OWNER,
     POINT_INTERVAL_BYTES,
     START,
@@ -31,11 +32,8 @@ from seqdedupe.log.embedded.segment import (
     damaged,
     read_from_memory,
 )
-from seqdedupe.log.embedded.window import WINDOW_BYTES, ReadAhead, Window
+from seqdedupe.log.embedded.window import INLINE_BESIDE_PUBLISHERS_BYTES, WINDOW_BYTES, ReadAhead, Window
 from seqdedupe.message_id import MessageId
-
-INLINE_BYTES = 1024 * 1024
-"""What the event loop itself reads and checks at once, if the system has it in memory: a quarter of a millisecond."""
 
 ANYWHERE = 2**63 - 1
 """Damage is passed over wherever it ends."""
@@ -70,7 +68,7 @@ class Reader:
 
     def close(self) -> None:
         """Nobody reads any more."""
-        self._ahead.forget(self._incarnation)
+        self._ahead.forget(self)
 
     async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         """See `Log.replay`. The next read is under way, in a thread, while its caller works on what it was given."""
@@ -121,15 +119,31 @@ class Reader:
     async def read(self, from_index: int, stop_index: int, max_bytes: int) -> memoryview:
         """See `Log.read`."""
         self.check_is_there(from_index)
-        window = self._ahead.take(self._incarnation, from_index)
+        window = self._ahead.take(self, from_index)
         if window is None or window.is_empty:
             window = await self._window(from_index, max_bytes, window)
         found = window.cut(stop_index, max_bytes)
-        self._ahead.keep(self._incarnation, window)
+        if window.is_empty and window.goes_on and self._ahead.is_beside_publishers:
+            self._read_ahead(window, max(max_bytes, WINDOW_BYTES))
+        self._ahead.keep(self, window)
         return found
+
+    def _read_ahead(self, window: Window, size: int) -> None:
+        """Has a thread read what comes after a window, while its last slice is being sent, unless it is little."""
+        segment, index = window.segment, window.next_index
+        if segment.end - window.end > INLINE_BESIDE_PUBLISHERS_BYTES:
+            run = asyncio.get_running_loop().run_in_executor
+            window.read_ahead(run(self._threads, segment.read, window.end, segment.end, index, size, index))
 
     async def _window(self, from_index: int, max_bytes: int, before: Window | None) -> Window:
         """Checked records from the one that holds the index on; many for a reader that has finished a window."""
+        if before is not None and (ahead := await before.take_ahead()) is not None:
+            before.segment.learn(ahead)
+            hits = np.flatnonzero(_holds(from_index)(ahead))
+            if len(hits):
+                return Window(before.segment, ahead, int(hits[0]), goes_on=True)
+        # Retention may have been faster.
+        self.check_is_there(from_index)
         segment = self.segments[self._place_of(from_index)]
         size = max_bytes + POINT_INTERVAL_BYTES if before is None else max(max_bytes, WINDOW_BYTES)
         offset, index = segment.before_index(from_index)
@@ -140,7 +154,7 @@ class Reader:
         )
         if found is None:
             raise damaged(segment.path, segment.end, f"the message with index {from_index} should be here")
-        return Window(segment, *found)
+        return Window(segment, *found, goes_on=before is not None)
 
     async def next_readable(self, index: int) -> int:
         """See `Log.next_readable`."""
@@ -282,7 +296,9 @@ class Reader:
     ) -> Piece:
         """A piece of a segment, checked. Raises what is damaged or has been trimmed."""
         self.check_is_there(segment.base_index)
-        piece = _read_from_memory(segment, offset, end, index, size, payloads_from)
+        piece = None
+        if not self._ahead.is_beside_publishers or min(size, end - offset) <= INLINE_BESIDE_PUBLISHERS_BYTES:
+            piece = _read_from_memory(segment, offset, end, index, size, payloads_from)
         if piece is None:
             piece = await self._in_thread(segment, segment.read, offset, end, index, size, payloads_from)
         segment.learn(piece)

@@ -30,6 +30,8 @@ SUFFIX = ".journal"
 KEPT_SUFFIX = ".kept"
 SECRET_FILE = "secret"
 FORGOTTEN_FILE = "forgotten"
+DAMAGED_READS = 2
+"""So many in a row are believed."""
 _NUMBER_BYTES, _CRC_BYTES = 8, 4
 _HINT = (
     "Nothing was changed. Stop the sidecar and put logs and store back from one backup, the folder journal included; "
@@ -68,6 +70,8 @@ class Replay:
         """No round so far had a higher number."""
         self._lock = threading.Lock()
         self._is_read = False
+        self._damaged_reads = 0
+        """In a row."""
         self._parts: defaultdict[int, list[Part]] = defaultdict(list)
         """By incarnation, in the order in which they were written."""
         self._done: set[int] = set()
@@ -92,13 +96,19 @@ class Replay:
             self._read()
             return self.given_up
 
+    def left(self) -> set[int]:
+        """Logs that have something to take back. Raises OSError."""
+        with self._lock:
+            self._read()
+            return set(self._parts)
+
     def parts_of(self, incarnation: int) -> list[Part]:
         """What a log would take back, in order; changes nothing. Raises LOG_DAMAGED, NEWER_FORMAT; OSError."""
         with self._lock:
             self._read()
             if why := self._why.get(incarnation):
-                # Read again when it is asked for again: one bad read is no damage.
-                self._is_read = False
+                # Read again when it is asked for again: one bad read is no damage. But not once more for each log.
+                self._is_read = self._damaged_reads >= DAMAGED_READS
                 raise why
             return list(self._parts.get(incarnation, ()))
 
@@ -182,6 +192,7 @@ class Replay:
             self._damage_all(self.folder, "the journal is missing")
         for what in self.given_up:
             logger.error("%s: given up", what)
+        self._damaged_reads = self._damaged_reads + 1 if self._why else 0
         self._is_read = True
 
     def _read_all(self) -> None:

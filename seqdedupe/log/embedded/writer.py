@@ -23,7 +23,6 @@ Twice as many buffers (each has a header) fit into one `writev` of Linux, which 
 GATHER_BYTES = 512 * 1024
 """A group as large as this takes longer to write than waiting for more would save."""
 
-
 MAX_LATE_APPENDS = 1024
 """So many appends of a topic wait for a sync at most, whatever its flush policy: the event loop settles all at once."""
 
@@ -300,7 +299,8 @@ class Writer:
         """Lets go of the file for good. Raises FatalError."""
         self._closed = True
         try:
-            if not self._broken:
+            # What was let go of before is synced by whoever was given it: there need be no descriptor left for it.
+            if self._file is not None and not self._broken:
                 self.sync_file()
         finally:
             if (left := self.let_go()) is not None:

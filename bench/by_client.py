@@ -1,0 +1,54 @@
+"""What users do, by the client that they have: beside what a raw stream takes."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from seqdedupe.batch import Binary
+from seqdedupe.client import Client, ProducerConfig
+from seqdedupe.limits import MAX_BATCH_BYTES
+
+T = TypeVar("T")
+
+_names = itertools.count()
+
+
+class Timed(Generic[T]):
+    """Awaits receipts, in the order in which they are given, and tells what came with each as soon as it is there."""
+
+    def __init__(self, tell: Callable[[T], None]) -> None:
+        self._tell = tell
+        self._receipts: asyncio.Queue[tuple[Awaitable[object], T] | None] = asyncio.Queue()
+        self._waiting = asyncio.create_task(self._wait())
+
+    def add(self, receipt: Awaitable[object], given: T) -> None:
+        self._receipts.put_nowait((receipt, given))
+
+    async def all(self) -> None:
+        """Returns when all that were added are there. Raises what a receipt does."""
+        self._receipts.put_nowait(None)
+        await self._waiting
+
+    async def _wait(self) -> None:
+        while (item := await self._receipts.get()) is not None:
+            receipt, given = item
+            await receipt
+            self._tell(given)
+
+
+async def publish_batches(
+    address: str, topic: str, payloads: Binary, count: int, in_flight: int
+) -> tuple[float, list[float]]:
+    """Publishes a ready batch `count` times; messages a second, and the seconds for each receipt."""
+    config = ProducerConfig(max_batch_bytes=MAX_BATCH_BYTES, max_in_flight_batches=in_flight)
+    seconds: list[float] = []
+    async with Client(address) as client, client.producer(topic, f"by-client-{next(_names)}", config) as producer:
+        timed = Timed[float](lambda since: seconds.append(time.perf_counter() - since))
+        began = time.perf_counter()
+        for _ in range(count):
+            at = time.perf_counter()
+            timed.add(await producer.send_batch(payloads), at)
+        await timed.all()
+        return (len(payloads.offsets) - 1) * count / (time.perf_counter() - began), seconds

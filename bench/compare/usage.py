@@ -1,0 +1,54 @@
+"""What a client and its server take of the processor and of memory, as Linux tells."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SESSION, _USER_TICKS, _SYSTEM_TICKS, _RESIDENT_PAGES = 3, 11, 12, 21
+"""Places in `/proc/PID/stat` after the name of the command."""
+
+
+def _processes(session: int) -> Iterator[list[str]]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            if int(fields[_SESSION]) == session:
+                yield fields
+
+
+def cpu_seconds(session: int) -> float:
+    """What the processes of a session have taken so far, those aside that have ended."""
+    ticks = sum(int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS]) for fields in _processes(session))
+    return ticks / _TICKS_PER_SECOND
+
+
+def resident_bytes(session: int) -> int:
+    """What they have in memory."""
+    return sum(int(fields[_RESIDENT_PAGES]) for fields in _processes(session)) * _PAGE_BYTES
+
+
+def _most_resident_bytes() -> int:
+    """What this process has had in memory. (That of `getrusage` is its parent's, if that had more.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+class Usage:
+    """Of this process, a client, and of its server, which is a session of processes, from now on."""
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+        self._client_before, self._server_before = time.process_time(), cpu_seconds(server)
+
+    def so_far(self) -> dict[str, float]:
+        """Seconds of the processor, and megabytes resident: the client's are the most that it has had."""
+        return {
+            "client_cpu_seconds": time.process_time() - self._client_before,
+            "server_cpu_seconds": cpu_seconds(self._server) - self._server_before,
+            "client_mb": _most_resident_bytes() / (1 << 20),
+            "server_mb": resident_bytes(self._server) / (1 << 20),
+        }

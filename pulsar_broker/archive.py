@@ -1,0 +1,55 @@
+"""Archives of the classes that a program's JVMs load: to read and verify them is a third of a start's cost, or more.
+
+Java takes from an archive what fits its version and its class path, and loads all else as ever. But it trusts what an
+archive holds, and dies of one that was cut short: so an archive has its name, with a checksum, once it is whole and on
+disk.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+FOLDER = Path(sys.prefix) / "class-data"
+
+
+class Archive:
+    """That of one program: of these jars, or folders of jars, with this environment's Java."""
+
+    def __init__(self, *jars: Path, folder: Path = FOLDER) -> None:
+        home = os.environ.get("JAVA_HOME")
+        java = Path(home, "bin", "java") if home else Path(shutil.which("java") or "java")
+        places = [place.resolve() for place in (java, *jars) if place.exists()]
+        of = [f"{place} {place.stat().st_mtime_ns}" for place in places]
+        self._name = f"{zlib.crc32(' '.join(of).encode()):08x}"
+        self._folder = folder
+
+    @property
+    def file(self) -> Path | None:
+        """Where it is, if it was made."""
+        return next(self._folder.glob(f"{self._name}-*.jsa"), None)
+
+    def make(self, write: Callable[[Path], None]) -> None:
+        """Has it written to the file that `write` is given, unless there is a whole one."""
+        for archive in self._folder.glob(f"{self._name}-*.jsa"):
+            if archive.stem.endswith(_checksum(archive)):
+                return
+            archive.unlink(missing_ok=True)
+        self._folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            written = Path(folder, "written")
+            write(written)
+            with written.open("rb") as file:
+                os.fsync(file.fileno())
+            written.rename(self._folder / f"{self._name}-{_checksum(written)}.jsa")
+
+
+def _checksum(archive: Path) -> str:
+    checksum = 0
+    with archive.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            checksum = zlib.crc32(chunk, checksum)
+    return f"{checksum:08x}"
