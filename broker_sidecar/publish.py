@@ -41,6 +41,9 @@ ANSWER_FACTOR = 2
 33 bytes a row at most (an old one whose place is known; a new one that is a run of its own takes 25), of which the
 batch has at least 12."""
 
+FRAME_BYTES = 2048
+"""What a frame in flight takes beside its batch: objects of Python and numpy. Of small batches it is nearly all."""
+
 NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
 _STATE_OF_TOPIC = struct.Struct("<BqBq")
@@ -54,7 +57,7 @@ class _Publishing:
     come before what they say is durable.
     """
 
-    def __init__(self, topic: Topic, stream: Stream, *, is_early: bool) -> None:
+    def __init__(self, topic: Topic, stream: Stream, *, is_early: bool = False) -> None:
         self.topic = topic
         self.stream = stream
         self.cache = topic.connect(stream.end)
@@ -68,7 +71,7 @@ class _Publishing:
 
     def admit(self, frame: int, batch: bytes) -> None:
         """Hands a frame to the topic; the answer comes to `unsent`."""
-        size = len(batch)
+        size = FRAME_BYTES + len(batch)
         self.stream.share.take(size)
         self.stream.frames_in_flight += 1
 
@@ -103,11 +106,11 @@ class _Publishing:
 
     def has_room(self, size: int) -> bool:
         """Whether a frame of so many bytes may be admitted now."""
-        return self.stream.share.fits((1 + ANSWER_FACTOR) * size) and self.topic.flight.has_room()
+        return self.stream.share.fits(_room_for(size)) and self.topic.flight.has_room()
 
     async def wait_for_room(self, size: int) -> None:
         """Returns when a frame of so many bytes may be admitted."""
-        await self.stream.share.wait_for((1 + ANSWER_FACTOR) * size)
+        await self.stream.share.wait_for(_room_for(size))
         if not self.topic.flight.has_room():
             await self.topic.flight.wait_for_room()
 
@@ -254,3 +257,8 @@ class PublishService:
             del data  # the frames are copies of it, and may have to wait
             if name and name != topic.name and self._topics.get(name) is not topic:
                 raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
+
+
+def _room_for(size: int) -> int:
+    """What has to be free for a batch of so many bytes, and the answer that takes its place."""
+    return FRAME_BYTES + (1 + ANSWER_FACTOR) * size
