@@ -20,6 +20,7 @@ FIGURES = (
     "large_payloads",
     "syncs",
     "one_in_flight",
+    "flush_policy",
     "dirty_topics",
     "single_messages",
     "steady",

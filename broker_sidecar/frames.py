@@ -22,6 +22,9 @@ MAX_FIELDS = 2 * MAX_FRAMES
 _ALL_NEW = struct.Struct("<BBBQBqBBBqBqBB")
 _ALL_NEW_ID_BYTES = 20
 
+# Of one that is given early, what stands after that.
+_DURABLE_AT = struct.Struct("<Bq")
+
 _NO_BATCH_INDEX = b"\xff" * 4
 
 _NUMBER_BYTES = 9
@@ -68,6 +71,12 @@ def parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
     return request.topic, [(frame.number, frame.batch) for frame in request.frames]
 
 
+def takes_early_receipts(data: bytes) -> bool:
+    """Whether the first message of the stream says so. Raises MALFORMED_MESSAGE."""
+    _check_number_of_fields(data)
+    return bool(parse(wire.PublishStreamRequest, data).early_receipts)
+
+
 def _check_number_of_fields(data: bytes) -> None:
     """Raises INVALID_REQUEST if there are too many frames or fields to make objects of, MALFORMED_MESSAGE.
 
@@ -95,19 +104,20 @@ def _field_bytes(size: int) -> int:
 def encode_receipt(topic: Topic, receipt: Receipt) -> bytes:
     """An element of `PublishStreamResponse.receipts`, or `PublishResponse.receipt`: tag and length included."""
     if receipt.verdicts is None and len(receipt.runs) == 1 and (first := receipt.runs[0]).batch_index == -1:
+        durable_at = _DURABLE_AT.pack(14 << 3 | 1, receipt.durable_at) if receipt.durable_at else b""
         return _ALL_NEW.pack(
-            1 << 3 | 2, _ALL_NEW.size - 2,
+            1 << 3 | 2, _ALL_NEW.size - 2 + len(durable_at),
             1 << 3 | 1, receipt.frame,
             3 << 3 | 1, receipt.first_index,
             4 << 3 | 2, _ALL_NEW_ID_BYTES,
             1 << 3 | 1, first.ledger_id, 2 << 3 | 1, first.entry_id, 3 << 3, 1,
-        )  # fmt: skip
+        ) + durable_at  # fmt: skip
     return b"".join(wire.length_delimited(1, _receipt_message(topic, receipt).SerializeToString()))
 
 
 def _receipt_message(topic: Topic, receipt: Receipt) -> Any:
     """The receipt as a message of the alias schema."""
-    message = wire.Receipt(frame=receipt.frame, first_index=receipt.first_index)
+    message = wire.Receipt(frame=receipt.frame, first_index=receipt.first_index, durable_at=receipt.durable_at)
     if receipt.verdicts is not None:
         message.verdicts = receipt.verdicts.tobytes()
     if receipt.runs:

@@ -10,7 +10,7 @@ import grpc.aio
 import numpy as np
 
 from broker_sidecar.budget import Share
-from broker_sidecar.frames import encode_receipt, encode_refusal, parse_frames, parse_publish
+from broker_sidecar.frames import encode_receipt, encode_refusal, parse_frames, parse_publish, takes_early_receipts
 from broker_sidecar.rpc import Context, abort, unary
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import NotFoundError, error
@@ -53,16 +53,20 @@ _STATE_OF_STREAM = struct.Struct("<BqBqBq")
 class _Publishing:
     """What one publish stream has under way, and the answers that wait to be sent.
 
-    A batch counts from its admission until it has settled, then its answer until that is sent.
+    A batch counts from its admission until it has settled, then its answer until that is sent. `is_early`: receipts may
+    come before what they say is durable.
     """
 
-    def __init__(self, topic: Topic, stream: Stream) -> None:
+    def __init__(self, topic: Topic, stream: Stream, *, is_early: bool = False) -> None:
         self.topic = topic
         self.stream = stream
         self.cache = topic.connect(stream.end)
         self.has_ended = False
         self.is_gone = False
         self.unsent: deque[bytes] = deque()
+        self._when_durable = self._is_durable if is_early else None
+        self._tells_durable = False
+        """Whether something is durable by now that a receipt was given early of."""
         self.news = asyncio.Event()
 
     def admit(self, frame: int, batch: bytes) -> None:
@@ -72,7 +76,8 @@ class _Publishing:
         self.stream.frames_in_flight += 1
 
         def reply(answer: Receipt | Refusal) -> None:
-            self.stream.frames_in_flight -= 1
+            if isinstance(answer, Refusal) or not answer.durable_at:
+                self.stream.frames_in_flight -= 1
             encoded = b""
             if not self.is_gone:
                 encoded = encode_receipt(self.topic, answer) if isinstance(answer, Receipt) else encode_refusal(answer)
@@ -80,7 +85,12 @@ class _Publishing:
                 self.news.set()
             self.stream.share.give_back(size - len(encoded))
 
-        self.topic.admit(batch, frame, reply, self.cache)
+        self.topic.admit(batch, frame, reply, self.cache, when_durable=self._when_durable)
+
+    def _is_durable(self) -> None:
+        self.stream.frames_in_flight -= 1
+        self._tells_durable = True
+        self.news.set()
 
     def end(self) -> None:
         """The client is not read from any more; what waits is still answered."""
@@ -106,6 +116,7 @@ class _Publishing:
 
     def take_unsent(self) -> tuple[bytes, int]:
         """A response with all answers that wait, or as many as it may hold; and how many bytes these have."""
+        self._tells_durable = False
         taken: list[bytes] = []
         size = 0
         while self.unsent and (not taken or size + len(self.unsent[0]) <= MAX_RESPONSE_BYTES):
@@ -121,7 +132,7 @@ class _Publishing:
         while not self.has_ended or self.stream.frames_in_flight or self.unsent:
             await self.news.wait()
             self.news.clear()
-            while self.unsent:
+            while self.unsent or self._tells_durable:
                 response, size = self.take_unsent()
                 try:
                     await self.stream.write(response)
@@ -209,7 +220,8 @@ class PublishService:
         if first is grpc.aio.EOF:
             return
         name, frames = parse_frames(first)
-        publishing = _Publishing(await find(self._topics, name), stream)
+        is_early = takes_early_receipts(first)
+        publishing = _Publishing(await find(self._topics, name), stream, is_early=is_early)
         writer = asyncio.ensure_future(publishing.send_all())
         # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
         writer.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -61,6 +61,8 @@ _SUMMED = (
     "log_repeats",
     "log_foreign",
     "log_earlier",
+    "may_lose_messages",
+    "not_durable_messages",
 )
 """Fields that a partitioned topic has as sums of those of its partitions."""
 
@@ -76,6 +78,7 @@ def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | N
     parts = [topic_to_proto(topic) for topic in partitions if topic is not None]
     for name in _SUMMED:
         setattr(message, name, sum(getattr(part, name) for part in parts))
+    message.may_lose_ms = max((part.may_lose_ms for part in parts), default=0)
     message.entry_format = max((part.entry_format for part in parts), default=0)  # type: ignore[assignment]
     for state in _WORST_FIRST:
         if one := next((part for part in parts if part.state == state.value), None):
@@ -104,6 +107,7 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
             why=f"{topic.told} {topic.why.hint}" if topic.state is State.DAMAGED else str(topic.why),
         )
     counters, damage, skipped = topic.counters, topic.damage_found, topic.skipped
+    interval = topic.applied.flush_interval
     return admin_pb2.Topic(
         name=topic.name,
         incarnation=topic.incarnation,
@@ -131,4 +135,7 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         log_foreign=skipped.foreign,
         log_earlier=skipped.earlier,
         entry_format=_ENTRY_FORMATS[topic.entry_format],
+        may_lose_messages=0 if interval.is_every_commit else interval.messages - 1,
+        may_lose_ms=0 if interval.is_every_commit else interval.ms,
+        not_durable_messages=topic.not_durable,
     )

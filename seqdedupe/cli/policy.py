@@ -73,6 +73,8 @@ def get(name: str, address: str, as_json: bool) -> None:
     type=int,
     help="A producer that nobody has used for so long is forgotten; 0: never.",
 )
+@click.option("--log-flush-interval-messages", type=int, help="A sync after so many messages; 1: every commit.")
+@click.option("--log-flush-interval-ms", type=int, help="A sync so long after a message; 0: every commit.")
 @common
 def set_values(name: str, address: str, as_json: bool, **values: Any) -> None:
     """Set the values that are given; the others stay. In force, and durable, when this returns."""

@@ -75,6 +75,9 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
         "log_repeats": topic.log_repeats,
         "log_foreign": topic.log_foreign,
         "log_earlier": topic.log_earlier,
+        "may_lose_messages": topic.may_lose_messages,
+        "may_lose_ms": topic.may_lose_ms,
+        "not_durable_messages": topic.not_durable_messages,
     }
 
 
@@ -89,11 +92,21 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         ("log", _known(topic, f"{topic.log_bytes:,} bytes")),
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since it was opened"),
         ("refused", f"{topic.refused:,} frames since it was opened"),
+        *_may_lose(topic),
         *_forgotten(topic),
         *_damage(topic),
         *_skipped(topic),
     ):
         echo(f"{name:<14}{printable(str(_shown(value)))}")
+
+
+def _may_lose(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
+    """What the flush policy leaves to a power cut."""
+    if not topic.may_lose_messages:
+        return []
+    at_most = f"{topic.may_lose_messages:,} messages of the last {topic.may_lose_ms / 1000:g} s"
+    now = f"{topic.not_durable_messages:,} now"
+    return [("power cut", f"may take {at_most} at most from producers that have ended ({now})")]
 
 
 def _of_whole(topic: admin_pb2.Topic) -> list[tuple[str, object]]:

@@ -3,6 +3,7 @@
 from seqdedupe.batch import Batch, Binary
 from seqdedupe.client.admin import Admin
 from seqdedupe.client.attachment import Attachment, Entry, Range
+from seqdedupe.client.awaited import BatchReceipt, Receipt
 from seqdedupe.client.broker import BrokerClient, ProducerNumbers
 from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
@@ -10,7 +11,7 @@ from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned_reader import PartitionedPosition, PartitionedReader
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader
-from seqdedupe.client.receipts import BatchReceipt, BatchResult, Published, Receipt, Verdict
+from seqdedupe.client.receipts import BatchResult, Published, Verdict
 from seqdedupe.client.resuming import Persisted
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import (

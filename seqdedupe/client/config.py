@@ -24,7 +24,7 @@ class ProducerConfig:
     """`send` waits while so many batches have no receipt."""
 
     max_in_flight_bytes: int = 16 * 1024 * 1024
-    """`send` waits while about so many bytes have no receipt."""
+    """`send` waits while about so many bytes have no receipt, or are not known to be durable."""
 
     delivery_timeout_seconds: float | None = 120.0
     """The producer ends with OutcomeUnknownError if a batch has no receipt by then, with the reason of the last

@@ -31,9 +31,10 @@ async def exchange(
     frames: Callable[[], Awaitable[Sequence[Frame]]],
     take: Callable[[bytes], bool],
     watch: Callable[[], Coroutine[Any, Any, None]],
+    early_receipts: bool = False,
 ) -> None:
     """Sends what `frames` waits for, and gives each answer to `take`, until that says that it was the last one, or one
-    of the three raises. `watch` goes on beside them.
+    of the three raises. `watch` goes on beside them. With `early_receipts` some may be of what is not durable yet.
 
     Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
     """
@@ -41,7 +42,8 @@ async def exchange(
     async def write() -> None:
         with typed_errors(address):
             try:
-                await call.write(publish_pb2.PublishStreamRequest(topic=topic).SerializeToString())
+                first = publish_pb2.PublishStreamRequest(topic=topic, early_receipts=early_receipts)
+                await call.write(first.SerializeToString())
                 while True:
                     await call.write(encode_frames(await frames()))
             except asyncio.InvalidStateError:

@@ -61,7 +61,7 @@ def receipt_columns(receipt: Any) -> ReceiptColumns:
     if receipt.HasField("first_message_id"):
         first = MessageId.from_proto(receipt.first_message_id)
     if not (receipt.verdicts or receipt.known_rows or receipt.run_rows):
-        return ReceiptColumns.all_stored(receipt.first_index, first)
+        return ReceiptColumns.all_stored(receipt.first_index, first, receipt.durable_at)
     return ReceiptColumns(
         np.frombuffer(receipt.verdicts, np.uint8),
         receipt.first_index,
@@ -75,6 +75,7 @@ def receipt_columns(receipt: Any) -> ReceiptColumns:
         np.frombuffer(receipt.run_ledger_ids, "<i8"),
         np.frombuffer(receipt.run_entry_ids, "<i8"),
         np.frombuffer(receipt.run_batch_indexes, "<i4"),
+        receipt.durable_at,
     )
 
 

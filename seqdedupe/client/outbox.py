@@ -1,7 +1,8 @@
 """What a producer has sent and what has a receipt: the client's duty (`publish.proto`), without any I/O.
 
-A batch keeps its place, its messages and its link from when it is queued until it is settled. What is sent again is
-the whole batch, in a new frame: rows that have a receipt already are then Dup, which changes nothing.
+A batch keeps its place, its messages and its link from when it is queued until it is durable. What is sent again is
+the whole batch, in a new frame: rows that have a receipt already are then Dup, which changes nothing. What has its
+receipts and is not durable yet is sent again after a resume only, if that does not find it.
 """
 
 import itertools
@@ -42,7 +43,7 @@ class Frame(NamedTuple):
 
 
 class Outbox:
-    """A session's batches without a receipt, oldest first, and which of them are out on the stream.
+    """A session's batches that are not durable, oldest first, and which of them are out on the stream.
 
     On a refusal or an UNKNOWN nothing more goes out (`must_rewind`) until all that is out has been answered; after
     the delay `rewind` then starts again from the oldest without a receipt.
@@ -60,6 +61,10 @@ class Outbox:
         self.last_refusal: SeqdedupeError | None = None
         """Why nothing has become durable lately; None as soon as something does."""
         self.size_bytes = 0
+        self.without_receipt = 0
+        """So many batches wait for theirs."""
+        self._not_durable = 0  # so many have theirs, and are not durable yet
+        self._durable_index = 0  # that the stream told last
         self._entries: deque[PendingBatch] = deque()
         self._out = 0  # so many from the left have been sent since the last rewind
         self._unanswered: dict[int, PendingBatch] = {}  # by frame
@@ -73,13 +78,18 @@ class Outbox:
         self._gave_up = False  # a batch without one was let go of
 
     def __len__(self) -> int:
-        """How many batches are not settled."""
+        """How many batches are kept: they, or one before them, are not durable."""
         return len(self._entries)
 
     @property
     def entries(self) -> Iterable[PendingBatch]:
-        """The batches that are not settled, oldest first."""
+        """The batches that are kept, oldest first."""
         return tuple(self._entries)
+
+    @property
+    def is_all_durable(self) -> bool:
+        """Whether none that has a receipt may still be lost."""
+        return not self._not_durable
 
     @property
     def has_unsent(self) -> bool:
@@ -103,8 +113,13 @@ class Outbox:
 
     @property
     def rows_without_receipt(self) -> int:
-        """How many messages are in batches that are not settled."""
-        return sum(len(entry.sequence_ids) for entry in self._entries if not entry.settled)
+        """How many messages are in batches that wait for a receipt."""
+        return sum(len(entry.sequence_ids) for entry in self._entries if not entry.has_receipts)
+
+    @property
+    def rows_not_durable(self) -> int:
+        """How many are in batches that have theirs, and are not durable yet."""
+        return sum(len(entry.sequence_ids) for entry in self._entries if entry.has_receipts and not entry.durable)
 
     def add(self, pending: PendingBatch) -> None:
         """Queues a sealed batch, with IDs above all queued before. Once there is a failure it fails at once."""
@@ -118,6 +133,7 @@ class Outbox:
         self._last_queued = pending.last_sequence_id
         self._entries.append(pending)
         self.size_bytes += pending.size_bytes
+        self.without_receipt += 1
 
     def open(self, incarnation: int, term: int, epoch: int, persisted: int, *, is_forgotten: bool = False) -> bool:
         """Takes an answer of Open, the first or one to a resume. What was out on the old stream is out no more.
@@ -133,15 +149,34 @@ class Outbox:
         self._incarnation, self._term, self._opened = incarnation, term, persisted
         self._epochs = np.array([epoch], np.int64)
         self._unanswered.clear()
+        self._durable_index = 0
+        self._settle_after_resume(persisted)
         self.rewind()
         self.counters.connections += 1
         return begins_anew
+
+    def _settle_after_resume(self, persisted: int) -> None:
+        """What has receipts is durable if Open has found it, else it waits for new ones."""
+        for entry in self._entries:
+            if entry.has_receipts and not entry.durable:
+                if entry.last_sequence_id <= persisted:
+                    self._is_durable(entry)
+                else:
+                    entry.begin_anew()
+                    self._not_durable -= 1
+                    self.without_receipt += 1
+        self._let_go()
+
+    def _is_durable(self, entry: PendingBatch) -> None:
+        entry.become_durable()
+        self._not_durable -= 1
+        self._highest_receipt = max(self._highest_receipt, entry.last_sequence_id)
 
     def _begin_anew(self, persisted: int) -> None:
         """What was sent and answered before counts no more: links count from this, in what is still to be sent."""
         self._opened, self._highest_receipt, self._last_queued = persisted, NO_SEQUENCE_ID, NO_SEQUENCE_ID
         for entry in self._entries:
-            if not entry.settled:
+            if not entry.durable:
                 is_above = self._last_queued < persisted < entry.first_sequence_id
                 entry.previous_sequence_id = persisted if is_above else self._last_queued
                 self._last_queued = entry.last_sequence_id
@@ -181,7 +216,7 @@ class Outbox:
             pending = self._entries[self._out]
             self._out += 1
             batch = pending.batch
-            if batch is None:  # it is settled
+            if batch is None or pending.has_receipts:
                 continue
             batch.epochs = self._epochs
             batch.previous_sequence_ids = np.array([pending.previous_sequence_id], np.int64)
@@ -224,10 +259,27 @@ class Outbox:
             return
         self._count(receipt, len(pending.sequence_ids))
         pending.record(receipt)
-        self._highest_receipt = max(self._highest_receipt, pending.decided_up_to)
-        if not pending.settled:
+        if pending.durable_at <= self._durable_index:
+            self._highest_receipt = max(self._highest_receipt, pending.decided_up_to)
+        if not pending.has_receipts:
             self.must_rewind = True
             self.rewinds_at_once = False
+            return
+        self.without_receipt -= 1
+        if pending.durable_at > self._durable_index:
+            self._not_durable += 1
+        else:
+            pending.become_durable()
+            self._let_go()
+
+    def durable_up_to(self, index: int) -> None:
+        """Takes the news that all messages of the topic below this index are durable."""
+        self._durable_index = max(self._durable_index, index)
+        if self.is_all_durable:
+            return
+        for entry in self._entries:
+            if entry.has_receipts and not entry.durable and entry.durable_at <= index:
+                self._is_durable(entry)
         self._let_go()
 
     def _count(self, receipt: ReceiptColumns, rows: int) -> None:
@@ -244,7 +296,7 @@ class Outbox:
         pending = self._unanswered.get(frame)
         if pending is None:
             return False
-        is_first = pending is next((entry for entry in self._entries if not entry.settled), None)
+        is_first = pending is next((entry for entry in self._entries if not entry.has_receipts), None)
         return refusal.reason == "INVALID_EPOCH" or (refusal.reason == "PREDECESSOR_MISSING" and is_first)
 
     def refused(self, frame: int, refusal: SeqdedupeError) -> None:
@@ -285,10 +337,14 @@ class Outbox:
         """Fails the batches from `first` on (None: all), and whatever is added later."""
         self.failure = self.failure or failure
         kept = list(itertools.takewhile(lambda entry: entry is not first, self._entries)) if first else []
-        failed = [entry for entry in itertools.islice(self._entries, len(kept), None) if not entry.settled]
+        failed = [entry for entry in itertools.islice(self._entries, len(kept), None) if not entry.durable]
         for entry in failed:
+            if entry.has_receipts:
+                self._not_durable -= 1
+            else:
+                self.without_receipt -= 1
             entry.fail(failure)
-        self._unanswered = {frame: entry for frame, entry in self._unanswered.items() if not entry.settled}
+        self._unanswered = {frame: entry for frame, entry in self._unanswered.items() if not entry.durable}
         self._let_go()
 
     def outcome_unknown(self, what: str) -> SeqdedupeError:
@@ -296,6 +352,8 @@ class Outbox:
         why, durable, left = self.last_refusal, self.durable_sequence_id, self.rows_without_receipt
         because = "" if why is None else f": {why}"
         up_to = f"everything up to sequence ID {durable} is durable" if durable >= 0 else "nothing is durable yet"
+        if late := self.rows_not_durable:
+            up_to += f", {late:,} with a receipt {'is' if late == 1 else 'are'} not known to be"
         given_up = error(
             "OUTCOME_UNKNOWN",
             f"{what}{because}; {up_to}, {left:,} {'message has' if left == 1 else 'messages have'} no receipt",
@@ -308,7 +366,7 @@ class Outbox:
         return given_up
 
     def _let_go(self) -> None:
-        while self._entries and self._entries[0].settled:
+        while self._entries and self._entries[0].durable:
             pending = self._entries.popleft()
             self.size_bytes -= pending.size_bytes
             self._gave_up = self._gave_up or pending.failed

@@ -6,8 +6,9 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from seqdedupe.batch import Batch
+from seqdedupe.client.awaited import BatchReceipt, Receipt, SpreadBatch
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, key_bytes
-from seqdedupe.client.receipts import BatchReceipt, PendingBatch, Receipt, SpreadBatch
+from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.client.spread import Numbering
 
 

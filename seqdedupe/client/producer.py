@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from seqdedupe.batch import Batch
+from seqdedupe.client.awaited import BatchReceipt, Receipt
 from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import check_not_forked
@@ -15,7 +16,7 @@ from seqdedupe.client.connections import Connections
 from seqdedupe.client.linger import Linger
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned import Spread
-from seqdedupe.client.receipts import BatchReceipt, PendingBatch, Receipt
+from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.client.resuming import Persisted, complete_up_to
 from seqdedupe.client.session import Session
 from seqdedupe.client.spread import Numbering, Partition
@@ -273,8 +274,8 @@ class Producer(ProducerBase):
         return BatchReceipt(self._builder.add_columns(payloads, sequence_ids, keys, event_times_ms, properties))
 
     async def flush(self) -> None:
-        """Sends what is gathered and waits until all that was sent before has its receipts. Raises what a message
-        failed with."""
+        """Sends what is gathered and waits until all that was sent before has its receipts, and is durable. Raises what
+        a message failed with."""
         if self._spread is not None:
             await self._spread.flush()
             return

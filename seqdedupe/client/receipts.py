@@ -1,10 +1,9 @@
 """What a sender gets: receipts, to be awaited, and what they end in."""
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +36,8 @@ class Verdict(IntEnum):
 
 @dataclass(slots=True)
 class Published:
-    """What became of a message: it is durable.
+    """What became of a message: it is in the log, and durable unless the topic's flush policy lets receipts come before
+    that (see `Receipt.until_durable`).
 
     With `DUP`, `message_id` and `index` are those of the original while the sidecar still knows them; otherwise
     None and -1. Only then is DUP a proof for that very sequence ID; for one that was sent for the first time at or
@@ -70,11 +70,13 @@ class ReceiptColumns:
     run_ledger_ids: Int64s
     run_entry_ids: Int64s
     run_batch_indexes: Int32s
+    durable_at: int = 0
+    """0: the rows are durable. Else they are when the topic is durable up to this index."""
 
     @staticmethod
-    def all_stored(first_index: int, first_message_id: MessageId) -> "ReceiptColumns":
+    def all_stored(first_index: int, first_message_id: MessageId, durable_at: int = 0) -> "ReceiptColumns":
         """That of a frame whose rows are all new, and one run: the usual one."""
-        return ReceiptColumns(_NO_VERDICTS, first_index, first_message_id, *_NOTHING_KNOWN, *_ONE_RUN)
+        return ReceiptColumns(_NO_VERDICTS, first_index, first_message_id, *_NOTHING_KNOWN, *_ONE_RUN, durable_at)
 
     def message_ids(self, rows: int) -> tuple[Int64s, Int64s, Int32s]:
         """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many.
@@ -110,6 +112,7 @@ class ReceiptColumns:
             self.known_entry_ids[there],
             self.known_batch_indexes[there] if len(self.known_batch_indexes) else self.known_batch_indexes,
             *runs,
+            self.durable_at,
         )
 
     def _runs(self) -> MessageIds:
@@ -200,18 +203,22 @@ class BatchResult:
 class PendingBatch:
     """A batch from its first message to its last receipt. Receipts point to it and their row.
 
-    It is changed by the event loop's thread only; `settled` and `when_settled` may be used from any.
+    It is changed by the event loop's thread only; `settled`, `durable` and `when_…` may be used from any.
     """
 
     __slots__ = (
-        "_all_stored",
+        "_collected",
         "_error",
-        "_result",
+        "_outcome",
         "_waiters",
+        "_waiters_until_durable",
         "batch",
         "decided_up_to",
+        "durable",
+        "durable_at",
         "failed",
         "first_sequence_id",
+        "has_receipts",
         "last_refusal",
         "last_sequence_id",
         "partition",
@@ -224,7 +231,7 @@ class PendingBatch:
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
-        """Set when the batch is sealed, let go of when it is settled."""
+        """Set when the batch is sealed, let go of when it is durable."""
         self.sequence_ids: Int64s = NO_INT64S
         self.first_sequence_id = self.last_sequence_id = -1
         self.previous_sequence_id = -1
@@ -233,16 +240,25 @@ class PendingBatch:
         self.size_bytes = 0
         self.queued_at = 0.0
         self.settled = False
+        """Whether it has had receipts for all of its messages, or has failed."""
+        self.has_receipts = False
+        """Whether it has had them all, and need not be sent again since."""
+        self.durable = False
+        """Whether they say what is durable, or it has failed: nothing of it is kept any more."""
+        self.durable_at = 0
+        """0: what has a receipt is durable. Else it is when the topic is durable up to this index."""
         self.decided_up_to = -1
         """The highest sequence ID with a receipt; -1 if there is none."""
         self.failed = False
-        """Settled without receipts for all of its messages."""
+        """Given up before all of its messages were known to be durable."""
         self.last_refusal: SeqdedupeError | None = None
         """While it is not settled: why it is not, if that is known."""
-        self._all_stored: ReceiptColumns | None = None
-        self._result: BatchResult | None = None
+        self._collected: BatchResult | None = None
+        """What is known while some rows have no receipt."""
+        self._outcome: ReceiptColumns | BatchResult | None = None
         self._error: SeqdedupeError | None = None
         self._waiters: list[Callable[[], None]] = []
+        self._waiters_until_durable: list[Callable[[], None]] = []
 
     def seal(self, batch: Batch, size_bytes: int) -> None:
         """Gives it its messages."""
@@ -254,32 +270,43 @@ class PendingBatch:
 
     def record(self, receipt: ReceiptColumns) -> None:
         """Takes a receipt. Rows that have one already keep it. Settles the batch unless a row is left."""
-        if not len(receipt.verdicts) and self._result is None:
-            self._all_stored = receipt
+        self.durable_at = max(self.durable_at, receipt.durable_at)
+        if not len(receipt.verdicts) and self._collected is None:
             self.decided_up_to = self.last_sequence_id
-            self._settle()
+            self._settle(receipt)
             return
-        if self._result is None:
-            self._result = BatchResult.undecided(self.sequence_ids, self.partition)
-        self._result.merge(receipt)
-        decided = np.flatnonzero(self._result.verdicts)
+        if self._collected is None:
+            self._collected = BatchResult.undecided(self.sequence_ids, self.partition)
+        self._collected.merge(receipt)
+        decided = np.flatnonzero(self._collected.verdicts)
         if len(decided):
             self.decided_up_to = int(self.sequence_ids[decided[-1]])
         if len(decided) == len(self.sequence_ids):
-            self._settle()
+            self._settle(self._collected)
+
+    def begin_anew(self) -> None:
+        """What is not known to be durable may be lost: it is sent again. Whoever was told keeps what it was told."""
+        self.has_receipts = False
+        self.durable_at, self.decided_up_to = 0, -1
+        self._collected = None
 
     def fail(self, failure: SeqdedupeError) -> None:
-        """No more receipts will come."""
+        """No more receipts will come, nor that what they said is durable."""
         self.failed = True
         self._error = failure
-        self._settle()
+        self._settle(self._outcome)
+        self.become_durable()
 
-    def _settle(self) -> None:
-        self.batch = None
-        self.settled = True
-        for waiter in self._waiters:
-            waiter()
-        self._waiters.clear()
+    def _settle(self, outcome: ReceiptColumns | BatchResult | None) -> None:
+        self._outcome = outcome
+        self.settled = self.has_receipts = True
+        _tell(self._waiters)
+
+    def become_durable(self) -> None:
+        """What its receipts said is durable, or it has failed."""
+        self.batch = self._collected = None
+        self.durable = True
+        _tell(self._waiters_until_durable)
 
     def when_settled(self, waiter: Callable[[], None]) -> None:
         """Calls it once or twice when the batch is settled, from the event loop's thread or at once."""
@@ -288,99 +315,57 @@ class PendingBatch:
         if self.settled:
             waiter()
 
+    def when_durable(self, waiter: Callable[[], None]) -> None:
+        """As `when_settled`, when it is durable or has failed."""
+        self._waiters_until_durable.append(waiter)
+        if self.durable:
+            waiter()
+
     async def wait(self) -> None:
         """Until it is settled."""
-        if self.settled:
-            return
-        # One future for each that waits: cancelling one of them must not cancel the others.
-        future = asyncio.get_running_loop().create_future()
-        self.when_settled(lambda: None if future.done() else future.set_result(None))
-        await future
+        if not self.settled:
+            await _called_by(self.when_settled)
+
+    async def wait_until_durable(self) -> None:
+        """Until it is durable or has failed."""
+        if not self.durable:
+            await _called_by(self.when_durable)
 
     def result(self) -> BatchResult:
-        """The receipts of a settled batch. Raises what it failed with."""
+        """The receipts of a settled batch. Raises what it failed with before it had them."""
+        outcome = self._outcome
+        if outcome is None and self._error is not None:
+            raise self._error.with_traceback(None)
+        if not isinstance(outcome, BatchResult):
+            result = BatchResult.undecided(self.sequence_ids, self.partition)
+            if outcome is not None:
+                result.merge(outcome)
+            self._outcome = outcome = result
+        return outcome
+
+    def durable_result(self) -> BatchResult:
+        """The receipts of a batch that is durable. Raises what it failed with."""
         if self._error is not None:
             raise self._error.with_traceback(None)
-        if self._result is None:
-            result = BatchResult.undecided(self.sequence_ids, self.partition)
-            if self._all_stored is not None:
-                result.merge(self._all_stored)
-            self._result = result
-        return self._result
+        return self.result()
 
     def published(self, row: int) -> Published:
         """`result()[row]`. Where all rows were stored in one run the columns of the others need not be made."""
-        stored = self._all_stored
-        if stored is None or len(stored.run_rows) or stored.first_index < 0:
+        stored = self._outcome
+        if not isinstance(stored, ReceiptColumns) or len(stored.run_rows) or stored.first_index < 0:
             return self.result()[row]
         message_id, index = _later(stored.first_message_id, row), stored.first_index + row
         return Published(Verdict.NOT_DUP, message_id, index, int(self.sequence_ids[row]), self.partition)
 
 
-class SpreadBatch:
-    """Batches that were one, each in a partition of its own: what a `PendingBatch` is to receipts."""
-
-    def __init__(self, sequence_ids: Int64s, parts: list[tuple[Int64s, PendingBatch]]) -> None:
-        self._sequence_ids = sequence_ids
-        self._parts = parts
-
-    @property
-    def settled(self) -> bool:
-        return all(pending.settled for _, pending in self._parts)
-
-    @property
-    def last_refusal(self) -> SeqdedupeError | None:
-        return next((p.last_refusal for _, p in self._parts if not p.settled and p.last_refusal is not None), None)
-
-    def when_settled(self, waiter: Callable[[], None]) -> None:
-        """As `PendingBatch.when_settled`; it may be called more often, and before all is settled."""
-        for _, pending in self._parts:
-            pending.when_settled(lambda: waiter() if self.settled else None)
-
-    async def wait(self) -> None:
-        for _, pending in self._parts:
-            await pending.wait()
-
-    def result(self) -> BatchResult:
-        """The receipts of all rows. Raises what one of them failed with."""
-        result = BatchResult.undecided(self._sequence_ids)
-        for rows, pending in self._parts:
-            result.put(rows, pending.result())
-        return result
+def _tell(waiters: list[Callable[[], None]]) -> None:
+    for waiter in waiters:
+        waiter()
+    waiters.clear()
 
 
-class Receipt:
-    """The receipt of one message. Await it for `Published`; it raises what the message failed with."""
-
-    __slots__ = ("_pending", "_row")
-
-    def __init__(self, pending: PendingBatch, row: int) -> None:
-        self._pending = pending
-        self._row = row
-
-    def done(self) -> bool:
-        """Whether awaiting it would not wait."""
-        return self._pending.settled
-
-    def __await__(self) -> Generator[Any, None, Published]:
-        if not self._pending.settled:
-            yield from self._pending.wait().__await__()
-        return self._pending.published(self._row)
-
-
-class BatchReceipt:
-    """The receipt of a batch. Await it for `BatchResult`; it raises what the batch failed with."""
-
-    __slots__ = ("_pending",)
-
-    def __init__(self, pending: PendingBatch | SpreadBatch) -> None:
-        self._pending = pending
-
-    def done(self) -> bool:
-        """Whether awaiting it would not wait."""
-        return self._pending.settled
-
-    def __await__(self) -> Generator[Any, None, BatchResult]:
-        if not self._pending.settled:
-            yield from self._pending.wait().__await__()
-        return self._pending.result()
+async def _called_by(when: Callable[[Callable[[], None]], None]) -> None:
+    # One future for each that waits: cancelling one of them must not cancel the others.
+    future = asyncio.get_running_loop().create_future()
+    when(lambda: None if future.done() else future.set_result(None))
+    await future

@@ -77,7 +77,7 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        return not len(self.outbox)
+        return not self.outbox.without_receipt
 
     async def start(self) -> None:
         """Opens the session. Raises what keeps it from that; UnavailableError after OPEN_TIMEOUT_SECONDS."""
@@ -121,10 +121,10 @@ class Session:
             self._update_room()
 
     async def flush(self) -> None:
-        """Until all that is queued now has its receipts. Raises what a batch failed with."""
+        """Until all that is queued now has its receipts, and is durable. Raises what a batch failed with."""
         self.check_loop()
         for pending in self.outbox.entries:
-            await pending.wait()
+            await pending.wait_until_durable()
         if self.failure is not None:
             raise self.failure.with_traceback(None)
 
@@ -173,7 +173,8 @@ class Session:
     def _update_room(self) -> None:
         outbox = self.outbox
         full = (
-            len(outbox) >= self._config.max_in_flight_batches or outbox.size_bytes >= self._config.max_in_flight_bytes
+            outbox.without_receipt >= self._config.max_in_flight_batches
+            or outbox.size_bytes >= self._config.max_in_flight_bytes
         )
         if full and outbox.failure is None:
             self.has_room.clear()
@@ -188,7 +189,7 @@ class Session:
         """
         loop = asyncio.get_running_loop()
         while self.failure is None:
-            oldest = next(iter(self.outbox.entries), None)
+            oldest = next((entry for entry in self.outbox.entries if not entry.has_receipts), None)
             left_seconds = timeout_seconds + (oldest.queued_at - loop.time() if oldest else 0)
             if left_seconds <= 0 and oldest:
                 self._fail(self.outbox.outcome_unknown(f"no receipt within {timeout_seconds:g} seconds"))
@@ -291,7 +292,11 @@ class Session:
 
     @property
     def waits_for_answers(self) -> bool:
-        return self.outbox.unanswered > 0
+        return self.outbox.unanswered > 0 or self.waits_until_durable
+
+    @property
+    def waits_until_durable(self) -> bool:
+        return not self.outbox.is_all_durable
 
     def next_frame(self) -> Frame | None:
         """The next one to send, if there is any to be sent now."""
@@ -302,10 +307,11 @@ class Session:
         what ends the session."""
         if not self.outbox.counts(incarnation, term):
             return False
-        waiting = len(self.outbox)
+        waiting = self.outbox.without_receipt
         for frame, receipt in answers.receipts:
             self.outbox.receipt(frame, receipt)
-        if len(self.outbox) < waiting:
+        self.outbox.durable_up_to(answers.durable_index)
+        if self.outbox.without_receipt < waiting:
             self._backoff.reset()
             self._route.goes_well()
             self._resumed_in_vain = False
@@ -319,7 +325,7 @@ class Session:
         self._update_room()
         if self.outbox.must_rewind and not self.outbox.unanswered:
             self._rewind_later()
-        return self.failure is not None and self.is_idle
+        return self.failure is not None and not len(self.outbox)
 
     def _refused(self, frame: int, why: SeqdedupeError) -> None:
         if not self._resumed_in_vain and self.outbox.asks_for_resume(frame, why):

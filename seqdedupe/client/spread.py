@@ -42,14 +42,14 @@ class Settled:
             self._last_sent = max(self._last_sent, last_id)
             if len(self._begun) >= self._sweep_at:
                 # While one partition stands still, what is settled in the others is let go of.
-                self._begun = deque(begun for begun in self._begun if not begun[1].settled or begun[1].failed)
+                self._begun = deque(begun for begun in self._begun if not begun[1].durable or begun[1].failed)
                 self._sweep_at = 2 * len(self._begun) + _SWEEP_BATCHES
 
     def up_to(self) -> int:
         """That ID; -1 if there is none. What was given up without a receipt is never settled."""
         with self._lock:
             begun = self._begun
-            while begun and begun[0][1].settled and not begun[0][1].failed:
+            while begun and begun[0][1].durable and not begun[0][1].failed:
                 begun.popleft()
             return max(begun[0][0] - 1 if begun else self._last_sent, self._resumed_after)
 

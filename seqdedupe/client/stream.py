@@ -34,6 +34,8 @@ class Answers(NamedTuple):
     receipts: list[tuple[int, ReceiptColumns]]
     refusals: list[tuple[int, SeqdedupeError | None]]
     """None: the frame was refused because of others, or its answer says nothing; it can be sent again at once."""
+    durable_index: int = 0
+    """Below it all messages of the topic are durable."""
 
 
 class Sender(Protocol):
@@ -44,6 +46,10 @@ class Sender(Protocol):
 
     @property
     def waits_for_answers(self) -> bool: ...
+
+    @property
+    def waits_until_durable(self) -> bool:
+        """Whether it has a receipt of what is not durable yet."""
 
     def next_frame(self) -> Frame | None:
         """Its next one, if there is any to be sent now."""
@@ -73,6 +79,9 @@ class PublishStream:
         """Whose frames share none with others until one has its receipt."""
         self._out: dict[int, list[Part[Sender]]] = {}
         """What the frames consist of that wait for their answers, by number."""
+        self._not_durable: set[Sender] = set()
+        """Who has a receipt of what is not durable yet."""
+        self._durable_index = 0
         self._term = 0
         """The highest that was answered; what has a lower one says nothing."""
         self._work = asyncio.Event()
@@ -119,6 +128,7 @@ class PublishStream:
         finally:
             del self._senders[sender]
             self._goes_alone.discard(sender)
+            self._not_durable.discard(sender)
 
     def ready(self, sender: Sender) -> None:
         """It may have something to send."""
@@ -139,7 +149,8 @@ class PublishStream:
             # Before its first Open there need be no topic.
             await self._is_used.wait()
             frames, take, watch = self._frames_to_send, self._take, self._watch
-            await exchange(self._call, self._address, self._topic, frames=frames, take=take, watch=watch)
+            what = self._call, self._address, self._topic
+            await exchange(*what, frames=frames, take=take, watch=watch, early_receipts=True)
         except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
             self._end = e
         finally:
@@ -199,23 +210,33 @@ class PublishStream:
         answer = decode_answer(raw, self._rows_of)
         self._term = max(self._term, self.openings.term, answer.term)
         told: dict[Sender, Answers] = {}
+        durable_index = 0
         if answer.term < self._term:
             # An `Open` of one of them was faster. This says nothing, and nothing else will be said of these frames.
             for old in (*answer.receipts, *answer.refusals):
                 _put_back(self._out.pop(old.frame, []), told)
         else:
+            durable_index = answer.durable_index
             for receipt in answer.receipts:
                 self._take_receipt(self._out.pop(receipt.frame, []), receipt_columns(receipt), told)
             for refusal in answer.refusals:
                 self._take_refusal(self._out.pop(refusal.frame, []), refusal, told)
+            if durable_index != self._durable_index:
+                self._durable_index = durable_index
+                for sender in self._not_durable:
+                    _of(sender, told)
         for sender, answers in told.items():
             if not self._is_here(sender):
                 continue
             try:
-                if sender.take(answer.incarnation, self._term, answers):
+                if sender.take(answer.incarnation, self._term, answers._replace(durable_index=durable_index)):
                     self._senders[sender].set_result(None)
             except Exception as e:  # noqa: BLE001 (whatever it is, it is this one's)
                 _send_away(self._senders[sender], e)
+            if sender.waits_until_durable:
+                self._not_durable.add(sender)
+            else:
+                self._not_durable.discard(sender)
             self.ready(sender)
         return False
 

@@ -87,6 +87,10 @@ class Outcome:
     why: str = ""
     """With a failure, one line for a person."""
 
+    written: Sequence[Runs] = ()
+    """After those, so many of which it was not said before are written, in this order, and not durable yet. As long as
+    the machine does not stop they are there; nobody but their senders may learn of them."""
+
     @property
     def stored(self) -> int:
         """How many more of the appends are durable."""
@@ -122,6 +126,20 @@ class Records(NamedTuple):
     runs: Sequence[Runs] | None = None
     """Of each record the message IDs of its rows; None where the index says them (ledger the incarnation, entry the
     index, batch index -1)."""
+
+
+class FlushInterval(NamedTuple):
+    """When a log that syncs for itself has to: as soon as one of the two is reached. So it is by every commit, here."""
+
+    messages: int = 1
+    """So many are written, and not synced."""
+    ms: int = 0
+    """So long ago the first of them was written."""
+
+    @property
+    def is_every_commit(self) -> bool:
+        """Whether nothing is told before it is synced."""
+        return self.messages <= 1 or self.ms <= 0
 
 
 class Retention(NamedTuple):
@@ -238,6 +256,13 @@ class Log(Protocol):
         `body` is an encoded `Control` of at most MAX_BATCH_BYTES. A log that cannot hold so much raises
         MESSAGE_TOO_LARGE, and has taken nothing.
         """
+
+    def flush_every(self, interval: FlushInterval) -> None:
+        """Batches may be told of as written, and made durable later, within this interval from now on; control records
+        and markers never wait. Nothing changes where durable is all that a log knows."""
+
+    def flush(self) -> None:
+        """What was handed over is made durable as soon as it is written, whatever the interval."""
 
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         """All entries from the one that holds this index on, up to the end there is now.

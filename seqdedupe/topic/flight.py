@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -38,6 +38,10 @@ class Admitted:
     reply: Reply
     since_seconds: float
     """When it was admitted, by the event loop's clock."""
+    when_durable: Callable[[], None] | None = None
+    """Set where the receipt may be given before it is: called when it is."""
+    is_told: bool = False
+    """Whether the receipt was given early."""
 
     @property
     def body(self) -> bytes:
@@ -86,6 +90,8 @@ class Flight:
         self._changes: Counter[type[Change]] = Counter()
         self._bytes = 0
         self._ever = 0
+        self._written = 0
+        """So many of the oldest are in the log, and not known to be durable."""
         self._settled = Broadcast()
 
     def __len__(self) -> int:
@@ -158,9 +164,21 @@ class Flight:
         for frame, _ in self._frames():
             frame.producer_rows = new_numbers[frame.producer_rows]
 
+    def written(self, count: int) -> list[Admitted | Changing]:
+        """So many more are written: the oldest of which that was not known."""
+        some = list(islice(self._admitted, self._written, self._written + count))
+        self._written += count
+        return some
+
+    def rows_told_early(self) -> int:
+        """Of how many messages it is known only that they are written, and their senders were told."""
+        written = islice(self._admitted, self._written)
+        return sum(item.frame.rows for item in written if isinstance(item, Admitted) and item.is_told)
+
     def take(self) -> Admitted | Changing:
         """The oldest, which has settled. `tell` has to follow."""
         admitted = self._admitted.popleft()
+        self._written = max(0, self._written - 1)
         self._bytes -= len(admitted.body)
         if isinstance(admitted, Changing):
             self._changes[type(admitted.change)] -= 1

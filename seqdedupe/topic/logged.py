@@ -1,21 +1,23 @@
 """A topic on a log of ours: what its log says of it, where its messages stand, and changes on their way there."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import ownership
-from seqdedupe.log.contract import DamageFound, Log, Skipped, last_of
+from seqdedupe.log.contract import DamageFound, Log, Runs, Skipped, last_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import control
 from seqdedupe.topic.control import Change, Purge
-from seqdedupe.topic.flight import Changing, Flight
+from seqdedupe.topic.flight import Admitted, Changing, Flight
+from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.recovery import RunsOf, Table
 from seqdedupe.topic.state import TopicBase
@@ -52,6 +54,7 @@ class LoggedTopic(TopicBase):
             on_state=on_state,
         )
         self.flight = Flight()
+        self._streams: dict[int, Callable[[SeqdedupeError], None]] = {}
         self._random_bytes = random_bytes
         self._known_term = 0
         """The highest that a control record names."""
@@ -72,6 +75,10 @@ class LoggedTopic(TopicBase):
     @property
     def skipped(self) -> Skipped:
         return self.log.skipped
+
+    @property
+    def not_durable(self) -> int:
+        return self.flight.rows_told_early()
 
     def log_place(self) -> bytes:
         return self.log.place_at(self.confirmed_index)
@@ -171,3 +178,44 @@ class LoggedTopic(TopicBase):
 
     def _renumber(self, new_numbers: Int64s) -> None:
         self.flight.renumber(new_numbers)
+
+    # -- streams and their frames ----------------------------------------------------------------------------------
+
+    def connect(self, end: Callable[[SeqdedupeError], None] = lambda e: None) -> NumbersCache:
+        """A stream begins: its cache. The producers that it uses are in use until `disconnect`.
+
+        `end` is called if another sidecar has taken the topic: everything in flight has been answered by then.
+        """
+        cache = NumbersCache(stream=self.producers.activity.connect())
+        self._streams[cache.stream] = end
+        return cache
+
+    def disconnect(self, cache: NumbersCache) -> None:
+        """The stream with this cache has ended."""
+        self.producers.activity.disconnect(cache.stream)
+        self._streams.pop(cache.stream, None)
+
+    def _answer(self, item: Admitted | Changing) -> None:
+        if isinstance(item, Changing):
+            self.counters.count_change(item.change)
+            item.settled()
+            return
+        self.counters.count(item.receipt, item.frame.rows)
+        if item.is_told and item.when_durable is not None:
+            item.when_durable()
+        else:
+            item.reply(item.receipt)
+
+    def _answer_early(self, written: Sequence[Runs]) -> None:
+        """Frames are in the log that a power cut may still take: their senders alone hear of it, if they asked to."""
+        for item, runs in zip(self.flight.written(len(written)), written, strict=True):
+            if isinstance(item, Admitted) and item.when_durable is not None:
+                item.receipt.runs = runs
+                item.receipt.durable_at = item.receipt.first_index + item.frame.rows
+                item.is_told = True
+                item.reply(item.receipt)
+
+    async def all_settled(self) -> None:
+        """Returns when all that is in flight now has settled, whatever the flush policy."""
+        self.log.flush()
+        await self.flight.all_of_now()

@@ -26,11 +26,11 @@ async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None
     if topic.flight.has(Purge):
         # Whether the names are being forgotten is not known before that has settled; no other one will name them.
         topic.sessions.use(names)
-        await topic.flight.all_of_now()
+        await topic.all_settled()
         topic.check_serving()
     while epochs is not None and topic.sessions.are_in_flight(names):
         # Whether these sessions have been fenced is not known before that has settled.
-        await topic.flight.all_of_now()
+        await topic.all_settled()
         topic.check_serving()
     opening = topic.sessions.open(names, epochs)
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
@@ -39,7 +39,7 @@ async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None
         parts = control.parts(Sessions(opening.names, opening.epochs))
         await asyncio.gather(*[topic.append_change(part) for part in parts])
     else:
-        await topic.flight.all_of_now()
+        await topic.all_settled()
     answer = topic.sessions.opened(opening, len(names))
     if opening.is_resume and topic.producers.has_forgotten:
         columns = zip(opening.places.tolist(), (durable_epochs == NO_EPOCH).tolist(), strict=True)

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from seqdedupe.errors import error
-from seqdedupe.log.contract import Retention
+from seqdedupe.log.contract import FlushInterval, Retention
 from seqdedupe.store.topics import LogKind
 
 NO_LIMIT = -1
@@ -20,6 +20,9 @@ NEVER = 0
 
 LARGEST = 2**31 - 1
 
+LONGEST_FLUSH_INTERVAL_MS = 10_000
+"""Whoever flushes or closes a producer waits for so long, and gives up after thrice that."""
+
 _MB = 1024 * 1024
 _MILLISECONDS_A_MINUTE = 60_000
 
@@ -29,13 +32,20 @@ LEAST = {
     "retention_size_in_mb": NO_LIMIT,
     "retention_time_in_minutes": NO_LIMIT,
     "deduplication_producer_inactivity_timeout_minutes": NEVER,
+    "log_flush_interval_messages": 1,
+    "log_flush_interval_ms": 0,
 }
-"""Of the values that are numbers; the largest is LARGEST."""
+"""Of the values that are numbers."""
+
+MOST = {"log_flush_interval_ms": LONGEST_FLUSH_INTERVAL_MS}
+"""Of those whose largest is not LARGEST."""
 
 ONLY_ON = {
     "overlap": LogKind.BROKER,
     "retention_size_in_mb": LogKind.EMBEDDED,
     "retention_time_in_minutes": LogKind.EMBEDDED,
+    "log_flush_interval_messages": LogKind.EMBEDDED,
+    "log_flush_interval_ms": LogKind.EMBEDDED,
 }
 """Values that topics on another kind of log do not heed."""
 
@@ -69,6 +79,8 @@ class Policy:
     retention_time_in_minutes: int | None = None
     gap: GapPolicy | None = None
     deduplication_producer_inactivity_timeout_minutes: int | None = None
+    log_flush_interval_messages: int | None = None
+    log_flush_interval_ms: int | None = None
 
     def with_values_of(self, other: "Policy") -> "Policy":
         """This one, but for the values that the other one sets."""
@@ -85,8 +97,9 @@ class Policy:
         """Raises INVALID_REQUEST if a number is out of its range."""
         for name, least in LEAST.items():
             value = getattr(self, name)
-            if value is not None and not least <= value <= LARGEST:
-                raise error("INVALID_REQUEST", f"{name} is {value}: it should be {least} to {LARGEST}")
+            most = MOST.get(name, LARGEST)
+            if value is not None and not least <= value <= most:
+                raise error("INVALID_REQUEST", f"{name} is {value}: it should be {least} to {most}")
         return self
 
     def check_has_effect(self, log: LogKind) -> "Policy":
@@ -135,6 +148,15 @@ class Applied:
     gap: GapPolicy = GapPolicy.ALLOW
     deduplication_producer_inactivity_timeout_minutes: int = NEVER
     """A producer that nobody has used for so long is forgotten."""
+    log_flush_interval_messages: int = 1
+    """See `ONLY_ON`. The log is synced when so many messages are written and not synced,"""
+    log_flush_interval_ms: int = 0
+    """or the first of them was so long ago: by default, at every commit."""
+
+    @property
+    def flush_interval(self) -> FlushInterval:
+        """As the log has it."""
+        return FlushInterval(self.log_flush_interval_messages, self.log_flush_interval_ms)
 
     @property
     def retention(self) -> Retention:

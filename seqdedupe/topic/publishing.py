@@ -59,10 +59,10 @@ class Topic(LoggedTopic):
             name, log, store, snapshots, loaded, applied=applied, random_bytes=random_bytes, on_state=on_state
         )
         self.next_index = self.confirmed_index
+        log.flush_every(self.applied.flush_interval)
         self.now_seconds = asyncio.get_running_loop().time
         self._is_standby = is_standby
         self._keeping_away = KeepingAway(lambda: self.now_seconds(), random_bytes)
-        self._streams: dict[int, Callable[[SeqdedupeError], None]] = {}
         self._is_recovering = False
         self._failed_meanwhile = False
         self._seems_damaged = False
@@ -172,7 +172,7 @@ class Topic(LoggedTopic):
         self.hold(moving)
         try:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.flight.all_of_now(), SETTLE_SECONDS)
+                await asyncio.wait_for(self.all_settled(), SETTLE_SECONDS)
             if self.state is not State.SERVING:
                 self.check_serving()
             self._is_recovering = True
@@ -251,9 +251,20 @@ class Topic(LoggedTopic):
 
     # -- publishing --------------------------------------------------------------------------------------------
 
-    def admit(self, encoded: bytes, frame: int, reply: Reply, cache: NumbersCache, *, lone: bool = False) -> None:
+    def admit(
+        self,
+        encoded: bytes,
+        frame: int,
+        reply: Reply,
+        cache: NumbersCache,
+        *,
+        lone: bool = False,
+        when_durable: Callable[[], None] | None = None,
+    ) -> None:
         """Decides about a frame and hands what is new to the log. `reply` is called once, now or when that settles.
 
+        With `when_durable` the receipt may be given before that, when it is written, where the policy is so. It says
+        so, and this is called when it is durable. Should the log lose it, the streams are ended.
         `lone`: links may be left out, as in a unary call. Nothing is raised: what is wrong is a `Refusal`.
         """
         try:
@@ -281,7 +292,10 @@ class Topic(LoggedTopic):
         else:
             self.log.append(new.encoded, new.rows, new.column_bytes)
             self.next_index += new.rows
-            self.flight.add(Admitted(new, answer, reply, self.now_seconds()))
+            self.flight.add(Admitted(new, answer, reply, self.now_seconds(), when_durable))
+            if when_durable is None and not self.applied.flush_interval.is_every_commit:
+                # Somebody waits who takes nothing less.
+                self.log.flush()
 
     # -- outcomes ----------------------------------------------------------------------------------------------
 
@@ -305,18 +319,12 @@ class Topic(LoggedTopic):
             self.confirmed.tell()
         for item in confirmed:
             self._answer(item)
+        if outcome.written:
+            self._answer_early(outcome.written)
         if outcome.failure is not None:
             self._log_failed(outcome.failure, outcome.why)
         self.flight.tell()
         self.snapshotter.stored(len(confirmed))
-
-    def _answer(self, item: Admitted | Changing) -> None:
-        if isinstance(item, Changing):
-            self.counters.count_change(item.change)
-            item.settled()
-        else:
-            self.counters.count(item.receipt, item.frame.rows)
-            item.reply(item.receipt)
 
     def _log_failed(self, failure: Failure, why: str) -> None:
         self.counters.log_failures += 1
@@ -345,7 +353,12 @@ class Topic(LoggedTopic):
                 item.settled(of_changes or e)
                 continue
             self.counters.refused += 1
-            item.reply(Refusal(item.receipt.frame, e))
+            if not item.is_told:
+                item.reply(Refusal(item.receipt.frame, e))
+        if any(isinstance(item, Admitted) and item.is_told for item in failed):
+            # Whoever was told that it is written learns by a resume that it is not.
+            for end in list(self._streams.values()):
+                end(e)
         self.flight.tell()
 
     # -- policy and retention -----------------------------------------------------------------------------------
@@ -353,6 +366,7 @@ class Topic(LoggedTopic):
     def _put_in_force(self, policy: Policy) -> None:
         before = self.applied.retention
         super()._put_in_force(policy)
+        self.log.flush_every(self.applied.flush_interval)
         if self.knows_its_end and self.applied.retention != before:
             self._snapshot_is_durable()
 
@@ -360,28 +374,12 @@ class Topic(LoggedTopic):
         if self.state is not State.DRAINING and (self._trimming is None or self._trimming.done()):
             self._trimming = self._spawn(trimming.trim(self))
 
-    # -- producers that nobody uses ----------------------------------------------------------------------------
-
-    def connect(self, end: Callable[[SeqdedupeError], None] = lambda e: None) -> NumbersCache:
-        """A stream begins: its cache. The producers that it uses are in use until `disconnect`.
-
-        `end` is called if another sidecar has taken the topic: everything in flight has been answered by then.
-        """
-        cache = NumbersCache(stream=self.producers.activity.connect())
-        self._streams[cache.stream] = end
-        return cache
-
-    def disconnect(self, cache: NumbersCache) -> None:
-        """The stream with this cache has ended."""
-        self.producers.activity.disconnect(cache.stream)
-        self._streams.pop(cache.stream, None)
-
     # -- the end -----------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Takes nothing more, settles what is in flight, takes a last snapshot, lets go of the log."""
         self._set_state(State.DRAINING, "the sidecar is shutting down")
-        await self.flight.all_of_now()
+        await self.all_settled()
         if self.knows_its_end:
             await self.snapshot_in_background()
         await self.close("the sidecar is shutting down")

@@ -162,6 +162,11 @@ class TopicBase(ABC):
         return Skipped()
 
     @property
+    def not_durable(self) -> int:
+        """So many messages have a receipt that was given early, and are not durable yet."""
+        return 0
+
+    @property
     @abstractmethod
     def first_index(self) -> int:
         """The index of the first message that is left in the log."""

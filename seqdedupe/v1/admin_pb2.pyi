@@ -198,6 +198,8 @@ class TopicPolicy(_message.Message):
     RETENTION_TIME_IN_MINUTES_FIELD_NUMBER: _builtins.int
     GAP_FIELD_NUMBER: _builtins.int
     DEDUPLICATION_PRODUCER_INACTIVITY_TIMEOUT_MINUTES_FIELD_NUMBER: _builtins.int
+    LOG_FLUSH_INTERVAL_MESSAGES_FIELD_NUMBER: _builtins.int
+    LOG_FLUSH_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """False: rows that would be `DUP` or `UNKNOWN` are appended as `NOT_DUP`. Sessions, links and numbers stay."""
     overlap: Global___OverlapPolicy.ValueType
@@ -218,6 +220,16 @@ class TopicPolicy(_message.Message):
     """A producer that nobody has used for so many minutes of the sidecar's running time is forgotten; 0: never. What it
     then sends again is new. One with a connected stream that used it, or with something in flight, stays.
     """
+    log_flush_interval_messages: _builtins.int
+    """The log is synced as soon as so many messages are written and not synced, 1 or more, or `log_flush_interval_ms` is
+    over: with 1, the default, by every commit. Otherwise publishers that ask for `early_receipts` get them before the
+    sync, and a power cut may take what has such a receipt of a producer that has ended: fewer messages than this, of
+    the last `log_flush_interval_ms`. Where the log is not the sidecar's own, this cannot be set.
+    """
+    log_flush_interval_ms: _builtins.int
+    """And as soon as the first of them was written so many milliseconds ago, 0 to 10,000: with 0, the default, by every
+    commit. See `log_flush_interval_messages`.
+    """
     def __init__(
         self,
         *,
@@ -229,10 +241,12 @@ class TopicPolicy(_message.Message):
         retention_time_in_minutes: _builtins.int | None = ...,
         gap: Global___GapPolicy.ValueType | None = ...,
         deduplication_producer_inactivity_timeout_minutes: _builtins.int | None = ...,
+        log_flush_interval_messages: _builtins.int | None = ...,
+        log_flush_interval_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
     _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015
@@ -244,6 +258,10 @@ class TopicPolicy(_message.Message):
     _WhichOneofArgType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds"]  # noqa: Y015
     _WhichOneofReturnType__gap: _TypeAlias = _typing.Literal["gap"]  # noqa: Y015
     _WhichOneofArgType__gap: _TypeAlias = _typing.Literal["_gap", b"_gap"]  # noqa: Y015
+    _WhichOneofReturnType__log_flush_interval_messages: _TypeAlias = _typing.Literal["log_flush_interval_messages"]  # noqa: Y015
+    _WhichOneofArgType__log_flush_interval_messages: _TypeAlias = _typing.Literal["_log_flush_interval_messages", b"_log_flush_interval_messages"]  # noqa: Y015
+    _WhichOneofReturnType__log_flush_interval_ms: _TypeAlias = _typing.Literal["log_flush_interval_ms"]  # noqa: Y015
+    _WhichOneofArgType__log_flush_interval_ms: _TypeAlias = _typing.Literal["_log_flush_interval_ms", b"_log_flush_interval_ms"]  # noqa: Y015
     _WhichOneofReturnType__overlap: _TypeAlias = _typing.Literal["overlap"]  # noqa: Y015
     _WhichOneofArgType__overlap: _TypeAlias = _typing.Literal["_overlap", b"_overlap"]  # noqa: Y015
     _WhichOneofReturnType__retention_size_in_mb: _TypeAlias = _typing.Literal["retention_size_in_mb"]  # noqa: Y015
@@ -260,6 +278,10 @@ class TopicPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_snapshot_interval_seconds) -> _WhichOneofReturnType__deduplication_snapshot_interval_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gap) -> _WhichOneofReturnType__gap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__log_flush_interval_messages) -> _WhichOneofReturnType__log_flush_interval_messages | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__log_flush_interval_ms) -> _WhichOneofReturnType__log_flush_interval_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__overlap) -> _WhichOneofReturnType__overlap | None: ...
     @_typing.overload
@@ -304,6 +326,9 @@ class Topic(_message.Message):
     LOG_REPEATS_FIELD_NUMBER: _builtins.int
     LOG_FOREIGN_FIELD_NUMBER: _builtins.int
     LOG_EARLIER_FIELD_NUMBER: _builtins.int
+    MAY_LOSE_MESSAGES_FIELD_NUMBER: _builtins.int
+    MAY_LOSE_MS_FIELD_NUMBER: _builtins.int
+    NOT_DURABLE_MESSAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The full name."""
     incarnation: _builtins.int
@@ -364,6 +389,14 @@ class Topic(_message.Message):
     """The same: of somebody who is no sidecar, after the topic had an owner. They are not shown to readers."""
     log_earlier: _builtins.int
     """The same, before it had one. The highest sequence IDs of their producers count, as far as Pulsar's client shows them."""
+    may_lose_messages: _builtins.int
+    """Fewer than `log_flush_interval_messages`: so many messages at most have an early receipt and are not durable, so that a
+    power cut may take them; 0 where every commit is synced. Their producers send them again, unless they have ended.
+    """
+    may_lose_ms: _builtins.int
+    """So long at most, and the time of a sync, a message with an early receipt is not durable."""
+    not_durable_messages: _builtins.int
+    """So many have one, and are not durable, now."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """What is in force, each value of it."""
@@ -410,10 +443,13 @@ class Topic(_message.Message):
         log_repeats: _builtins.int = ...,
         log_foreign: _builtins.int = ...,
         log_earlier: _builtins.int = ...,
+        may_lose_messages: _builtins.int = ...,
+        may_lose_ms: _builtins.int = ...,
+        not_durable_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "name", b"name", "not_dup", b"not_dup", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

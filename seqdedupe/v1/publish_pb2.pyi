@@ -261,8 +261,14 @@ class PublishStreamRequest(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
+    EARLY_RECEIPTS_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`. Required in the first message of the stream, left out in the others."""
+    early_receipts: _builtins.bool
+    """In the first message of the stream: a receipt may come before its messages are durable, where the topic's policy is
+    so (`log_flush_interval_messages`). It says so (`Receipt.durable_at`), and the client keeps the messages until they are:
+    see duty 10. Without this every receipt says that its messages are durable.
+    """
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
         """The frames. The first message may have none, and only name the topic."""
@@ -272,10 +278,11 @@ class PublishStreamRequest(_message.Message):
         *,
         topic: _builtins.str = ...,
         frames: _abc.Iterable[Global___Frame] | None = ...,
+        early_receipts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early_receipts", b"early_receipts", "frames", b"frames", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,7 +332,9 @@ class PublishStreamResponse(_message.Message):
     term: _builtins.int
     """The term of the topic's owner; while the topic recovers, of the last one known, 0 if there is none."""
     durable_index: _builtins.int
-    """Up to here the log is durable: the index that the next message to be confirmed will get."""
+    """Up to here the log is durable: the index that the next message to be confirmed will get. Where receipts come early a
+    message may have nothing but this, when it has grown.
+    """
     @_builtins.property
     def receipts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Receipt]:
         """Frames whose outcome is known."""
@@ -370,10 +379,16 @@ class Receipt(_message.Message):
     RUN_LEDGER_IDS_FIELD_NUMBER: _builtins.int
     RUN_ENTRY_IDS_FIELD_NUMBER: _builtins.int
     RUN_BATCH_INDEXES_FIELD_NUMBER: _builtins.int
+    DURABLE_AT_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
     """The frame's number."""
     first_index: _builtins.int
     """The index of the first row that was stored; -1 if none was. The k-th row with `NOT_DUP` has this index + k."""
+    durable_at: _builtins.int
+    """Only with `early_receipts`: the rows that were stored are written, and survive the process but not a power cut,
+    until `durable_index` in this or a later message of the stream is as high as this. Left out: they are durable. A row
+    with `DUP` always is.
+    """
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedScalarFieldContainer[Global___Verdict.ValueType]:
         """One verdict a row. Left out when all rows are `NOT_DUP`."""
@@ -441,10 +456,11 @@ class Receipt(_message.Message):
         run_ledger_ids: _abc.Iterable[_builtins.int] | None = ...,
         run_entry_ids: _abc.Iterable[_builtins.int] | None = ...,
         run_batch_indexes: _abc.Iterable[_builtins.int] | None = ...,
+        durable_at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_message_id", b"first_message_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "first_message_id", b"first_message_id", "frame", b"frame", "known_batch_indexes", b"known_batch_indexes", "known_entry_ids", b"known_entry_ids", "known_indexes", b"known_indexes", "known_ledger_ids", b"known_ledger_ids", "known_rows", b"known_rows", "run_batch_indexes", b"run_batch_indexes", "run_entry_ids", b"run_entry_ids", "run_ledger_ids", b"run_ledger_ids", "run_rows", b"run_rows", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_at", b"durable_at", "first_index", b"first_index", "first_message_id", b"first_message_id", "frame", b"frame", "known_batch_indexes", b"known_batch_indexes", "known_entry_ids", b"known_entry_ids", "known_indexes", b"known_indexes", "known_ledger_ids", b"known_ledger_ids", "known_rows", b"known_rows", "run_batch_indexes", b"run_batch_indexes", "run_entry_ids", b"run_entry_ids", "run_ledger_ids", b"run_ledger_ids", "run_rows", b"run_rows", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,9 @@ class PublishServiceStub(object):
     first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
     never one of `Open`.
+    10. Whoever asks for `early_receipts` keeps a message with such a receipt until it is durable (`Receipt.durable_at`).
+    After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
+    for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
 
     Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
     tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the
@@ -137,6 +140,9 @@ class PublishServiceServicer(object):
     first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
     never one of `Open`.
+    10. Whoever asks for `early_receipts` keeps a message with such a receipt until it is durable (`Receipt.durable_at`).
+    After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
+    for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
 
     Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
     tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the
@@ -254,6 +260,9 @@ class PublishService(object):
     first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
     9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
     never one of `Open`.
+    10. Whoever asks for `early_receipts` keeps a message with such a receipt until it is durable (`Receipt.durable_at`).
+    After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
+    for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
 
     Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
     tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the

@@ -333,16 +333,16 @@ def test_what_is_settled_is_never_said_too_early_nor_forgotten(steps: list[tuple
         elif what == 1:
             # One more in a batch that is being gathered.
             ids, pending = batches[k % len(batches)]
-            if not pending.settled:
+            if not pending.durable:
                 ids.append(next_id)
                 settled.sent(next_id, [], next_id)
                 next_id += 1
         elif what == 2:
-            batches[k % len(batches)][1]._settle()
-        elif k == 0 and not batches[-1][1].settled:
+            batches[k % len(batches)][1].become_durable()
+        elif k == 0 and not batches[-1][1].durable:
             batches[-1][1].fail(error("FENCED", "no"))
-        open_ids = [i for ids, pending in batches for i in ids if not pending.settled or pending.failed]
-        firsts = [ids[0] for ids, pending in batches if not pending.settled or pending.failed]
+        open_ids = [i for ids, pending in batches for i in ids if not pending.durable or pending.failed]
+        firsts = [ids[0] for ids, pending in batches if not pending.durable or pending.failed]
         last = max((i for ids, _ in batches for i in ids), default=after)
         assert settled.up_to() == max(min(firsts, default=last + 1) - 1, after)
         assert all(settled.up_to() < i for i in open_ids)

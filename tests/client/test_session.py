@@ -62,7 +62,8 @@ async def test_frames_are_what_the_contract_asks_for(fake: FakeSidecar) -> None:
     assert fake.opens[0].topic == "persistent://public/default/t"
     assert list(fake.opens[0].producer_names) == ["p"]
     assert not fake.opens[0].epochs
-    assert fake.messages[0] == publish_pb2.PublishStreamRequest(topic="persistent://public/default/t")
+    first = publish_pb2.PublishStreamRequest(topic="persistent://public/default/t", early_receipts=True)
+    assert fake.messages[0] == first
     assert len({frame.number for frame in fake.frames} | {0}) == 4
     assert {message.topic for message in fake.messages[1:]} == {""}
     assert [list(frame.batch.epochs) for frame in fake.frames] == [[4711]] * 3

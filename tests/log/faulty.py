@@ -33,6 +33,7 @@ from seqdedupe.log.contract import (
     DamageFound,
     Entries,
     Failure,
+    FlushInterval,
     Location,
     Outcome,
     Records,
@@ -206,6 +207,8 @@ class FaultyLog:
         self.hears_of_more = True
         """Whether `wait_for_more` returns where there is more."""
         self.opened = 0
+        self.flushes = 0
+        self.flush_interval = FlushInterval()
         """How often it was tried to open it for writing."""
         self.max_batch_bytes = MAX_BATCH_BYTES
         """`check` refuses what is larger."""
@@ -411,6 +414,12 @@ class FaultyLog:
 
     def append_control(self, body: bytes) -> None:
         self.append(body, 0, len(body))
+
+    def flush_every(self, interval: FlushInterval) -> None:
+        self.flush_interval = interval
+
+    def flush(self) -> None:
+        self.flushes += 1
 
     async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         self._check_is_there(from_index)

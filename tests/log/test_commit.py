@@ -146,7 +146,7 @@ async def test_control_what_follows_a_caller_that_raises_is_forgotten(
         for news in waiting:
             if isinstance(news, Closing):
                 news.closed.set_result(None)
-            else:
+            elif isinstance(news, Written):
                 news.opening.writer.on_news(news)
 
     monkeypatch.setattr(Committer, "_deliver", deliver)

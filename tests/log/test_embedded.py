@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+import seqdedupe.files
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import Failure, LogName, Retention
-from seqdedupe.log.embedded import writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.past_damage import look_past
@@ -180,7 +180,7 @@ async def test_a_large_group_is_written_in_pieces(
     make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, is_short: bool
 ) -> None:
     """Of batches that are larger than a piece, as large, and so small that several are in one."""
-    monkeypatch.setattr(writer, "WRITE_BYTES", 1000)
+    monkeypatch.setattr(seqdedupe.files, "WRITE_BYTES", 1000)
     logs = make_logs()
     log = await new_log(logs)
     owner = await Owner(log, 1).open()
@@ -216,7 +216,7 @@ async def test_a_large_group_is_written_in_pieces(
 async def test_a_group_whose_second_piece_cannot_be_written_is_undone(
     make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fatal: list[str]
 ) -> None:
-    monkeypatch.setattr(writer, "WRITE_BYTES", 1000)
+    monkeypatch.setattr(seqdedupe.files, "WRITE_BYTES", 1000)
     log = await new_log(make_logs())
     owner = await Owner(log, 1).open()
     owner.append(0, 1)

@@ -18,8 +18,8 @@ from seqdedupe.log.embedded import journal, replaying
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.segment import Identity, segment_path
-from seqdedupe.log.embedded.syncing import Syncer
-from seqdedupe.log.embedded.writer import LeftFile, Writer, Written
+from seqdedupe.log.embedded.syncing import LeftFile, Syncer
+from seqdedupe.log.embedded.writer import Writer, Written
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import Owner
 from tests.log.power import Disk

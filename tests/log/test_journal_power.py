@@ -10,8 +10,8 @@ import pytest
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.embedded import commit, journal, replaying
 from seqdedupe.log.embedded.replaying import Replay
-from seqdedupe.log.embedded.syncing import Syncer
-from seqdedupe.log.embedded.writer import LeftFile, Writer
+from seqdedupe.log.embedded.syncing import LeftFile, Syncer
+from seqdedupe.log.embedded.writer import Writer
 from tests.log.rounds import Cuts, LosingDisk, Rounds
 
 

@@ -38,6 +38,8 @@ EVERY: dict[str, Any] = {
     "retention_time_in_minutes": 10,
     "gap": GapPolicy.REJECT,
     "deduplication_producer_inactivity_timeout_minutes": 11,
+    "log_flush_interval_messages": 12,
+    "log_flush_interval_ms": 13,
 }
 
 
@@ -99,9 +101,13 @@ async def until(condition: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_no_topic_would_heed_cannot_be_set(name: str) -> None:
-    """Retention of a broker's log is the broker's, and only a broker's ranges overlap."""
-    is_retention = name.startswith("retention")
-    for log, is_heeded in ((LogKind.EMBEDDED, name != "overlap"), (LogKind.BROKER, not is_retention)):
+    """Retention and syncs of a broker's log are the broker's, and only a broker's ranges overlap."""
+    is_own = name.startswith(("retention", "log_flush"))
+    for log, is_heeded in (
+        (LogKind.EMBEDDED, name != "overlap"),
+        (LogKind.BROKER, not is_own),
+        (LogKind.PULSAR, not is_own and name != "overlap"),
+    ):
         policy = one(name, EVERY[name])
         if is_heeded:
             assert policy.check_has_effect(log) is policy
@@ -147,9 +153,10 @@ def test_every_value_has_its_field_and_goes_there_and_back() -> None:
 
 @pytest.mark.parametrize("name", LEAST)
 def test_numbers_out_of_their_range_are_refused(name: str) -> None:
-    for value in (LEAST[name], 2**31 - 1):
+    most = 10_000 if name == "log_flush_interval_ms" else 2**31 - 1
+    for value in (LEAST[name], most):
         one(name, value).check()
-    for value in (LEAST[name] - 1, 2**31):
+    for value in (LEAST[name] - 1, most + 1):
         with pytest.raises(InvalidRequestError, match=f"{name} is {value}"):
             one(name, value).check()
 

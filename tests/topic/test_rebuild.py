@@ -188,7 +188,7 @@ async def test_a_policy_that_fails_is_not_in_force(tmp_path: Path) -> None:
 
 
 def test_a_control_record_is_read_as_it_was_written() -> None:
-    every = Policy(True, OverlapPolicy.PULSAR, 1, 0, -1, 2**31 - 1, GapPolicy.REJECT, 2**31 - 1)
+    every = Policy(True, OverlapPolicy.PULSAR, 1, 0, -1, 2**31 - 1, GapPolicy.REJECT, 2**31 - 1, 2**31 - 1, 10_000)
     assert None not in [getattr(every, name) for name in NAMES]
     for policy in (Policy(), Policy(deduplication_enabled=False), Policy(retention_time_in_minutes=-1), every):
         assert decode(encode(policy, term=3, record_id=9)) == (policy, 3)

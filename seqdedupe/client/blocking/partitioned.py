@@ -8,10 +8,11 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from seqdedupe.batch import Batch
+from seqdedupe.client.awaited import SpreadBatch
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, key_bytes
-from seqdedupe.client.receipts import PendingBatch, SpreadBatch
+from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.client.session import Session
 from seqdedupe.client.spread import Numbering
 from seqdedupe.errors import error

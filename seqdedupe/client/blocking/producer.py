@@ -55,7 +55,7 @@ class Producer(ProducerBase):
         self._room = threading.Condition()  # held for moments only
         # The first pair is written under the lock, the second by the loop's thread.
         self._handed_over_batches = self._handed_over_bytes = 0
-        self._settled_batches = self._settled_bytes = 0
+        self._settled_batches = self._durable_bytes = 0
         self._is_watched = False  # under the lock: the loop looks after the batch that is being gathered
         _producers.add(self)
 
@@ -144,7 +144,7 @@ class Producer(ProducerBase):
                 raise
 
     def flush(self) -> None:
-        """Waits until all that was sent before has its receipts. Raises what a message failed with."""
+        """Waits until all that was sent before has its receipts, and is durable. Raises what a message failed with."""
         if self._spread is not None:
             self._spread.flush()
             return
@@ -249,16 +249,21 @@ class Producer(ProducerBase):
         def settled() -> None:
             with self._room:
                 self._settled_batches += 1
-                self._settled_bytes += size_bytes
+                self._room.notify_all()
+
+        def durable() -> None:
+            with self._room:
+                self._durable_bytes += size_bytes
                 self._room.notify_all()
 
         pending.when_settled(settled)
+        pending.when_durable(durable)
         event_loop().call_soon_threadsafe(self._session.add, pending)
 
     def _has_room(self) -> bool:
         return self._session.failure is not None or (
             self._handed_over_batches - self._settled_batches < self._config.max_in_flight_batches
-            and self._handed_over_bytes - self._settled_bytes < self._config.max_in_flight_bytes
+            and self._handed_over_bytes - self._durable_bytes < self._config.max_in_flight_bytes
         )
 
     def _goes_on(self) -> bool:

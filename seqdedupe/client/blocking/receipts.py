@@ -2,23 +2,26 @@
 
 import threading
 
+from seqdedupe.client.awaited import SpreadBatch
 from seqdedupe.client.blocking.loop import check_is_there
-from seqdedupe.client.receipts import BatchResult, PendingBatch, Published, SpreadBatch
+from seqdedupe.client.receipts import BatchResult, PendingBatch, Published
 from seqdedupe.errors import error
 
 
-def _wait(pending: PendingBatch | SpreadBatch, timeout_seconds: float | None) -> None:
-    if pending.settled:
+def _wait(pending: PendingBatch | SpreadBatch, timeout_seconds: float | None, *, until_durable: bool = False) -> None:
+    if pending.durable or (pending.settled and not until_durable):
         return
     check_is_there()
     event = threading.Event()
-    pending.when_settled(event.set)
+    when = pending.when_durable if until_durable else pending.when_settled
+    when(event.set)
     if not event.wait(timeout_seconds):
         why = pending.last_refusal
         because = "" if why is None else f": {why}"
+        what = "not durable" if pending.settled else "no receipt"
         raise error(
             "OUTCOME_UNKNOWN",
-            f"no receipt within {timeout_seconds:g} seconds{because}; the client goes on sending",
+            f"{what} within {timeout_seconds:g} seconds{because}; the client goes on sending",
             hint=None if why is None else why.hint,
         )
 
@@ -41,6 +44,15 @@ class Receipt:
         _wait(self._pending, timeout_seconds)
         return self._pending.published(self._row)
 
+    def is_durable(self) -> bool:
+        """Whether `until_durable` would not wait."""
+        return self._pending.durable
+
+    def until_durable(self, timeout_seconds: float | None = None) -> Published:
+        """As `result`, when the message is durable: see `Receipt.until_durable` of the producer for asyncio."""
+        _wait(self._pending, timeout_seconds, until_durable=True)
+        return self._pending.durable_result()[self._row]
+
 
 class BatchReceipt:
     """The receipt of a batch."""
@@ -58,3 +70,12 @@ class BatchReceipt:
         """Waits for it. Raises what the batch failed with, or OutcomeUnknownError if there is nothing yet."""
         _wait(self._pending, timeout_seconds)
         return self._pending.result()
+
+    def is_durable(self) -> bool:
+        """As `Receipt.is_durable`, of all messages."""
+        return self._pending.durable
+
+    def until_durable(self, timeout_seconds: float | None = None) -> BatchResult:
+        """As `Receipt.until_durable`, for all messages."""
+        _wait(self._pending, timeout_seconds, until_durable=True)
+        return self._pending.durable_result()

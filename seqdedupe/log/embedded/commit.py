@@ -2,7 +2,8 @@
 
 It takes everything that has arrived, writes it with one call a topic, makes it durable, and tells the event loop topic
 by topic. What arrives meanwhile is the next group. A group of one topic is durable when its segment is synced; one of
-several when the journal is, and their segments are synced later.
+several when the journal is, and their segments are synced later. Where a topic's flush policy lets what was written
+wait for its sync, it is told at once that it is written, and when it is durable: by a sync of its segment.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.syncing import Syncer
-from seqdedupe.log.embedded.writer import FatalError, Opening, Writer, Written
+from seqdedupe.log.embedded.writer import FatalError, Late, Opening, Writer, Written
 
 GATHER_SECONDS = 0.0001
 """After a group of several batches the next one waits so long for more of them.
@@ -37,6 +38,9 @@ OPEN_FILES_SHARE = 8
 
 MAX_ROUND = 128
 """So many topics are in one round at most."""
+
+MAX_LATE_BYTES = 32 * 1024 * 1024
+"""When topics with a flush policy have been written so much, all that waits for its sync is synced: memory holds it."""
 
 IDLE_SECONDS = 10
 """A file that nothing was written to for so long is let go of, and what the journal holds is forgotten so often."""
@@ -75,12 +79,14 @@ class Committer:
         self._clock_ms = clock_ms
         self._fatal = fatal
         self._loop = asyncio.get_running_loop()
-        self._news: deque[Written | Closing] = deque()
+        self._news: deque[Written | Late | Closing] = deque()
         self._announced = False
         self._gathers = False
         self._has_failed = False
         self._open: OrderedDict[Writer, float] = OrderedDict()
         """The writers that hold a file, and when it was last used; the one not used for longest comes first."""
+        self._late_bytes = 0
+        """Told as written since all was synced."""
         self._journal = journal
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_open_files = open_files_within(soft) if soft != resource.RLIM_INFINITY else MAX_OPEN_FILES
@@ -139,6 +145,7 @@ class Committer:
         """Writes everything, and makes it durable: by one sync of the journal, or file by file."""
         now_ms = self._clock_ms()
         written = []
+        asked = []
         for item in work:
             if isinstance(item, Closing):
                 continue
@@ -149,9 +156,12 @@ class Committer:
                 continue
             if news is not None:
                 written.append(news)
+            elif item.writer.is_due:
+                asked.append(item.writer)
         self._gathers = any(news.opening.writer.has_more_coming for news in written)
-        if self._journal.confirm(written):
-            for news in written:
+        of_journal = [news for news in written if news.opening.writer.may_use_journal]
+        if self._journal.confirm(of_journal):
+            for news in of_journal:
                 news.opening.writer.in_journal()
         elif self._journal.has_failed:
             # The block that could not be written may have held the end of a round that was confirmed.
@@ -159,14 +169,20 @@ class Committer:
             self._syncer.wait()
         for news in written:
             writer = news.opening.writer
-            try:
-                writer.sync()
-            except FatalError as e:
-                self._fail(str(e))
-                continue
-            self._tell(news)
-            self._open[writer] = time.monotonic()
-            self._open.move_to_end(writer)
+            if self._sync(writer):
+                if news.failure is not None:
+                    self._tell(news)
+                elif writer.has_unsynced:
+                    self._tell(Late(news.opening, news.runs))
+                    self._late_bytes += news.end - news.start
+                self._open[writer] = time.monotonic()
+                self._open.move_to_end(writer)
+        if self._late_bytes >= MAX_LATE_BYTES:
+            self._late_bytes = 0
+            asked += [writer for writer in self._open if writer.has_unsynced]
+        for writer in asked:
+            writer.is_due = True
+            self._sync(writer)
         for item in work:
             if isinstance(item, Closing):
                 self._open.pop(item.writer, None)
@@ -174,7 +190,23 @@ class Committer:
                     item.writer.close()
                 except FatalError as e:
                     self._fail(str(e))
+                self._tell_durable(item.writer)
                 self._tell(item)
+
+    def _sync(self, writer: Writer) -> bool:
+        """Makes durable what has to be by now, and tells it. Whether that succeeded."""
+        try:
+            if writer.is_due:
+                writer.sync()
+        except FatalError as e:
+            self._fail(str(e))
+            return False
+        self._tell_durable(writer)
+        return True
+
+    def _tell_durable(self, writer: Writer) -> None:
+        for news in writer.take_durable():
+            self._tell(news)
 
     def _let_go(self) -> None:
         """Lets go of the files that are too many, or idle."""
@@ -187,12 +219,14 @@ class Committer:
             self._leave(writer)
 
     def _leave(self, writer: Writer) -> None:
-        """Closes its file, if it is synced; else that is left to the background."""
-        if self._syncer.is_full:
+        """Closes its file, if it is synced; else that is left to the background, but for what nobody else has made
+        durable."""
+        if self._syncer.is_full or writer.has_unsynced:
             try:
                 writer.sync_file()
             except FatalError as e:
                 self._fail(str(e))
+            self._tell_durable(writer)
         if (left := writer.let_go()) is not None:
             self._syncer.sync(left)
 
@@ -214,7 +248,7 @@ class Committer:
         self._has_failed = True
         self._fatal(why)
 
-    def _tell(self, news: Written | Closing) -> None:
+    def _tell(self, news: Written | Late | Closing) -> None:
         self._news.append(news)
         if not self._announced:
             self._announced = True
@@ -227,6 +261,8 @@ class Committer:
                 news = self._news.popleft()
                 if isinstance(news, Written):
                     news.opening.writer.on_news(news)
+                elif isinstance(news, Late):
+                    news.opening.writer.on_late(news)
                 elif not news.closed.done():
                     news.closed.set_result(None)
         finally:

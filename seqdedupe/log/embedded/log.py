@@ -18,14 +18,14 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.limits import MAX_BATCH_BYTES
-from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention, Skipped
+from seqdedupe.log.contract import DamageFound, Entries, FlushInterval, Location, Outcome, Records, Retention, Skipped
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import Reader
 from seqdedupe.log.embedded.segment import Segment
 from seqdedupe.log.embedded.tail import Tail
 from seqdedupe.log.embedded.window import ReadAhead
-from seqdedupe.log.embedded.writer import Append, Opening, Writer, Written
+from seqdedupe.log.embedded.writer import Append, Late, Opening, Writer, Written
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -62,8 +62,9 @@ class EmbeddedLog:
         self._folder = folder
         self._certain_index = tail.certain_index
         self._reader = Reader(identity, segments, tail.next_index, shared.threads, shared.read_ahead)
-        self._writer = Writer(folder, tail, shared.segment_bytes, self._on_news)
+        self._writer = Writer(folder, tail, shared.segment_bytes, self._on_news, self._on_late)
         self._opening: Opening | None = None
+        self._flush_due: asyncio.TimerHandle | None = None
         self._is_mended = False
         """Whether what opening found at the end is known to be on the disk."""
         self._trim_below = 0
@@ -155,9 +156,36 @@ class EmbeddedLog:
             raise error("INTERNAL", "an append to a log that is not open for writing")
         self._opening.append(append)
 
+    def flush_every(self, interval: FlushInterval) -> None:
+        if interval != self._writer.flush_interval:
+            self._writer.flush_interval = interval
+            self.flush()
+
+    def flush(self) -> None:
+        if self._opening is not None and not self.is_closed:
+            self._opening.flush()
+
+    def _on_late(self, late: Late) -> None:
+        """Nobody reads it yet."""
+        opening = late.opening
+        if opening is not self._opening or self.is_closed:
+            return
+        if self._flush_due is None:
+            delay_seconds = self._writer.flush_interval.ms / 1000
+            self._flush_due = asyncio.get_running_loop().call_later(delay_seconds, self._flush_is_due)
+        opening.settle(Outcome([], written=late.runs))
+
+    def _flush_is_due(self) -> None:
+        self._flush_due = None
+        self.flush()
+
     def _on_news(self, news: Written) -> None:
-        """What was written is readable from now on; then whoever waits for it hears."""
+        """What is durable is readable from now on; then whoever waits for it hears."""
         self._shared.read_ahead.written_at = time.monotonic()
+        if self._flush_due is not None:
+            # What is still late comes with news of its own.
+            self._flush_due.cancel()
+            self._flush_due = None
         segments = self._reader.segments
         if news.base_index != segments[-1].base_index:
             segments.append(Segment(self._folder, self.identity, news.base_index, 0))
@@ -274,6 +302,8 @@ class EmbeddedLog:
         if self.is_closed:
             return
         self.is_closed = True
+        if self._flush_due is not None:
+            self._flush_due.cancel()
         closing = Closing(self._writer, asyncio.get_running_loop().create_future())
         self._shared.committer().queue.put(closing)
         self._reader.close()

@@ -19,7 +19,7 @@ class NewLog:
 
     def __init__(self, folder: Path, identity: Identity, term: int, random_bytes: bytes) -> None:
         tail = Tail(Segment(folder, identity, 0, 0), 0, 0, 0, 0, records.END)
-        self._writer = Writer(folder, tail, DEFAULT_SEGMENT_BYTES, on_news=lambda news: None)
+        self._writer = Writer(folder, tail, DEFAULT_SEGMENT_BYTES, on_news=lambda news: None, on_late=lambda late: None)
         self._publish_time_ms = 0
         self.next_index = 0
         self._opening = self._open(term, random_bytes)
@@ -56,5 +56,6 @@ class NewLog:
             raise error("LOG_REFUSED", str(e)) from e
         if written is None or written.failure is not None:
             raise error("LOG_REFUSED", written.why if written else "the log takes nothing")
+        self._writer.forget_written()
         self.next_index = written.next_index
         return len(written.runs)

@@ -4,12 +4,19 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
-
-from seqdedupe.log.embedded.writer import LeftFile
+from typing import NamedTuple
 
 AT_ONCE = 8
 """So many files are synced together: most file systems make that one write, and each costs a sixth."""
+
+
+class LeftFile(NamedTuple):
+    """An open segment file that has to be synced before it is closed."""
+
+    file: int
+    path: Path
 
 
 class Syncer:

@@ -3,15 +3,16 @@
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from seqdedupe.files import sync_folder, write_all
+from seqdedupe.files import sync_folder, write_buffers
 from seqdedupe.format import headers
 from seqdedupe.format.tag import NO_KEY
-from seqdedupe.log.contract import Failure, Outcome, Run, Runs
+from seqdedupe.log.contract import Failure, FlushInterval, Outcome, Run, Runs
 from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, Point, segment_path
+from seqdedupe.log.embedded.syncing import LeftFile
 from seqdedupe.log.embedded.tail import Tail, mend
 
 GROUP_APPENDS = 256
@@ -22,9 +23,8 @@ Twice as many buffers (each has a header) fit into one `writev` of Linux, which 
 GATHER_BYTES = 512 * 1024
 """A group as large as this takes longer to write than waiting for more would save."""
 
-WRITE_BYTES = 1024 * 1024
-"""What one call writes. For a larger write the system takes memory in larger pieces, of those that it has not used for
-long, which in a virtual machine may have to come from the host: 16 MB in one call took up to five times as long."""
+MAX_LATE_APPENDS = 1024
+"""So many appends of a topic wait for a sync at most, whatever its flush policy: the event loop settles all at once."""
 
 
 Append = tuple[bytes, int, int]
@@ -61,6 +61,8 @@ class Opening:
         self._appends: deque[Append] = deque()
         self._hand_over = hand_over
         self._queued = False
+        self._flushes = self._flushed = 0
+        """So often it was asked for a sync; so often all was taken that had been appended by then."""
         self._wake()
 
     def _wake(self) -> None:
@@ -74,13 +76,24 @@ class Opening:
         self._appends.append(append)
         self._wake()
 
-    def take(self) -> list[Append]:
-        """What has been appended, up to a group. The rest, and what is appended from now on, wakes the thread again."""
+    def flush(self) -> None:
+        """Asks the thread to sync what has been appended."""
+        self._flushes += 1
+        self._wake()
+
+    def take(self) -> tuple[list[Append], bool]:
+        """What has been appended, up to a group, and whether it was asked for a sync of it. The rest, and what is
+        appended from now on, wakes the thread again."""
         self._queued = False
+        # In this order: what was appended before it was asked is taken now, or left over.
+        flushes = self._flushes
         taken = [self._appends.popleft() for _ in range(min(len(self._appends), GROUP_APPENDS))]
+        is_due = flushes > self._flushed
         if self._appends:
             self._wake()
-        return taken
+        else:
+            self._flushed = flushes
+        return taken, is_due
 
 
 class Written(NamedTuple):
@@ -110,26 +123,38 @@ class Written(NamedTuple):
     why: str = ""
 
 
+class Late(NamedTuple):
+    """For the event loop: these appends are written, and not durable yet; what became of them comes later."""
+
+    opening: Opening
+    runs: list[Runs]
+
+
 class FatalError(Exception):
     """What is on the disk is not known any more, or could not be undone: the process must end."""
-
-
-class LeftFile(NamedTuple):
-    """An open segment file that has to be synced before it is closed."""
-
-    file: int
-    path: Path
 
 
 class Writer:
     """The end of one topic's log. Belongs to the commit thread.
 
     What opening the log found is mended before anything is written. `on_news` is called on the event loop with what
-    was written. The file is opened when it is needed, and stays open until `let_go`.
+    is durable, `on_late` with what is only written, as `flush_interval` has it, which the event loop may change. The
+    file is opened when it is needed, and stays open until `let_go`.
     """
 
-    def __init__(self, folder: Path, tail: Tail, segment_bytes: int, on_news: Callable[[Written], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tail: Tail,
+        segment_bytes: int,
+        on_news: Callable[[Written], None],
+        on_late: Callable[[Late], None],
+    ) -> None:
         self.on_news = on_news
+        self.on_late = on_late
+        self.flush_interval = FlushInterval()
+        self.is_due = False
+        """Whether what was written has to be made durable now."""
         self.has_more_coming = False
         """Whether the last group makes it likely that waiting for more is worth it."""
         segment = tail.segment
@@ -144,6 +169,10 @@ class Writer:
         self._segment_bytes = segment_bytes
         self._opening: Opening | None = None
         self._to_mend: Tail | None = tail
+        self._durable_index = tail.next_index
+        self._unsynced_appends = 0
+        self._unsynced: list[Written] = []
+        self._durable: list[Written] = []  # that nobody was told of yet
         self._file: int | None = None
         self._broken = False
         self._closed = False
@@ -151,13 +180,15 @@ class Writer:
     def write(self, opening: Opening, now_ms: int) -> Written | None:
         """Writes what an opening has handed over, its marker first, and does not sync yet.
 
-        None if there is nothing to do: an older opening's appends, those after a failure, and what is left when the
+        None if there is nothing to write: an older opening's appends, those after a failure, and what is left when the
         log has been closed are dropped. A failed write is undone before it is returned as refused. Raises FatalError
         if that fails.
         """
-        appends = opening.take()
+        appends, is_asked = opening.take()
         if self._broken or self._closed:
+            self.is_due = False
             return None
+        self.is_due = self.is_due or is_asked
         if not opening.marked:
             opening.marked = True
             self._opening = opening
@@ -174,7 +205,7 @@ class Writer:
         try:
             file = self._roll(file)
             news = self._pack(opening, appends) if appends else self._pack_marker(opening)
-            _write_buffers(file, news.buffers, self._end)
+            write_buffers(file, news.buffers, self._end)
         except OSError as e:
             self._undo(file)
             return self._refused(opening, f"the log cannot be written: {e}")
@@ -182,7 +213,31 @@ class Writer:
             self._last_point = news.points[-1].offset
         self.has_more_coming = len(appends) > 1 and news.end - self._end < GATHER_BYTES
         self._end, self._next_index = news.end, news.next_index
+        self._unsynced.append(news)
+        self._unsynced_appends += len(appends)
+        self.is_due = self.is_due or self._must_not_wait(appends)
         return news
+
+    def _must_not_wait(self, appends: list[Append]) -> bool:
+        """Whether what was written is to be durable before anybody hears of it."""
+        interval = self.flush_interval
+        return (
+            interval.is_every_commit
+            or not appends
+            or self._next_index - self._durable_index >= interval.messages
+            or self._unsynced_appends >= MAX_LATE_APPENDS
+            or any(not rows for _, rows, _ in appends)
+        )
+
+    @property
+    def has_unsynced(self) -> bool:
+        """Whether something is written that neither its file's sync nor the journal has made durable."""
+        return bool(self._unsynced)
+
+    @property
+    def may_use_journal(self) -> bool:
+        """Whether a round of the journal would have all that has to be durable now."""
+        return self.is_due and len(self._unsynced) == 1
 
     @property
     def is_in_journal(self) -> bool:
@@ -192,11 +247,28 @@ class Writer:
     def in_journal(self) -> None:
         """The journal has made durable what was written."""
         self._synced = self._end
+        self._confirm()
 
     def sync(self) -> None:
-        """Makes what was written durable. Raises FatalError."""
+        """Makes durable what was written. Raises FatalError."""
         if self._broken or self._synced < self._end:
             self.sync_file()
+        self.is_due = False
+
+    def take_durable(self) -> list[Written]:
+        """What has become durable since it was asked last."""
+        durable, self._durable = self._durable, []
+        return durable
+
+    def forget_written(self) -> None:
+        """Nobody waits to hear of what was written."""
+        self._unsynced, self._durable = [], []
+
+    def _confirm(self) -> None:
+        self._durable += self._unsynced
+        self._unsynced = []
+        self._unsynced_appends, self._durable_index = 0, self._next_index
+        self.is_due = False
 
     def sync_file(self) -> None:
         """Makes it durable in the file itself. Raises FatalError."""
@@ -210,8 +282,9 @@ class Writer:
                 self._broken = True
                 raise FatalError(f"{self._path()} cannot be synced: {e}") from e
             self._synced = self._file_synced = self._end
+            self._confirm()
 
-    def let_go(self) -> "LeftFile | None":
+    def let_go(self) -> LeftFile | None:
         """Gives the file up for now. Where the journal has what the file may lack, somebody has to sync it, and only
         then to close it: whoever opens it anew may not hear of a page that could not be written."""
         left, self._file = self._file, None
@@ -227,7 +300,7 @@ class Writer:
         self._closed = True
         try:
             # What was let go of before is synced by whoever was given it: there need be no descriptor left for it.
-            if self._file is not None and self._synced == self._end and not self._broken:
+            if self._file is not None and not self._broken:
                 self.sync_file()
         finally:
             if (left := self.let_go()) is not None:
@@ -273,6 +346,7 @@ class Writer:
             self._broken = True
             raise FatalError(f"{self._path()} cannot be cut after a failed write: {e}") from e
         self._synced = self._file_synced = self._end
+        self._confirm()
 
     def _pack(self, opening: Opening, appends: list[Append]) -> Written:
         made: list[bytes] = []
@@ -324,31 +398,3 @@ class Writer:
         )
         start, end = self._end, self._end + len(record)
         return Written(opening, [], self._base_index, start, end, self._next_index, points, [record])
-
-
-def _write_buffers(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
-    """Writes the buffers one after the other. Raises OSError; then any part of them may have been written."""
-    for some in _in_pieces(buffers):
-        size = sum(map(len, some))
-        written = os.pwritev(file, some, offset)
-        if written < size:
-            write_all(file, memoryview(b"".join(some))[written:], offset + written)
-        offset += size
-
-
-def _in_pieces(buffers: Sequence[bytes | memoryview]) -> Iterator[Sequence[bytes | memoryview]]:
-    """The buffers, so many at once that they have WRITE_BYTES at most."""
-    if sum(map(len, buffers)) <= WRITE_BYTES:
-        yield buffers
-        return
-    some: list[bytes | memoryview] = []
-    left = WRITE_BYTES
-    for buffer in buffers:
-        for at in range(0, len(buffer), WRITE_BYTES):
-            part = buffer if len(buffer) <= WRITE_BYTES else memoryview(buffer)[at : at + WRITE_BYTES]
-            if len(part) > left:
-                yield some
-                some, left = [], WRITE_BYTES
-            some.append(part)
-            left -= len(part)
-    yield some

@@ -19,7 +19,7 @@ from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.entry_properties import Owner
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
-from seqdedupe.log.contract import DamageFound, Entries, Location, Outcome, Records, Retention, Skipped
+from seqdedupe.log.contract import DamageFound, Entries, FlushInterval, Location, Outcome, Records, Retention, Skipped
 from seqdedupe.log.pulsar import entries, place_bytes, recording
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.content import Content
@@ -173,6 +173,12 @@ class PulsarLog:
         """The clock, which never goes back within a topic."""
         self._last_ms = max(self._last_ms, self._end.publish_time_ms, self._shared.clock_ms())
         return self._last_ms
+
+    def flush_every(self, interval: FlushInterval) -> None:
+        """Nothing: what the broker has confirmed is as durable as it makes it."""
+
+    def flush(self) -> None:
+        """Nothing, as above."""
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         await self.let_go()
