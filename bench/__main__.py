@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 
 from bench.figure import Figure, Ratio, values_of
 from broker_sidecar import kernels
@@ -70,13 +71,22 @@ def show(ratio: Ratio, measured: dict[str, list[float]]) -> bool:
     return ratio.is_reached(middle)
 
 
+def _about(module: ModuleType) -> str:
+    return str(module.__doc__).strip().splitlines()[0]
+
+
 def main() -> int:
     """Runs; exits 0 whatever is reached, because a figure is to be read, not to be a gate."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("figures", nargs="*", choices=[*FIGURES, []], help="which; all if none is named")
     parser.add_argument("--rounds", type=int, help="measure so often instead of what the figure says")
     parser.add_argument("--folder", type=Path, help="where to put data: it should be on the disk to be measured")
+    parser.add_argument("--list", action="store_true", help="say what each figure is, and measure none")
     given = parser.parse_args()
+    if given.list:
+        for name in FIGURES:
+            print(f"{name:<16} {_about(importlib.import_module(f'bench.{name}'))}")
+        return 0
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}"
     )
@@ -85,8 +95,7 @@ def main() -> int:
     missed = 0
     for name in given.figures or FIGURES:
         module = importlib.import_module(f"bench.{name}")
-        about = str(module.__doc__).strip().splitlines()[0]
-        print(f"{name}: {about}", flush=True)
+        print(f"{name}: {_about(module)}", flush=True)
         began = time.monotonic()
         with tempfile.TemporaryDirectory(dir=given.folder) as folder, module.figure(Path(folder)) as figure:
             measured = measure(figure, given.rounds)

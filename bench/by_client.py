@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from seqdedupe.batch import Binary
-from seqdedupe.client import Client, ProducerConfig
+from seqdedupe.client import Client, ProducerConfig, Reader
 from seqdedupe.limits import MAX_BATCH_BYTES
 
 T = TypeVar("T")
@@ -52,3 +52,44 @@ async def publish_batches(
             timed.add(await producer.send_batch(payloads), at)
         await timed.all()
         return (len(payloads.offsets) - 1) * count / (time.perf_counter() - began), seconds
+
+
+async def one_in_flight(address: str, topic: str, payload: bytes, count: int) -> list[float]:
+    """Sends messages, each after the one before has its receipt; the seconds that each took."""
+    seconds = []
+    async with Client(address) as client, client.producer(topic, f"by-client-{next(_names)}") as producer:
+        for _ in range(count):
+            began = time.perf_counter()
+            await (await producer.send(payload))
+            seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+async def read(address: str, topic: str, *, whole_batches: bool) -> float:
+    """Reads a topic; messages a second, with each payload in hand, or in batches as they are stored."""
+    messages = 0
+    began = time.perf_counter()
+    async with Client(address) as client, client.reader(topic) as reader:
+        if whole_batches:
+            async for stored in reader.batches():
+                messages += len(stored)
+        else:
+            async for message in reader:
+                messages += message.payload is not None
+    return messages / (time.perf_counter() - began)
+
+
+async def follow(address: str, topic: str, count: int, following: Callable[[], None]) -> None:
+    """Follows a topic that has a message, by so many readers, for ever; `following` is called when all of them do."""
+    async with Client(address) as client:
+        last = (await client.ends(topic)).last.index
+        readers = [client.reader(topic, last, follow=True) for _ in range(count)]
+        # The message that is there already: from then on each is at the end.
+        await asyncio.gather(*(reader.next_batch() for reader in readers))
+        following()
+
+        async def read_on(reader: Reader) -> None:
+            async for _ in reader.batches():
+                pass
+
+        await asyncio.gather(*map(read_on, readers))

@@ -50,7 +50,7 @@ class Topic:
                 self._seconds.append(time.perf_counter() - self._sent.popleft())
 
 
-async def _seconds(address: str, count: int, run: int) -> list[float]:
+async def seconds_each(address: str, count: int, run: int) -> list[float]:
     """What each message took."""
     seconds: list[float] = []
     channels: list[Any] = [
@@ -99,7 +99,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     with Sidecar(folder / "sidecar", max_streams=2_000) as sidecar:
 
         def taking_ms(count: int) -> Arm:
-            return lambda: percentiles_ms(setup.run(_seconds(sidecar.address, count, next(_runs))))
+            return lambda: percentiles_ms(setup.run(seconds_each(sidecar.address, count, next(_runs))))
 
         yield Figure(
             arms={f"{count} topics": taking_ms(count) for count in (1, 100, 1_000)},

@@ -1,6 +1,7 @@
 """How long a publish takes at 20,000 messages a second while nobody, 10 and 100 readers follow the topic.
 
-`python -m bench.followers ADDRESS COUNT` follows it so often until it is killed, on a connection each.
+`python -m bench.followers ADDRESS COUNT raw` follows it so often until it is killed, on a connection each; with
+`client` instead of `raw` by the product's readers, which decode what they get.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from typing import Any
 
 import grpc.aio
 
-from bench import setup
+from bench import by_client, setup
 from bench.figure import Arm, Figure, Ratio, over, percentiles_ms
 from bench.publish import rising
 from seqdedupe.testing import Sidecar
@@ -31,18 +32,18 @@ FOLLOWERS = (0, 10, 100)
 _names = itertools.count()
 
 
-async def publish_at_rate(address: str) -> list[float]:
+async def publish_at_rate(address: str, frames: int = FRAMES) -> list[float]:
     """Publishes at the rate; the seconds for each frame from when it was due to its receipt."""
     name = f"p{next(_names)}"
     make = rising(name, ROWS)
     async with grpc.aio.insecure_channel(address, options=setup.LARGE) as channel:
         call, epochs = await setup.opened(channel, [name])
         first = time.perf_counter() + 0.1
-        due = [first + k * ROWS / MESSAGES_PER_SECOND for k in range(FRAMES)]
+        due = [first + k * ROWS / MESSAGES_PER_SECOND for k in range(frames)]
         seconds: list[float] = []
 
         async def receive() -> None:
-            while len(seconds) < FRAMES:
+            while len(seconds) < frames:
                 answers = setup.receipts(await call.read())
                 now = time.perf_counter()
                 seconds.extend(now - at for at in due[len(seconds) :][:answers])
@@ -68,7 +69,7 @@ async def _follow(address: str, count: int) -> None:
     calls = [method(request.SerializeToString()) for method in methods]
     for call in calls:
         await call.read()
-    print("following", flush=True)
+    _say_following()
 
     async def read(call: Any) -> None:
         while await call.read() is not grpc.aio.EOF:
@@ -77,10 +78,14 @@ async def _follow(address: str, count: int) -> None:
     await asyncio.gather(*(read(call) for call in calls))
 
 
+def _say_following() -> None:
+    print("following", flush=True)
+
+
 @contextmanager
-def _following(address: str, count: int) -> Iterator[None]:
+def following(address: str, count: int, how: str = "raw") -> Iterator[None]:
     """So many readers follow the topic, in a process of their own."""
-    command = [sys.executable, "-m", "bench.followers", address, str(count)]
+    command = [sys.executable, "-m", "bench.followers", address, str(count), how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -92,19 +97,21 @@ def _following(address: str, count: int) -> Iterator[None]:
 
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
-    def taking_ms(count: int, address: str) -> Arm:
+    def taking_ms(count: int, address: str, how: str = "raw") -> Arm:
         def arm() -> dict[str, float]:
-            with _following(address, count) if count else ExitStack():
+            with following(address, count, how) if count else ExitStack():
                 return percentiles_ms(setup.run(publish_at_rate(address)))
 
         return arm
 
     with Sidecar(folder / "sidecar") as sidecar:
         yield Figure(
-            arms={f"{count} followers": taking_ms(count, sidecar.address) for count in FOLLOWERS},
+            arms={f"{count} followers": taking_ms(count, sidecar.address) for count in FOLLOWERS}
+            | {"10 by the client": taking_ms(10, sidecar.address, "client")},
             ratios=[
                 Ratio("10 followers ÷ none, p50", over("10 followers, p50", "0 followers, p50"), at_most=1.5),
                 Ratio("100 followers ÷ none, p50", over("100 followers, p50", "0 followers, p50"), at_most=4),
+                Ratio("10 by the client ÷ none, p50", over("10 by the client, p50", "0 followers, p50")),
                 Ratio("10 followers ÷ none, p99", over("10 followers, p99", "0 followers, p99")),
                 Ratio("100 followers ÷ none, p99", over("100 followers, p99", "0 followers, p99")),
             ],
@@ -114,4 +121,7 @@ def figure(folder: Path) -> Iterator[Figure]:
 
 
 if __name__ == "__main__":
-    setup.run(_follow(sys.argv[1], int(sys.argv[2])))
+    if sys.argv[3] == "client":
+        setup.run(by_client.follow(sys.argv[1], setup.TOPIC, int(sys.argv[2]), _say_following))
+    else:
+        setup.run(_follow(sys.argv[1], int(sys.argv[2])))

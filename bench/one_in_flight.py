@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench import setup
+from bench import by_client, setup
 from bench.echo import ECHO, SYNCED_ECHO
-from bench.figure import Figure, Ratio, percentiles_ms, shown
-from bench.publish import frame_bytes, rising
+from bench.figure import Figure, Ratio, over, percentiles_ms, shown
+from bench.publish import PAYLOAD, frame_bytes, rising
 from seqdedupe.testing import Sidecar
 
 MESSAGES = 1_500
@@ -29,6 +29,9 @@ def figure(folder: Path) -> Iterator[Figure]:
         name = f"p{next(_names)}"
         return percentiles_ms(setup.run(setup.publish(address, [name], rising(name, 1), MESSAGES, 1))[1])
 
+    def by_the_client(address: str) -> dict[str, float]:
+        return percentiles_ms(setup.run(by_client.one_in_flight(address, setup.TOPIC, PAYLOAD, MESSAGES)))
+
     def echoed(address: str, method: str) -> dict[str, float]:
         return percentiles_ms(setup.run(setup.echo(address, rising("p", 1), MESSAGES, 1, method))[1])
 
@@ -36,6 +39,7 @@ def figure(folder: Path) -> Iterator[Figure]:
         yield Figure(
             arms={
                 "published": lambda: published(sidecar.address),
+                "by the client": lambda: by_the_client(sidecar.address),
                 "ping-pong": lambda: echoed(echo, ECHO),
                 "ping-pong that is synced in between": lambda: echoed(echo, SYNCED_ECHO),
                 SYNC: lambda: percentiles_ms(setup.serial_append(folder, len(one), MESSAGES)),
@@ -51,6 +55,7 @@ def figure(folder: Path) -> Iterator[Figure]:
                     "ping-pong that is synced in between ÷ the same",
                     _over_both("ping-pong that is synced in between, p50"),
                 ),
+                Ratio("by the client ÷ raw", over("by the client, p50", "published, p50")),
                 shown(f"{SYNC}, p50"),
                 shown(f"{SYNC}, p99"),
             ],

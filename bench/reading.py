@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc.aio
 
-from bench import setup
+from bench import by_client, setup
 from bench.echo import STREAM
 from bench.figure import Figure, Ratio, over
-from bench.publish import rising
+from bench.publish import frame_bytes, rising
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import read_pb2
 
@@ -40,6 +40,13 @@ async def read_bytes(address: str, method: str, request: bytes, times: int = TIM
 def figure(folder: Path) -> Iterator[Figure]:
     identity = f"{MESSAGE_BYTES} {TOPIC_BYTES // MESSAGE_BYTES}".encode()
     whole = read_pb2.ReadStreamRequest(topic=setup.TOPIC).SerializeToString()
+    message_bytes = len(frame_bytes(LARGE_ROWS)) / LARGE_ROWS
+
+    def by_the_client(address: str, *, whole_batches: bool) -> float:
+        """As the messages were sent, which is what is read but for the records' headers."""
+        read = by_client.read(address, setup.TOPIC, whole_batches=whole_batches)
+        return message_bytes * setup.run(read)
+
     with (
         Sidecar(folder / "small") as small,
         Sidecar(folder / "large") as large,
@@ -53,11 +60,21 @@ def figure(folder: Path) -> Iterator[Figure]:
             arms={
                 "topic of 256-row batches": lambda: setup.run(read_bytes(large.address, method, whole)),
                 "topic of 16-row batches": lambda: setup.run(read_bytes(small.address, method, whole)),
+                "the first one by the client, batches": lambda: by_the_client(large.address, whole_batches=True),
+                "the first one by the client, messages": lambda: by_the_client(large.address, whole_batches=False),
                 "identity": lambda: setup.run(read_bytes(echo, STREAM, identity)),
             },
             ratios=[
                 Ratio("256-row batches ÷ identity", over("topic of 256-row batches", "identity"), at_least=0.7),
                 Ratio("16-row batches ÷ identity", over("topic of 16-row batches", "identity"), at_least=0.7),
+                Ratio(
+                    "by the client, batches ÷ the raw stream",
+                    over("the first one by the client, batches", "topic of 256-row batches"),
+                ),
+                Ratio(
+                    "by the client, messages ÷ the raw stream",
+                    over("the first one by the client, messages", "topic of 256-row batches"),
+                ),
             ],
             notes=["arms in bytes a second"],
         )

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from bench import setup
 from bench.figure import Figure, Ratio, over
-from bench.publish import PAYLOAD
+from bench.publish import PAYLOAD, published_rows
 from seqdedupe.batch import Binary
-from seqdedupe.client import Client, blocking
+from seqdedupe.client import Client, ProducerConfig, blocking
 from seqdedupe.testing import Sidecar
 
 ROWS = 1_000
 MESSAGES = 300_000
+IN_FLIGHT = ProducerConfig().max_in_flight_batches
 
 
 async def _ready(address: str, topic: str) -> float:
@@ -49,11 +50,13 @@ def figure(folder: Path) -> Iterator[Figure]:
     with Sidecar(folder / "sidecar") as sidecar:
         yield Figure(
             arms={
+                "raw": lambda: published_rows(sidecar.address, ROWS, MESSAGES // ROWS, IN_FLIGHT),
                 "ready batches": lambda: setup.run(_ready(sidecar.address, setup.TOPIC)),
                 "await send()": lambda: setup.run(_single(sidecar.address, setup.TOPIC)),
                 "blocking send()": lambda: _blocking(sidecar.address, setup.TOPIC),
             },
             ratios=[
+                Ratio("ready batches ÷ raw", over("ready batches", "raw")),
                 Ratio("await send() ÷ ready batches", over("await send()", "ready batches"), at_least=0.25),
                 Ratio("blocking send() ÷ ready batches", over("blocking send()", "ready batches"), at_least=0.2),
             ],

@@ -60,8 +60,15 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     except SeqdedupeError as e:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
         return 2
-    from broker_sidecar import kernels
+    from broker_sidecar import kernels, workers
 
+    try:
+        count = workers.count_of(config)
+    except (SeqdedupeError, OSError) as e:
+        print(f"seqdedupe: {e} {getattr(e, 'hint', '')}".rstrip(), file=sys.stderr)
+        return 1
+    if count > 1:
+        return workers.run(config, count, sys.argv[1:] if argv is None else argv)
     if kernels.prepare(config.data_directory):
         print("seqdedupe: compiling for this machine, which can take a minute", file=sys.stderr, flush=True)
     from broker_sidecar.server import run

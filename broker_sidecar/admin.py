@@ -2,6 +2,7 @@
 
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +10,12 @@ import grpc
 
 from broker_sidecar.listing import Listing
 from broker_sidecar.operate import Operate, producer_proto
-from broker_sidecar.policies import Policies, policy_of
+from broker_sidecar.peers import Peers
+from broker_sidecar.policies import Policies
 from broker_sidecar.rpc import unary
 from broker_sidecar.sidecars import Sidecars
 from broker_sidecar.streams import Streams
-from broker_sidecar.topics import entry_format_of, partitioned_to_proto, topic_to_proto
+from broker_sidecar.topics import entry_format_of, partitioned_to_proto, policy_of, topic_to_proto
 from broker_sidecar.transfer import Transfer
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
@@ -40,14 +42,22 @@ class AdminService:
     """The handlers of AdminService."""
 
     def __init__(
-        self, topics: Topics[Any], own: Topics[Topic] | None, streams: Streams, cluster: "Cluster | None"
+        self,
+        topics: Topics[Any],
+        own: Topics[Topic] | None,
+        streams: Streams,
+        cluster: "Cluster | None",
+        peers: Peers | None,
+        is_serving: Callable[[], bool],
     ) -> None:
-        """`own` are the topics if they are on the sidecar's own log, or on that of a `cluster`."""
+        """`own` are the topics if they are on the sidecar's own log, or on that of a `cluster`. `peers` have the other
+        shards, if there are some."""
         self._topics = topics
         self._transfer = Transfer(topics, streams)
         self._operate = Operate(own)
-        self._policies = Policies(topics)
-        self._sidecars = Sidecars(topics, cluster)
+        self._peers = peers
+        self._policies = Policies(topics, peers)
+        self._sidecars = Sidecars(topics, cluster, peers, is_serving)
         self._instance_name = cluster.shared.instance_name if cluster is not None else ""
         self._listing = Listing()
         self._began = time.monotonic()
@@ -95,9 +105,12 @@ class AdminService:
         names = sorted([*map(_name, self._topics.all()), *self._topics.partitions])
         first = bisect_right(names, topic_name(request.after)) if request.after else 0
         page = names[first : first + PAGE_ITEMS]
-        return admin_pb2.ListTopicsResponse(
+        here = admin_pb2.ListTopicsResponse(
             topics=map(self._topic, page), next=page[-1] if first + PAGE_ITEMS < len(names) else ""
         )
+        if self._peers is None or request.only_here:
+            return here
+        return await self._peers.list_topics(request.after, here, PAGE_ITEMS)
 
     async def _get(self, request: admin_pb2.GetTopicRequest) -> admin_pb2.GetTopicResponse:
         full = await look_for(self._topics, request.topic)

@@ -20,6 +20,8 @@ from broker_sidecar.pulsar_config import PulsarConfig
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
+from seqdedupe.shards import from_text
+from seqdedupe.store.directories import CLUSTER_ID, MAX_WORKERS
 from seqdedupe.topic import policy
 
 ENVIRONMENT_PREFIX = "SEQDEDUPE_"
@@ -69,6 +71,12 @@ class Config:
     instance_name: str = _key(
         "", "Whose the producers and subscriptions in Pulsar are: no two sidecars may have one. Left out: a random one."
     )
+    workers: int = _key(
+        0, "So many processes, each with a share of the topics. 0: as many as the data directory has, in a new one one."
+    )
+    shards: str = _key("", "The shards of the topics that this process has, as `0-15`, where others have the rest.")
+    peers: str = _key("", "The addresses of all processes that have shards, this one too, with commas between.")
+    cluster_id: str = _key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
     advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
     sidecars: str = _key(
         "",
@@ -130,6 +138,7 @@ class Config:
         self._check_listen()
         self._check_advertised()
         self._check_sidecars()
+        self._check_shards()
         if self.instance_name and not _INSTANCE_NAME.fullmatch(self.instance_name):
             raise invalid(
                 "instance_name",
@@ -166,10 +175,33 @@ class Config:
         if self.standby and own not in among.addresses:
             raise invalid("sidecars", f"is {self.sidecars!r}: {own}, at which this one is reached, is not among them")
 
+    def _check_shards(self) -> None:
+        if self.workers > MAX_WORKERS:
+            raise invalid("workers", f"is {self.workers}: at most {MAX_WORKERS} are possible")
+        for name in ("workers", "shards", "peers"):
+            value = getattr(self, name)
+            if self.log != "embedded" and value not in (0, 1, ""):
+                raise invalid(name, f"is {value!r}: only topics on the sidecar's own log are spread over processes")
+            if name != "workers" and value and self.workers > 1:
+                raise invalid(name, f"is {value!r}: each of several workers is given its own")
+        try:
+            _ = from_text(self.shards) if self.shards else None
+        except SeqdedupeError as e:
+            raise invalid("shards", f"is {self.shards!r}: {e.message}") from e
+        try:
+            _ = Sidecars.parse(self.peers) if self.peers else None
+        except SeqdedupeError as e:
+            raise invalid("peers", f"is {self.peers!r}: {e.message}") from e
+        if self.shards and not self.cluster_id:
+            raise invalid("cluster_id", "is needed with shards: any name, the same for all processes")
+        if self.cluster_id and not CLUSTER_ID.fullmatch(self.cluster_id):
+            what = "it should be 1 to 64 ASCII letters, digits and any of ._-"
+            raise invalid("cluster_id", f"is {self.cluster_id!r}: {what}")
+
     def _check_advertised(self) -> None:
         if not self.advertised_address:
             host = SidecarAddress.parse(self.listen).host
-            if self.log == "pulsar" and host in _EVERYWHERE:
+            if (self.log == "pulsar" or self.workers > 1) and host in _EVERYWHERE:
                 raise invalid("advertised_address", f"is needed: with listen = {self.listen!r} nobody knows where")
             return
         try:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker_sidecar.config import Config
+from broker_sidecar.peers import Peers, claim_of
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Logs
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
+from seqdedupe.store import directories
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.attached import AttachedTopic
@@ -68,6 +70,7 @@ class Data:
             _check_no_logs(config.log, folder / "logs")
         self._store = store = Store.open(folder / "store")
         self._logs: EmbeddedLogs | None = None
+        self.peers: Peers | None = None
         self.cluster: Cluster | None = None
         self._is_standby = config.standby
         self._is_advertised = bool(config.advertised_address)
@@ -96,6 +99,7 @@ class Data:
             self.cluster = _cluster(config, store)
             kind, logs = LogKind.PULSAR, self.cluster.logs
         else:
+            self.peers = _peers(config, store)
             self._logs = EmbeddedLogs(
                 folder / "logs",
                 clock_ms=_clock_ms,
@@ -112,6 +116,7 @@ class Data:
             ),
             on_state=on_state,
             rebuild_store=rebuild_store,
+            ownership=self.peers,
             **limits,
         )
 
@@ -140,6 +145,8 @@ class Data:
         """Where, which is what the sidecar advertises unless it was told something else."""
         if self.cluster is not None and not self._is_advertised:
             self.cluster.shared.address = str(address)
+        if self.peers is not None:
+            self.all_topics.in_background(self.peers.keep_looking(fatal))
 
     async def close(self) -> None:
         """Lets go of files, locks, connections and threads."""
@@ -157,6 +164,21 @@ async def _keep_looking(topics: Topics[Any]) -> None:
             await topics.looking.once()
         except SeqdedupeError as e:
             logger.warning("the cluster was not asked for new topics: %s", e)
+
+
+def _peers(config: Config, store: Store) -> Peers | None:
+    """Those that have the other shards, None if there are none. What the directory is to claim is durable on return.
+
+    Raises SHARD_CLAIMED_TWICE if it has a topic of another shard; and as `claim_of`.
+    """
+    claim, is_said = claim_of(config)
+    if claim is None:
+        return None
+    peers = Peers(claim, config.peers)
+    peers.check_found(record.name for record in store.topics())
+    if not is_said:
+        directories.write(Path(config.data_directory), claim)
+    return peers
 
 
 def _cluster(config: Config, store: Store) -> "Cluster":

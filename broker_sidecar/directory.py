@@ -7,6 +7,9 @@ from pathlib import Path
 
 from seqdedupe.errors import SeqdedupeError, error
 
+PRIVATE = 0o077
+"""The umask: nobody but the user that the sidecar runs as may read what it writes."""
+
 _HINTS = {
     errno.EROFS: "Mount the file system for writing, or choose a directory on another one.",
     errno.EACCES: "Run the sidecar as the user that owns the directory, or give it to this user (chown).",

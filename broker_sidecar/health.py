@@ -4,7 +4,7 @@ Telling a state never waits for anybody who watches it.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -16,16 +16,28 @@ from broker_sidecar.streams import Stream, Streams
 SERVICE = "grpc.health.v1.Health"
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
+ALL_SHARDS = "shards"
+"""Of all processes that have topics of the cluster. No topic has such a full name."""
+
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
     """What is told, and the handlers of those who ask or watch. `asked` is told the name of a topic that one asks
-    for, which is to use it."""
+    for, which is to use it. `check_owner` raises NOT_OWNER for one that another process has."""
 
-    def __init__(self, streams: Streams, asked: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        asked: Callable[[str], object],
+        *,
+        check_owner: Callable[[str], None],
+        others_serve: Callable[[], Awaitable[bool]],
+    ) -> None:
         self._streams = streams
+        self._check_owner = check_owner
+        self._others_serve = others_serve
         self._asked = asked
         self._statuses: dict[str, Any] = {"": NOT_SERVING}
         self._watching: dict[str, set[asyncio.Event]] = {}
@@ -41,6 +53,11 @@ class Health:
             self._statuses[name] = status
         for news in self._watching.get(name, ()):
             news.set()
+
+    @property
+    def is_serving(self) -> bool:
+        """That of the process as a whole."""
+        return bool(self._statuses[""] == SERVING)
 
     def drain(self) -> None:
         """Everything is NOT_SERVING from now on."""
@@ -58,6 +75,10 @@ class Health:
     async def _check(self, data: bytes, context: Context) -> bytes:
         try:
             name = _name_in(data)
+            if name == ALL_SHARDS:
+                return _response(SERVING if self.is_serving and await self._others_serve() else NOT_SERVING)
+            if name and name not in self._statuses:
+                self._check_owner(name)
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
         if name not in self._statuses:

@@ -18,6 +18,8 @@ from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 
 ANSWER_SECONDS = 5.0
+OF_ALL_SECONDS = 12.0
+"""Where an answer has to come from all processes: its caller waits for half a minute."""
 TAKE_SECONDS = 15.0
 """To take over a topic: some of it may have to be read."""
 SILENT_SECONDS = 30.0
@@ -39,10 +41,24 @@ async def answers(address: str) -> bool:
         return True
 
 
+async def shards(address: str) -> admin_pb2.GetShardsResponse:
+    """What the process at this address claims. Raises UNREACHABLE, INVALID_REQUEST if it has no shards."""
+    request = admin_pb2.GetShardsRequest()
+    claimed: admin_pb2.GetShardsResponse = await ask(address, "GetShards", request, OF_ALL_SECONDS)
+    return claimed
+
+
+async def topics(address: str, after: str) -> admin_pb2.ListTopicsResponse:
+    """A page of those topics that the process at this address has itself. Raises UNREACHABLE."""
+    request = admin_pb2.ListTopicsRequest(after=after, only_here=True)
+    page: admin_pb2.ListTopicsResponse = await ask(address, "ListTopics", request, OF_ALL_SECONDS)
+    return page
+
+
 async def instance_name(address: str) -> str | None:
     """That of the sidecar at this address; None if none answers there."""
     try:
-        version: admin_pb2.GetVersionResponse = await _call(address, "GetVersion", admin_pb2.GetVersionRequest())
+        version: admin_pb2.GetVersionResponse = await ask(address, "GetVersion", admin_pb2.GetVersionRequest())
     except SeqdedupeError:
         return None
     return version.instance_name
@@ -50,16 +66,18 @@ async def instance_name(address: str) -> str | None:
 
 async def topic(address: str, name: str) -> admin_pb2.Topic:
     """A topic, as the sidecar at this address knows it. Raises what that one refuses it for, UNREACHABLE."""
-    found: admin_pb2.Topic = (await _call(address, "GetTopic", admin_pb2.GetTopicRequest(topic=name))).topic
+    found: admin_pb2.Topic = (await ask(address, "GetTopic", admin_pb2.GetTopicRequest(topic=name))).topic
     return found
 
 
 async def take(address: str, name: str) -> None:
     """The sidecar at this address takes the topic, and serves it on return. Raises as `topic`, NOT_OWNER."""
-    await _call(address, "TakeTopic", admin_pb2.TakeTopicRequest(topic=name), TAKE_SECONDS)
+    await ask(address, "TakeTopic", admin_pb2.TakeTopicRequest(topic=name), TAKE_SECONDS)
 
 
-async def _call(address: str, name: str, request: Message, timeout_seconds: float = ANSWER_SECONDS) -> Any:
+async def ask(address: str, name: str, request: Message, timeout_seconds: float = ANSWER_SECONDS) -> Any:
+    """What the sidecar at this address answers to a call of AdminService. Raises what that one refuses it for,
+    UNREACHABLE."""
     there = SidecarAddress.parse(address)
     async with new_channel(there) as channel:
         with typed_errors(there):

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from broker_sidecar.topics import policy_to_proto, topic_to_proto
+from broker_sidecar.peers import Peers
+from broker_sidecar.topics import policy_of, policy_to_proto, topic_to_proto
 from seqdedupe.errors import error
 from seqdedupe.names import namespace_name
 from seqdedupe.topic.directory import Topics
@@ -12,10 +13,11 @@ from seqdedupe.v1 import admin_pb2
 
 
 class Policies:
-    """The handlers."""
+    """The handlers. `peers` have the other shards, if there are some."""
 
-    def __init__(self, topics: Topics[Any]) -> None:
+    def __init__(self, topics: Topics[Any], peers: Peers | None) -> None:
         self._topics = topics
+        self._peers = peers
 
     async def of_topic(self, request: admin_pb2.GetTopicPolicyRequest) -> admin_pb2.GetTopicPolicyResponse:
         topic = await find(self._topics, request.topic)
@@ -34,7 +36,9 @@ class Policies:
         return admin_pb2.RemoveTopicPolicyResponse(topic=topic_to_proto(topic))
 
     async def of_namespace(self, request: admin_pb2.GetNamespacePolicyRequest) -> admin_pb2.GetNamespacePolicyResponse:
-        policy, applied = self._of(namespace_name(request.namespace))
+        namespace = namespace_name(request.namespace)
+        self._topics.ownership.check(namespace)
+        policy, applied = self._of(namespace)
         return admin_pb2.GetNamespacePolicyResponse(policy=policy, applied=applied)
 
     async def set_of_namespace(
@@ -42,6 +46,8 @@ class Policies:
     ) -> admin_pb2.SetNamespacePolicyResponse:
         namespace = namespace_name(request.namespace)
         given = self._given(request.policy)
+        if self._peers is not None and not request.only_here:
+            return await self._peers.everywhere("SetNamespacePolicy", request, self.set_of_namespace)
         await self._topics.namespaces.change(namespace, lambda policy: policy.with_values_of(given))
         policy, applied = self._of(namespace)
         return admin_pb2.SetNamespacePolicyResponse(policy=policy, applied=applied)
@@ -50,6 +56,9 @@ class Policies:
         self, request: admin_pb2.RemoveNamespacePolicyRequest
     ) -> admin_pb2.RemoveNamespacePolicyResponse:
         namespace, values = namespace_name(request.namespace), list(request.values)
+        if self._peers is not None and not request.only_here:
+            Policy().without(values)
+            return await self._peers.everywhere("RemoveNamespacePolicy", request, self.remove_of_namespace)
         await self._topics.namespaces.change(namespace, lambda policy: policy.without(values))
         policy, applied = self._of(namespace)
         return admin_pb2.RemoveNamespacePolicyResponse(policy=policy, applied=applied)
@@ -64,11 +73,3 @@ class Policies:
     def _of(self, namespace: str) -> tuple[admin_pb2.TopicPolicy, admin_pb2.TopicPolicy]:
         namespaces = self._topics.namespaces
         return policy_to_proto(namespaces.policy(namespace)), policy_to_proto(namespaces.applied(namespace))
-
-
-def policy_of(message: admin_pb2.TopicPolicy) -> Policy:
-    """What a request sets. Raises INVALID_REQUEST for what cannot be set."""
-    try:
-        return Policy.of(message).check()
-    except ValueError as e:
-        raise error("INVALID_REQUEST", f"the policy has a value that this sidecar does not know: {e}") from e

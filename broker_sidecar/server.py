@@ -4,11 +4,9 @@ SIGTERM or SIGINT drains: health says NOT_SERVING, what is in flight is finished
 """
 
 import asyncio
-import errno
 import logging
 import os
 import signal
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +18,12 @@ from broker_sidecar import admin, dedupe, directory, health, logs, publish, read
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
+from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.server")
@@ -34,9 +33,6 @@ EXIT_ERROR = 1
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 """Twice what a batch may have: one that is too large gets an answer that says so. What is larger still is broken
 off by gRPC, which does not say that sending it again cannot help."""
-
-PRIVATE = 0o077
-"""The umask: nobody but the user that the sidecar runs as may read what it writes."""
 
 STOP_GRACE_SECONDS = 2.0
 """After draining: for clients to read their last answers."""
@@ -62,7 +58,12 @@ class Sidecar:
         self._config = config
         self._repairs = repairs
         self._streams = Streams(config.max_streams)
-        self._health = health.Health(self._streams, lambda name: self._topics.waiting.begin(name))
+        self._health = health.Health(
+            self._streams,
+            lambda name: self._topics.waiting.begin(name),
+            check_owner=lambda name: self._topics.ownership.check(name),
+            others_serve=self._others_serve,
+        )
         self.address: SidecarAddress | None = None
 
     async def listen(self) -> None:
@@ -70,6 +71,8 @@ class Sidecar:
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         try:
+            if self._data.peers is not None:
+                await self._data.peers.look()
             await self._topics.open_all()
             await self._listen()
         except BaseException:
@@ -91,7 +94,14 @@ class Sidecar:
         self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *limits, *_PINGS])
         streams = self._streams
         services: dict[str, Any] = {
-            admin.SERVICE: admin.AdminService(self._topics, self._data.topics, streams, self._data.cluster),
+            admin.SERVICE: admin.AdminService(
+                self._topics,
+                self._data.topics,
+                streams,
+                self._data.cluster,
+                self._data.peers,
+                lambda: self._health.is_serving,
+            ),
             health.SERVICE: self._health,
         }
         if (topics := self._data.topics) is not None:
@@ -107,10 +117,13 @@ class Sidecar:
             if address.path:
                 os.chmod(address.path, int(self._config.socket_mode, 8))
         except (RuntimeError, OSError) as e:
-            raise _cannot_listen(address, e) from e
+            raise cannot_listen(address, e) from e
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
         await self._server.start()
+
+    async def _others_serve(self) -> bool:
+        return self._data.peers is None or await self._data.peers.are_serving()
 
     def _topic_changed(self, name: str, state: State | None) -> None:
         if state is None:
@@ -128,30 +141,6 @@ class Sidecar:
             self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
         await self._data.close()
-
-
-def _cannot_listen(address: SidecarAddress, e: Exception) -> SeqdedupeError:
-    """What keeps gRPC from listening, which it does not tell: so it is tried again by plain means."""
-    why, hint = str(e), None
-    path = Path(address.path)
-    try:
-        with socket.socket(socket.AF_UNIX if address.path else _family(address.host)) as probe:
-            probe.bind(address.path or (address.host.strip("[]"), address.port))
-    except socket.gaierror:
-        why, hint = f"the host name {address.host!r} does not resolve", "Write a name or address of this machine."
-    except OSError as found:
-        why = found.strerror or str(found)
-        if address.path and path.exists() and not path.is_socket():
-            why, hint = "what is there is no socket", "Move it away, or choose another path."
-        elif address.path and not path.parent.is_dir():
-            why, hint = f"there is no folder {str(path.parent)!r}", "Make the folder, or choose another path."
-        elif found.errno == errno.EADDRINUSE:
-            hint = "Stop the process that listens there, or choose another port."
-    return error("INVALID_CONFIGURATION", f"listen = {str(address)!r}: cannot listen there: {why}", hint=hint)
-
-
-def _family(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 async def _serve(config: Config, repairs: dict[str, bool]) -> None:
@@ -184,7 +173,7 @@ def run(config: Config, **repairs: bool) -> int:
     `repairs` are those of `Data`, for this start alone.
     """
     logs.configure(config.log_level, config.log_format)
-    os.umask(PRIVATE)
+    os.umask(directory.PRIVATE)
     give_back_freed_memory()
     try:
         import uvloop

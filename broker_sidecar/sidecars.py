@@ -1,14 +1,17 @@
 """The calls of AdminService about the sidecars of a cluster: who there is, who is gone for good, who has a topic."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from broker_sidecar import neighbours
 from broker_sidecar.moving import Moves
+from broker_sidecar.peers import Peers
 from broker_sidecar.rpc import unary
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar import sidecars
+from seqdedupe.shards import to_text
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find
 from seqdedupe.topic.publishing import Topic
@@ -19,16 +22,21 @@ if TYPE_CHECKING:
 
 
 class Sidecars:
-    """The handlers. `cluster` is None if the log is not a cluster's."""
+    """The handlers. `cluster` is None if the log is not a cluster's, `peers` if this process has all topics."""
 
-    def __init__(self, topics: Topics[Any], cluster: "Cluster | None") -> None:
+    def __init__(
+        self, topics: Topics[Any], cluster: "Cluster | None", peers: Peers | None, is_serving: Callable[[], bool]
+    ) -> None:
         self._topics: Topics[Topic] = topics
         self._known_cluster = cluster
+        self._peers = peers
+        self._is_serving = is_serving
         self._moves = Moves()
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """By the name of the call."""
         return {
+            "GetShards": unary(admin_pb2.GetShardsRequest, self._shards),
             "ListSidecars": unary(admin_pb2.ListSidecarsRequest, self._list),
             "ForgetSidecar": unary(admin_pb2.ForgetSidecarRequest, self._forget),
             "MoveTopic": unary(admin_pb2.MoveTopicRequest, self._move),
@@ -41,11 +49,13 @@ class Sidecars:
             raise error(
                 "INVALID_REQUEST",
                 "this is only for sidecars in front of a cluster, and here the log is not a cluster's",
-                hint="Where log = 'embedded' or 'broker' there is one sidecar, which has all of its topics.",
+                hint="Where log = 'embedded' or 'broker' a topic stays where it is.",
             )
         return self._known_cluster
 
     async def _list(self, _request: admin_pb2.ListSidecarsRequest) -> admin_pb2.ListSidecarsResponse:
+        if self._peers is not None:
+            return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.records)))
         shared, namespaces = self._cluster.shared, self._cluster.namespaces
         return admin_pb2.ListSidecarsResponse(
             sidecars=[
@@ -60,6 +70,17 @@ class Sidecars:
                 )
                 for one in await sidecars.sidecars(shared.admin, namespaces)
             ]
+        )
+
+    async def _shards(self, _request: admin_pb2.GetShardsRequest) -> admin_pb2.GetShardsResponse:
+        if self._peers is None:
+            raise error("INVALID_REQUEST", "this process has no shards, but all topics")
+        return admin_pb2.GetShardsResponse(
+            cluster_id=self._peers.claim.cluster_id,
+            shards=to_text(self._peers.claim.shards),
+            process_id=self._peers.process_id,
+            is_serving=self._is_serving(),
+            topics=len(self._topics.records),
         )
 
     async def _forget(self, request: admin_pb2.ForgetSidecarRequest) -> admin_pb2.ForgetSidecarResponse:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from broker_sidecar.policies import policy_of
 from broker_sidecar.rpc import columns, parse
 from broker_sidecar.steps import INT64, names_of, values
+from broker_sidecar.topics import policy_of
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import error

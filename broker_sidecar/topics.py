@@ -18,6 +18,14 @@ def policy_to_proto(policy: Policy | Applied) -> admin_pb2.TopicPolicy:
     return message
 
 
+def policy_of(message: admin_pb2.TopicPolicy) -> Policy:
+    """What a request sets. Raises INVALID_REQUEST for what cannot be set."""
+    try:
+        return Policy.of(message).check()
+    except ValueError as e:
+        raise error("INVALID_REQUEST", f"the policy has a value that this sidecar does not know: {e}") from e
+
+
 _ENTRY_FORMATS = {
     "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
     "plain": admin_pb2.ENTRY_FORMAT_PLAIN,

@@ -204,6 +204,9 @@ REASONS: dict[str, Reason] = {
         250,
     ),
     "NOT_OWNER": Reason(UnavailableError, "UNAVAILABLE", "Ask the sidecar that owns the topic.", 100),
+    "SHARDS_INCOMPLETE": Reason(
+        UnavailableError, "UNAVAILABLE", "See why a process that has some of the shards does not answer.", 500
+    ),
     "MOVE_FAILED": Reason(
         UnavailableError,
         "FAILED_PRECONDITION",
@@ -305,6 +308,10 @@ REASONS: dict[str, Reason] = {
         "Run the commands that the message names, or let the sidecar do it: pulsar.manage_topic_policies = true."
     ),
     "DIRECTORY_IN_USE": _configuration("Another sidecar has this data directory. Stop it or choose another directory."),
+    "SHARD_CLAIMED_TWICE": _configuration(
+        "A shard has one data directory, for good. Is one of the two a copy, or a backup? Find out which has what was "
+        "published last, and move the other one away; do not delete it."
+    ),
     "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or not there, within a file system."),
     "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that it has."),
     "SOURCE_CHANGED": _configuration(

@@ -1,7 +1,9 @@
 """A real sidecar for tests: a process of its own, for the length of a block, to be killed and started again at will."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +41,7 @@ class Sidecar:
     `folder` is where its data directory is made, and stays; left out, that is a temporary one and goes with the block.
     `keys` are keys of the configuration (docs/configuration.md); `environment` is added to this process's own;
     `module` is what `python -m` runs. Keys may be changed between two starts. Needs the extra `seqdedupe[sidecar]`.
+    With several `workers` they listen on Unix sockets, and `address` has all of them, with commas between.
     Its methods block; they belong to one thread.
     """
 
@@ -48,6 +51,7 @@ class Sidecar:
         *,
         module: str = "broker_sidecar",
         environment: Mapping[str, str] | None = None,
+        workers: int = 1,
         **keys: object,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="seqdedupe-") if folder is None else None
@@ -60,6 +64,17 @@ class Sidecar:
         weakref.finalize(self, reserving.close)
         self.address = "{}:{}".format(*reserving.getsockname())
         """`host:port` or `unix:path`. With a `listen` among the keys it is known once it serves."""
+        self._has_workers = workers > 1
+        if self._has_workers:
+            # A path below `folder` may be longer than a socket's can be.
+            sockets = tempfile.mkdtemp(prefix="seqdedupe-")
+            weakref.finalize(self, shutil.rmtree, sockets)
+            listen = f"unix:{sockets}/worker"
+            self.address = ",".join(f"{listen}.{worker}" for worker in range(workers))
+            self.keys = {"workers": workers, "listen": listen} | keys
+        self.worker_pids: dict[int, int] = {}
+        """The processes of workers that run now, by their numbers from 0 on."""
+        self._serving_at: set[str] = set()
         self.log: list[dict[str, Any]] = []
         """What it has logged since the first start, as parsed JSON lines: `event`, `level`, ..."""
         self.errors: list[str] = []
@@ -103,6 +118,7 @@ class Sidecar:
             raise RuntimeError(f"the sidecar runs already, as process {self.pid}: kill or stop it first")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._serving.clear()
+        self._serving_at.clear()
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", self._module, *self._flags()],
             stderr=subprocess.PIPE,
@@ -123,8 +139,11 @@ class Sidecar:
                 flags += [f"--{flag}", str(value)]
         return flags
 
-    def wait_until_serving(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> None:
-        """Until it serves. Raises RuntimeError with what it printed if it ends instead, or does not in time."""
+    def wait_until_serving(self, timeout_seconds: float | None = None) -> None:
+        """Until it serves; left out: START_TIMEOUT_SECONDS for each of its processes. Raises RuntimeError with
+        what it printed if it ends instead, or does not in time."""
+        if timeout_seconds is None:
+            timeout_seconds = START_TIMEOUT_SECONDS * (self.address.count(",") + 1)
         waited = 0.0
         while not self._serving.wait(_POLL_SECONDS):
             self.check_running()
@@ -154,9 +173,21 @@ class Sidecar:
                     self.errors.append(line.rstrip())
                     continue
                 self.log.append(entry)
-                if entry["event"] == "serving":
-                    self.address = entry["address"]
-                    self._serving.set()
+                self._look_at(entry)
+
+    def _look_at(self, entry: dict[str, Any]) -> None:
+        if entry["event"] == "worker started":
+            self.worker_pids[entry["worker"]] = entry["pid"]
+        elif entry["event"] == "worker ended":
+            self._serving.clear()
+            self.worker_pids.pop(entry["worker"], None)
+            self._serving_at.discard(self.address.split(",")[entry["worker"]])
+        elif entry["event"] == "serving":
+            self._serving_at.add(entry["address"])
+            if not self._has_workers:
+                self.address = entry["address"]
+            if not self._has_workers or self._serving_at.issuperset(self.address.split(",")):
+                self._serving.set()
 
     def _join(self) -> None:
         if self._reader is not None:
@@ -165,6 +196,12 @@ class Sidecar:
     def kill(self) -> None:
         """kill -9."""
         self.signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait(STOP_TIMEOUT_SECONDS)
+        for pid in self.worker_pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.worker_pids.clear()
         self.wait()
 
     def stop(self) -> int:

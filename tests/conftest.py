@@ -1,5 +1,6 @@
 """Fixtures that every test may use: real sidecars, as processes of their own."""
 
+import gc
 import importlib
 import itertools
 import os
@@ -81,6 +82,11 @@ def _turn(item: pytest.Item) -> tuple[bool, int]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with those folders and files; what is random about the order stays so."""
     items.sort(key=_turn)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is there to the end: nobody looks again whether it is garbage."""
+    gc.freeze()
 
 
 class _ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types

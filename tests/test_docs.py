@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bench.__main__ import FIGURES
 from broker_sidecar import __main__ as main
 from broker_sidecar.config import KEYS, load, table
 from broker_sidecar.keys import flag_of
@@ -139,3 +140,9 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for name, item in KEYS.items():
         # A secret among the arguments of a process could be read by everybody.
         assert (f"{flag_of(name)} " in printed) is not item.metadata["is_secret"]
+
+
+def test_each_figure_in_the_table_of_benchmarks_is_one() -> None:
+    rows = rows_of(ROOT / "docs" / "benchmarks.md")
+    assert "publish" in rows
+    assert not set(rows) - set(FIGURES)

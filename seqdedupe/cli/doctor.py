@@ -52,12 +52,16 @@ def _run(directory: Path, to: Path | None, as_json: bool) -> int:
         kernels.prepare()
         from seqdedupe.doctor.examine import examine
         from seqdedupe.doctor.salvage import salvage
+        from seqdedupe.store.directories import parts_of
     except ModuleNotFoundError as e:
         raise error(
             "INVALID_CONFIGURATION",
             f"a data directory is looked at with {e.name}, which is not installed",
             hint="Install it: pip install 'seqdedupe[sidecar]'",
         ) from e
+    parts = parts_of(directory)
+    if parts != [directory]:
+        return _run_on_workers(directory, [examine(part) for part in parts] if to is None else None, as_json)
     if to is None:
         findings = examine(directory)
         print_json(findings.to_json()) if as_json else _print(findings)
@@ -66,6 +70,21 @@ def _run(directory: Path, to: Path | None, as_json: bool) -> int:
         findings = made.findings
         print_json(made.to_json()) if as_json else _print_salvage(made, to)
     return 0 if findings.is_whole else FAILED
+
+
+def _run_on_workers(directory: Path, each: "list[Findings] | None", as_json: bool) -> int:
+    if each is None:
+        why = f"{directory} has several workers, and each is salvaged for itself"
+        raise error("INVALID_CONFIGURATION", why, hint=f"Name {directory}/worker-0, and then the others.")
+    is_whole = all(findings.is_whole for findings in each)
+    if as_json:
+        workers = [findings.to_json() for findings in each]
+        print_json({"directory": str(directory), "whole": is_whole, "workers": workers})
+        return 0 if is_whole else FAILED
+    for findings in each:
+        _print(findings)
+    _say(f"{directory}, {len(each)} workers, is " + ("whole" if is_whole else "NOT WHOLE"))
+    return 0 if is_whole else FAILED
 
 
 def _print(findings: "Findings") -> None:

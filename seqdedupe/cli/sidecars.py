@@ -21,10 +21,15 @@ def sidecars(context: click.Context, address: str, as_json: bool) -> None:
         values = ("topics_owned", "subscriptions", "kept_entries", "kept_bytes", "is_this")
         print_json(
             [
-                {"name": one.name, "addresses": list(one.addresses)} | {name: getattr(one, name) for name in values}
+                {"name": one.name, "addresses": list(one.addresses)}
+                | {name: getattr(one, name) for name in values}
+                | {"shards": one.shards or None}
                 for one in found
             ]
         )
+        return
+    if any(one.shards for one in found):
+        print_table(("ADDRESS", "SHARDS", "OWNS TOPICS"), [(one.name, one.shards, one.topics_owned) for one in found])
         return
     print_table(
         ("SIDECAR", "ADDRESS", "OWNS TOPICS", "SUBSCRIPTIONS", "KEPT ENTRIES", "KEPT BYTES"),

@@ -20,6 +20,9 @@ _LEADS_ELSEWHERE = {"NOT_OWNER", "DRAINING", "UNREACHABLE", "OUTCOME_UNKNOWN"}
 _IS_DOUBTED = {"TOPIC_NOT_FOUND", "NO_STATE"}
 """What says more of the sidecar than of the topic."""
 
+_IS_SURE = "shard"
+"""A number of TOPIC_NOT_FOUND: said by the only one that could have it."""
+
 _PASSES = {"NOT_OWNER", "DRAINING"}
 """What sidecars say while a topic moves from one to another."""
 
@@ -66,8 +69,9 @@ class Route:
 
     def doubted(self, e: SeqdedupeError) -> SeqdedupeError:
         """What an error of `address` comes to: one that knows no such topic need not have heard of it yet, and one that
-        has no state of it may get it from the owner. So it counts as NOT_OWNER until all in the list have said so."""
-        if e.reason not in _IS_DOUBTED or self.is_one:
+        has no state of it may get it from the owner. So it counts as NOT_OWNER until all in the list have said so; but
+        one that has the topic's shard knows."""
+        if e.reason not in _IS_DOUBTED or self.is_one or _IS_SURE in e.numbers:
             return e
         self._unknown_to.add(self.address)
         return e if self._unknown_to.issuperset(self._order) else error("NOT_OWNER", e.message)

@@ -8,7 +8,7 @@ from pathlib import Path
 from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
 from seqdedupe.doctor.log import examine_log
 from seqdedupe.doctor.tally import Tally
-from seqdedupe.errors import DamagedError, error
+from seqdedupe.errors import REASONS, DamagedError, error
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.embedded.logs import incarnations, said_by
 from seqdedupe.log.embedded.replaying import Replay
@@ -16,8 +16,10 @@ from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 from seqdedupe.names import partition_name, topic_name, whole_of
+from seqdedupe.shards import shard_of, to_text
 from seqdedupe.store.copy import check_all, of_original, opened_copy
 from seqdedupe.store.db import Store
+from seqdedupe.store.directories import read_claim
 from seqdedupe.store.mark import kept_unused
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
@@ -70,11 +72,21 @@ def examine(directory: Path, each: Callable[[Examined], None] = lambda examined:
             loaded = _Stored(known.get(incarnation), store)
             topic = _topic(logs / str(incarnation), incarnation, loaded, found.store, replay, each)
             found.topics.append(topic)
+        _check_shards(directory, found.topics)
         _check_names(found.topics)
         _check_partitions(found.topics)
         if any(not topic.is_whole for topic in found.topics) and found.store is StoreState.WHOLE:
             found.cures += _directory_cures(found.topics)
         return found
+
+
+def _check_shards(directory: Path, topics: list[TopicFindings]) -> None:
+    claim = read_claim(directory)
+    for topic in topics:
+        if claim is not None and shard_of(topic.name) not in claim.shards:
+            has = f"the directory has the shards {to_text(claim.shards)}"
+            topic.disagreements.append(f"it is of shard {shard_of(topic.name)}, and {has}")
+            topic.cures.append(REASONS["SHARD_CLAIMED_TWICE"].hint)
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ from seqdedupe.log.embedded.segment import Identity
 from seqdedupe.log.embedded.writer import Append
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store
+from seqdedupe.store.directories import read_claim, write
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic import control
@@ -109,6 +110,8 @@ def salvage(directory: Path, to: Path) -> Salvage:
     _check_is_free(directory.resolve(), to, unfinished)
     unfinished.mkdir(parents=True)
     try:
+        if claim := read_claim(directory):
+            write(unfinished, claim)
         made = asyncio.run(_fill(directory, unfinished))
         unfinished.rename(to)
     except BaseException:

@@ -22,6 +22,7 @@ from typing import ParamSpec, TypeVar
 from rocksdict import Rdict, ReadOptions, WriteBatch
 
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
+from seqdedupe.shards import SHARDS
 from seqdedupe.store import rocksdb
 from seqdedupe.store.mark import Mark
 from seqdedupe.store.records import (
@@ -139,9 +140,13 @@ class Store:
                 raise damaged(topic_key(topic.incarnation), "its incarnation is above the last one given")
         return topics
 
-    def next_incarnation(self, now_us: int) -> int:
-        """An incarnation for a new topic: the time, or one above the last one given, if that is later."""
-        self._last_incarnation = max(now_us, self._last_incarnation + 1)
+    def next_incarnation(self, now_us: int, shard: int | None = None) -> int:
+        """An incarnation for a new topic: the time, or one above the last one given, if that is later.
+
+        With its shard it is raised to one that ends in that: no two processes give the same one.
+        """
+        given = max(now_us, self._last_incarnation + 1)
+        self._last_incarnation = given if shard is None else given + (shard - given) % SHARDS
         return self._last_incarnation
 
     async def put_topics(self, *records: TopicRecord) -> None:

@@ -21,6 +21,7 @@ from seqdedupe.topic.kind import TopicKind
 from seqdedupe.topic.lives import Lives
 from seqdedupe.topic.looking import Looking
 from seqdedupe.topic.namespaces import Namespaces
+from seqdedupe.topic.ownership import Ownership
 from seqdedupe.topic.partitions import Partitions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.records import Records
@@ -51,9 +52,11 @@ class Topics(Generic[T]):
         on_state: Callable[[str, State | None], None],
         rebuild_store: bool = False,
         applied: Applied | None = None,
+        ownership: Ownership | None = None,
     ) -> None:
         self.store = store
         self.namespaces = Namespaces(store, applied or Applied(), self._inherit)
+        self.ownership = ownership or Ownership()
         self.kind = make_kind(self._topic_changed)
         self.stored = Records(store, self.kind.delete, self.in_background)
         self._max_topics = max_topics
@@ -259,7 +262,8 @@ class Topics(Generic[T]):
         return task
 
     def check_takes_changes(self, full: str) -> None:
-        """Raises DRAINING, STORE_UNAVAILABLE if nothing may be begun with this name now."""
+        """Raises NOT_OWNER, DRAINING, STORE_UNAVAILABLE if nothing may be begun with this name now."""
+        self.ownership.check(full)
         if self.is_draining:
             raise error("DRAINING", "the sidecar is shutting down")
         self.check_listed()
@@ -281,14 +285,16 @@ class Topics(Generic[T]):
     def look_at(self, name: str) -> T | Closed:
         """A topic, whether or not it can be used.
 
-        Raises INVALID_TOPIC_NAME, TOPIC_IS_PARTITIONED, TOPIC_NOT_FOUND, RECOVERING.
+        Raises INVALID_TOPIC_NAME, TOPIC_IS_PARTITIONED, TOPIC_NOT_FOUND, RECOVERING, NOT_OWNER if it is not of this
+        process's shards.
         """
         full = topic_name(name)
         self.partitions.check_is_none(full)
         found = self.live.get(full) or self.closed.get(full)
         if found is None:
+            self.ownership.check(full)
             self.check_listed()
-            raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
+            raise self.ownership.missing(full)
         return found
 
     def partitions_beside(self, full: str) -> int:

@@ -65,6 +65,7 @@ async def look_again(topics: "Topics[Any]") -> None:
 async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
     """Makes the record of a log of which the store knows nothing."""
     name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
+    topics.ownership.check_found([name])
     # In a cluster others make logs too.
     if not (topics.rebuild_store or topics.kind.log.is_shared):
         raise error(

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from seqdedupe.errors import error
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.names import whole_of
+from seqdedupe.shards import shard_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.topics import LogKind, TopicRecord, TopicState
 from seqdedupe.topic.closed import Closed
@@ -56,7 +57,7 @@ class Lives(Generic[T]):
         records = [
             TopicRecord(
                 name,
-                self._store.next_incarnation(now_us),
+                self._store.next_incarnation(now_us, shard_of(name)),
                 TopicState.CREATING,
                 secrets.token_bytes(secret_bytes),
                 self._kind.log,

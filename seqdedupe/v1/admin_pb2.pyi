@@ -561,16 +561,20 @@ class ListTopicsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     AFTER_FIELD_NUMBER: _builtins.int
+    ONLY_HERE_FIELD_NUMBER: _builtins.int
     after: _builtins.str
     """List names after this one. Empty: from the first."""
+    only_here: _builtins.bool
+    """Only those that this process has itself. Else the topics of all shards are listed, or there is an error."""
     def __init__(
         self,
         *,
         after: _builtins.str = ...,
+        only_here: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "only_here", b"only_here"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -814,8 +818,11 @@ class SetNamespacePolicyRequest(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    ONLY_HERE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """The namespace: `tenant/namespace`."""
+    only_here: _builtins.bool
+    """Only in this process. Else, where topics are spread over several, all of them set it."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """The values to set, at least one."""
@@ -825,10 +832,11 @@ class SetNamespacePolicyRequest(_message.Message):
         *,
         namespace: _builtins.str = ...,
         policy: Global___TopicPolicy | None = ...,
+        only_here: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "only_here", b"only_here", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -924,8 +932,11 @@ class RemoveNamespacePolicyRequest(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
+    ONLY_HERE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """The namespace: `tenant/namespace`."""
+    only_here: _builtins.bool
+    """See `SetNamespacePolicyRequest.only_here`."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Fields of `TopicPolicy` by name; none: all of them."""
@@ -935,10 +946,11 @@ class RemoveNamespacePolicyRequest(_message.Message):
         *,
         namespace: _builtins.str = ...,
         values: _abc.Iterable[_builtins.str] | None = ...,
+        only_here: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "only_here", b"only_here", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1763,7 +1775,7 @@ Global___ListSidecarsResponse: _TypeAlias = ListSidecarsResponse  # noqa: Y015
 
 @_typing.final
 class ClusterSidecar(_message.Message):
-    """A sidecar of a cluster, as the cluster's topics show it."""
+    """A sidecar of a cluster, as the cluster's topics show it, or a process that has some of the shards."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1774,6 +1786,7 @@ class ClusterSidecar(_message.Message):
     KEPT_ENTRIES_FIELD_NUMBER: _builtins.int
     KEPT_BYTES_FIELD_NUMBER: _builtins.int
     IS_THIS_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its instance name."""
     topics_owned: _builtins.int
@@ -1786,6 +1799,8 @@ class ClusterSidecar(_message.Message):
     """Their bytes."""
     is_this: _builtins.bool
     """Whether it is the one that was asked."""
+    shards: _builtins.str
+    """The shards that it has, as `0-15,20`, where its log is its own. Then its name is its address."""
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Where it can be reached, as far as that is known. Two addresses may be two sidecars that have one name, which must
@@ -1802,10 +1817,11 @@ class ClusterSidecar(_message.Message):
         kept_entries: _builtins.int = ...,
         kept_bytes: _builtins.int = ...,
         is_this: _builtins.bool = ...,
+        shards: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_this", b"is_this", "kept_bytes", b"kept_bytes", "kept_entries", b"kept_entries", "name", b"name", "subscriptions", b"subscriptions", "topics_owned", b"topics_owned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_this", b"is_this", "kept_bytes", b"kept_bytes", "kept_entries", b"kept_entries", "name", b"name", "shards", b"shards", "subscriptions", b"subscriptions", "topics_owned", b"topics_owned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1943,6 +1959,61 @@ class TakeTopicResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TakeTopicResponse: _TypeAlias = TakeTopicResponse  # noqa: Y015
+
+@_typing.final
+class GetShardsRequest(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetShardsRequest: _TypeAlias = GetShardsRequest  # noqa: Y015
+
+@_typing.final
+class GetShardsResponse(_message.Message):
+    """What a process has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLUSTER_ID_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
+    IS_SERVING_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    cluster_id: _builtins.str
+    """Which cluster it is of."""
+    shards: _builtins.str
+    """The shards, as `0-15,20`."""
+    process_id: _builtins.str
+    """Of this process alone, since it began."""
+    is_serving: _builtins.bool
+    """Whether it serves its topics, as its health says."""
+    topics: _builtins.int
+    """How many topics it has."""
+    def __init__(
+        self,
+        *,
+        cluster_id: _builtins.str = ...,
+        shards: _builtins.str = ...,
+        process_id: _builtins.str = ...,
+        is_serving: _builtins.bool = ...,
+        topics: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "is_serving", b"is_serving", "process_id", b"process_id", "shards", b"shards", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetShardsResponse: _TypeAlias = GetShardsResponse  # noqa: Y015
 
 @_typing.final
 class GetVersionRequest(_message.Message):

@@ -160,6 +160,11 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicResponse.FromString,
                 _registered_method=True)
+        self.GetShards = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/GetShards',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetShardsRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetShardsResponse.FromString,
+                _registered_method=True)
         self.GetVersion = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/GetVersion',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
@@ -191,7 +196,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTopics(self, request, context):
-        """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too.
+        """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too. Where they are spread over
+        processes, those of all; errors: `SHARDS_INCOMPLETE` if one does not answer, `SHARD_CLAIMED_TWICE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,7 +237,8 @@ class AdminServiceServicer(object):
         """Sets values for all topics of a namespace, those to come among them; those that are left out stay as they are. They
         are durable, and in force in every topic, when it is answered. They are in the store, not in a log: who loses the
         store has to set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then they are as
-        they were).
+        they were). Where topics are spread over processes, the one that has the namespace's shard passes them on, and others
+        answer `NOT_OWNER`; if one does not answer, some may have them: do it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -350,7 +357,8 @@ class AdminServiceServicer(object):
 
     def ListSidecars(self, request, context):
         """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All or
-        an error. Only where the log is a cluster's, as the three calls that follow.
+        an error. Only where the log is a cluster's, as the three calls that follow, or where topics are spread over
+        processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -378,6 +386,14 @@ class AdminServiceServicer(object):
     def TakeTopic(self, request, context):
         """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
         somebody owns it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetShards(self, request, context):
+        """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
+        where topics are not spread over processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -517,6 +533,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.TakeTopic,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicResponse.SerializeToString,
+            ),
+            'GetShards': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetShards,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetShardsRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetShardsResponse.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVersion,
@@ -1200,6 +1221,33 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/TakeTopic',
             seqdedupe_dot_v1_dot_admin__pb2.TakeTopicRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.TakeTopicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetShards(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/GetShards',
+            seqdedupe_dot_v1_dot_admin__pb2.GetShardsRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.GetShardsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,7 +45,9 @@ class AdminServiceStub:
     `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
     """
     ListTopics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTopicsRequest, _admin_pb2.ListTopicsResponse]
-    """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too."""
+    """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too. Where they are spread over
+    processes, those of all; errors: `SHARDS_INCOMPLETE` if one does not answer, `SHARD_CLAIMED_TWICE`.
+    """
     GetTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTopicRequest, _admin_pb2.GetTopicResponse]
     """One topic."""
     SetTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetTopicPolicyRequest, _admin_pb2.SetTopicPolicyResponse]
@@ -61,7 +63,8 @@ class AdminServiceStub:
     """Sets values for all topics of a namespace, those to come among them; those that are left out stay as they are. They
     are durable, and in force in every topic, when it is answered. They are in the store, not in a log: who loses the
     store has to set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then they are as
-    they were).
+    they were). Where topics are spread over processes, the one that has the namespace's shard passes them on, and others
+    answer `NOT_OWNER`; if one does not answer, some may have them: do it again.
     """
     GetNamespacePolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetNamespacePolicyRequest, _admin_pb2.GetNamespacePolicyResponse]
     """What is set for a namespace, and what its topics inherit."""
@@ -118,7 +121,8 @@ class AdminServiceStub:
     """
     ListSidecars: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListSidecarsRequest, _admin_pb2.ListSidecarsResponse]
     """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All or
-    an error. Only where the log is a cluster's, as the three calls that follow.
+    an error. Only where the log is a cluster's, as the three calls that follow, or where topics are spread over
+    processes.
     """
     ForgetSidecar: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForgetSidecarRequest, _admin_pb2.ForgetSidecarResponse]
     """Removes the subscriptions of a sidecar that is gone for good, so that the cluster need not keep anything for it.
@@ -134,6 +138,10 @@ class AdminServiceStub:
     TakeTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]
     """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
     somebody owns it.
+    """
+    GetShards: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]
+    """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
+    where topics are not spread over processes.
     """
     GetVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]
     """The version of the sidecar and what it has been told."""
@@ -155,7 +163,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
     """
     ListTopics: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTopicsRequest, _admin_pb2.ListTopicsResponse]  # type: ignore[assignment]
-    """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too."""
+    """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too. Where they are spread over
+    processes, those of all; errors: `SHARDS_INCOMPLETE` if one does not answer, `SHARD_CLAIMED_TWICE`.
+    """
     GetTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTopicRequest, _admin_pb2.GetTopicResponse]  # type: ignore[assignment]
     """One topic."""
     SetTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetTopicPolicyRequest, _admin_pb2.SetTopicPolicyResponse]  # type: ignore[assignment]
@@ -171,7 +181,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Sets values for all topics of a namespace, those to come among them; those that are left out stay as they are. They
     are durable, and in force in every topic, when it is answered. They are in the store, not in a log: who loses the
     store has to set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then they are as
-    they were).
+    they were). Where topics are spread over processes, the one that has the namespace's shard passes them on, and others
+    answer `NOT_OWNER`; if one does not answer, some may have them: do it again.
     """
     GetNamespacePolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetNamespacePolicyRequest, _admin_pb2.GetNamespacePolicyResponse]  # type: ignore[assignment]
     """What is set for a namespace, and what its topics inherit."""
@@ -228,7 +239,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ListSidecars: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListSidecarsRequest, _admin_pb2.ListSidecarsResponse]  # type: ignore[assignment]
     """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All or
-    an error. Only where the log is a cluster's, as the three calls that follow.
+    an error. Only where the log is a cluster's, as the three calls that follow, or where topics are spread over
+    processes.
     """
     ForgetSidecar: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForgetSidecarRequest, _admin_pb2.ForgetSidecarResponse]  # type: ignore[assignment]
     """Removes the subscriptions of a sidecar that is gone for good, so that the cluster need not keep anything for it.
@@ -244,6 +256,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     TakeTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]  # type: ignore[assignment]
     """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
     somebody owns it.
+    """
+    GetShards: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]  # type: ignore[assignment]
+    """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
+    where topics are not spread over processes.
     """
     GetVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]  # type: ignore[assignment]
     """The version of the sidecar and what it has been told."""
@@ -280,7 +296,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListTopicsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListTopicsResponse, _abc.Awaitable[_admin_pb2.ListTopicsResponse]]:
-        """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too."""
+        """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too. Where they are spread over
+        processes, those of all; errors: `SHARDS_INCOMPLETE` if one does not answer, `SHARD_CLAIMED_TWICE`.
+        """
 
     @_abc_1.abstractmethod
     def GetTopic(
@@ -326,7 +344,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Sets values for all topics of a namespace, those to come among them; those that are left out stay as they are. They
         are durable, and in force in every topic, when it is answered. They are in the store, not in a log: who loses the
         store has to set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then they are as
-        they were).
+        they were). Where topics are spread over processes, the one that has the namespace's shard passes them on, and others
+        answer `NOT_OWNER`; if one does not answer, some may have them: do it again.
         """
 
     @_abc_1.abstractmethod
@@ -467,7 +486,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListSidecarsResponse, _abc.Awaitable[_admin_pb2.ListSidecarsResponse]]:
         """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All or
-        an error. Only where the log is a cluster's, as the three calls that follow.
+        an error. Only where the log is a cluster's, as the three calls that follow, or where topics are spread over
+        processes.
         """
 
     @_abc_1.abstractmethod
@@ -501,6 +521,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.TakeTopicResponse, _abc.Awaitable[_admin_pb2.TakeTopicResponse]]:
         """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
         somebody owns it.
+        """
+
+    @_abc_1.abstractmethod
+    def GetShards(
+        self,
+        request: _admin_pb2.GetShardsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetShardsResponse, _abc.Awaitable[_admin_pb2.GetShardsResponse]]:
+        """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
+        where topics are not spread over processes.
         """
 
     @_abc_1.abstractmethod

@@ -215,14 +215,20 @@ async def test_what_is_refused_for_its_content_ends_the_producer_after_what_was_
 
 
 async def test_answers_of_a_lower_term_are_ignored(fake: FakeSidecar) -> None:
+    """Receipts and refusals: what they were for is sent again, and answered."""
     fake.term = 7
+    answered: set[int] = set()
 
     def on_frame(frame: Frame) -> list[Response]:
-        if frame.batch.sequence_ids[0] == 0:
+        sequence_id = frame.batch.sequence_ids[0]
+        if sequence_id in answered:
+            return [fake.stored(frame)]
+        answered.add(sequence_id)
+        if sequence_id == 0:
             receipt = publish_pb2.Receipt(frame=frame.number, first_index=666)
-            return [fake.answer(receipts=[receipt], term=6), fake.stored(frame)]
+            return [fake.answer(receipts=[receipt], term=6)]
         refusal = publish_pb2.Refusal(frame=frame.number, reason="FENCED", message="", retry_delay_ms=NEVER)
-        return [fake.answer(refusals=[refusal], term=6), fake.stored(frame)]
+        return [fake.answer(refusals=[refusal], term=6)]
 
     fake.on_frame = on_frame
     async with Client(fake.address) as client, client.producer("t", "p", ONE_BY_ONE) as producer:

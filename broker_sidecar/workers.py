@@ -1,0 +1,220 @@
+"""Several sidecars on one data directory, each a process with shards of its own, and the parent that starts them."""
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from broker_sidecar import directory, logs
+from broker_sidecar.config import Config
+from broker_sidecar.listening import cannot_listen, family_of
+from seqdedupe.address import SidecarAddress
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.shards import shards_of_worker, to_text
+from seqdedupe.store import directories
+from seqdedupe.store.directories import Claim, Split, of_worker
+
+logger = logging.getLogger("seqdedupe.workers")
+
+EXIT_ERROR = 1
+
+FIRST_DELAY_SECONDS = 0.1
+LONGEST_DELAY_SECONDS = 10.0
+"""Before a worker that has ended is started again: twice as long each time, until one has run for so long."""
+
+_LOCK_FILE = "WORKERS.lock"
+_CLUSTER_ID_BYTES = 8
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+_ONCE = ("--rebuild-store", "--give-up-journal")
+"""Flags of a start that somebody wants, and not of each that follows."""
+
+
+def count_of(config: Config) -> int:
+    """How many workers are to run. 1: the process that asks is the sidecar, as without workers.
+
+    Raises INVALID_CONFIGURATION if the data directory has another number, and what `read_split` raises.
+    """
+    folder = Path(config.data_directory)
+    split = directories.read_split(folder)
+    if split is not None and config.log != "embedded":
+        raise error(
+            "INVALID_CONFIGURATION", f"log = {config.log!r}: {folder} has workers with logs of their own", key="log"
+        )
+    there = 1 if split is None else split.to or split.workers
+    count = config.workers or there
+    is_new = split is None and not any((folder / name).exists() for name in ("logs", "store"))
+    if count != there and not is_new:
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"workers is {count}, but the data directory {folder} is that of {there}: it keeps its number",
+            hint="Leave the key out. For another number make a new data directory, and publish to it anew.",
+            key="workers",
+        )
+    return count
+
+
+def run(config: Config, count: int, flags: Sequence[str]) -> int:
+    """Runs so many workers with these flags, until SIGTERM or SIGINT, and those that end again; returns the exit
+    status, which is 0 if all of them have drained."""
+    logs.configure(config.log_level, config.log_format)
+    os.umask(directory.PRIVATE)
+    try:
+        with contextlib.ExitStack() as held:
+            folder = Path(config.data_directory)
+            directory.prepare(folder)
+            held.enter_context(_locked(folder))
+            split = make(folder, count)
+            listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
+            advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
+            logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
+            workers = [
+                _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised)]) for k in range(split.workers)
+            ]
+            return asyncio.run(_run(workers))
+    except SeqdedupeError as e:
+        print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
+    except OSError as e:
+        print(f"seqdedupe: {e}", file=sys.stderr)
+    return EXIT_ERROR
+
+
+def _flags(
+    worker: int, split: Split, folder: Path, listen: SidecarAddress, advertised: Sequence[SidecarAddress]
+) -> list[str]:
+    """What a worker is told beside what the parent was told; the last flag counts."""
+    keys = {
+        "data-directory": of_worker(folder, worker),
+        "workers": 1,
+        "listen": listen,
+        "advertised-address": advertised[worker],
+        "shards": to_text(shards_of_worker(worker, split.workers)),
+        "peers": ",".join(map(str, advertised)),
+        "cluster-id": split.cluster_id,
+    }
+    return [text for name, value in keys.items() for text in (f"--{name}", str(value))]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """While the block runs no other parent uses this directory. Raises DIRECTORY_IN_USE; OSError."""
+    file = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as e:
+        raise error("DIRECTORY_IN_USE", f"another process uses the data directory {folder}") from e
+    finally:
+        os.close(file)
+
+
+def make(folder: Path, count: int) -> Split:
+    """How the directory is split: into so many from now on, if it is new. Raises what `read_split` and `check_workers`
+    raise; OSError."""
+    split = directories.read_split(folder) or Split(secrets.token_hex(_CLUSTER_ID_BYTES), 0, count)
+    if split.to is not None:
+        # Nothing is in it yet. It is durable before any part of it, so that what is lost later is missed.
+        directories.write(folder, split)
+        for worker in range(split.to):
+            of_worker(folder, worker).mkdir(exist_ok=True)
+            directories.write(of_worker(folder, worker), Claim(split.cluster_id, shards_of_worker(worker, split.to)))
+        split = Split(split.cluster_id, split.to)
+        directories.write(folder, split)
+    directories.check_workers(folder, split)
+    return split
+
+
+def _addresses(first: str, count: int) -> list[SidecarAddress]:
+    """Those of the workers: the ports that follow, free ones (port 0), or a socket's path with a number after it."""
+    address = SidecarAddress.parse(first)
+    if address.path:
+        return [replace(address, path=f"{address.path}.{worker}") for worker in range(count)]
+    return [replace(address, port=address.port and address.port + worker) for worker in range(count)]
+
+
+@contextlib.contextmanager
+def _reserved(address: SidecarAddress) -> Iterator[SidecarAddress]:
+    """The address with a port that nobody else is given during the block, in which a worker may come and go. Raises
+    INVALID_CONFIGURATION."""
+    if address.path:
+        yield address
+        return
+    with socket.socket(family_of(address.host)) as reserving:
+        reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            reserving.bind((address.host.strip("[]"), address.port))
+        except (OSError, OverflowError) as e:
+            raise cannot_listen(address, e) from e
+        yield replace(address, port=reserving.getsockname()[1])
+
+
+class _Worker:
+    """A worker's process, and whichever takes its place."""
+
+    def __init__(self, number: int, flags: list[str]) -> None:
+        self._number = number
+        self._flags = flags
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self, stopping: asyncio.Event) -> int:
+        """Until it has ended by itself after `stopping`; the exit status."""
+        delay_seconds = FIRST_DELAY_SECONDS
+        while True:
+            began = asyncio.get_running_loop().time()
+            self._process = process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "broker_sidecar", *self._flags, preexec_fn=partial(_end_with, os.getpid())
+            )
+            self._flags = [flag for flag in self._flags if flag not in _ONCE]
+            logger.info("worker started", extra={"worker": self._number, "pid": process.pid})
+            if stopping.is_set():
+                self.stop()
+            status = await process.wait()
+            if stopping.is_set():
+                return status
+            if asyncio.get_running_loop().time() - began > LONGEST_DELAY_SECONDS:
+                delay_seconds = FIRST_DELAY_SECONDS
+            told = {"worker": self._number, "status": status, "delay_seconds": delay_seconds}
+            logger.error("worker ended", extra=told)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), delay_seconds)
+                return status
+            delay_seconds = min(2 * delay_seconds, LONGEST_DELAY_SECONDS)
+
+    def stop(self) -> None:
+        """SIGTERM, if it runs: it drains."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+
+
+async def _run(workers: list[_Worker]) -> int:
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        stopping.set()
+        for worker in workers:
+            worker.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
+    logger.info("stopped")
+    # Of one that was killed it is negative.
+    return max(abs(status) for status in statuses)
+
+
+def _end_with(parent: int) -> None:
+    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(EXIT_ERROR)

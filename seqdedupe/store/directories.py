@@ -1,0 +1,183 @@
+"""What a data directory says of itself: its shards (the file SHARDS), or the workers that it is split into (WORKERS).
+
+A directory with neither has all topics there are, for one process. Both files are text, whole or refused.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import google_crc32c
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.files import sync_folder, write_synced
+from seqdedupe.shards import ALL_SHARDS, SHARDS, from_text, shards_of_worker, to_text
+
+SHARDS_FILE = "SHARDS"
+WORKERS_FILE = "WORKERS"
+FORMAT_VERSION = 1
+
+MAX_WORKERS = SHARDS
+CLUSTER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+_RESTORE_ALL = "Restore the data directory, all of it, from one backup."
+
+_FIRST_LINE = re.compile(r"seqdedupe-\w+ (\d{1,9})\n", re.ASCII)
+_SHARDS = re.compile(r".*\ncluster ([\w.-]+)\nshards ([0-9,-]+) of (\d{1,9})\n.*\n", re.ASCII)
+_WORKERS = re.compile(r".*\ncluster ([\w.-]+)\nworkers (\d{1,3})(?: to (\d{1,3}))?\n.*\n", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The shards of a cluster that a directory has, for good."""
+
+    cluster_id: str
+    shards: frozenset[int]
+
+    def encode(self) -> bytes:
+        """The bytes of SHARDS."""
+        return _sealed("shards", f"cluster {self.cluster_id}\nshards {to_text(self.shards)} of {SHARDS}\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The workers of a directory; with `to` it is on its way from `workers` of them to so many."""
+
+    cluster_id: str
+    workers: int
+    to: int | None = None
+
+    def encode(self) -> bytes:
+        """The bytes of WORKERS."""
+        way = f" to {self.to}" if self.to is not None else ""
+        return _sealed("workers", f"cluster {self.cluster_id}\nworkers {self.workers}{way}\n")
+
+
+def read_claim(directory: Path) -> Claim | None:
+    """What the directory claims; None if it is one without shards. Raises STORE_DAMAGED, NEWER_FORMAT; OSError."""
+    path = directory / SHARDS_FILE
+    if (data := _read(path)) is None:
+        return None
+    claim = None
+    if said := _SHARDS.fullmatch(data.decode("ascii", "replace")):
+        try:
+            claim = Claim(said[1], from_text(said[2]))
+        except SeqdedupeError:
+            claim = None
+    if claim is None or claim.encode() != data:
+        raise _damaged(path, data)
+    return claim
+
+
+def read_split(directory: Path) -> Split | None:
+    """How the directory is split; None if it is not.
+
+    Raises STORE_MISSING if it has a worker's directory and does not say of how many, STORE_DAMAGED, NEWER_FORMAT;
+    OSError.
+    """
+    path = directory / WORKERS_FILE
+    if (data := _read(path)) is None:
+        if of_worker(directory, 0).exists():
+            why = f"{directory} has directories of workers, and no file {WORKERS_FILE}, which says how many"
+            raise error("STORE_MISSING", why, hint=_RESTORE_ALL)
+        return None
+    said = _WORKERS.fullmatch(data.decode("ascii", "replace"))
+    split = Split(said[1], int(said[2]), int(said[3]) if said[3] else None) if said else None
+    if split is None or split.encode() != data:
+        raise _damaged(path, data)
+    return split
+
+
+def write(directory: Path, said: Claim | Split) -> None:
+    """The directory says so from now on. The old file is there or the new one, whatever happens; durable on return.
+    Raises OSError."""
+    name = SHARDS_FILE if isinstance(said, Claim) else WORKERS_FILE
+    new = directory / f"{name}.new"
+    write_synced(new, said.encode())
+    os.replace(new, directory / name)
+    sync_folder(directory)
+
+
+def of_worker(directory: Path, worker: int) -> Path:
+    """The directory of a worker, from 0 on."""
+    return directory / f"worker-{worker}"
+
+
+def parts_of(directory: Path) -> list[Path]:
+    """The directories of its workers, or itself if it is not split. Raises INVALID_CONFIGURATION if its number of
+    workers is being changed; what `read_split` and `check_workers` raise."""
+    split = read_split(directory)
+    if split is None:
+        return [directory]
+    if split.to is not None:
+        why = f"{directory} is on its way from {split.workers} workers to {split.to}"
+        raise error("INVALID_CONFIGURATION", why, hint="Start the sidecar on it, which goes on with that.")
+    check_workers(directory, split)
+    return [of_worker(directory, worker) for worker in range(split.workers)]
+
+
+def check_workers(directory: Path, split: Split) -> None:
+    """Raises STORE_MISSING if the directory of a worker is not there, SHARD_CLAIMED_TWICE as `check_once`, and what
+    reading a claim raises."""
+    claims: dict[str, Claim] = {}
+    for folder in sorted(directory.glob("worker-*")):
+        if (claim := read_claim(folder)) is not None:
+            claims[str(folder)] = claim
+    for worker in range(split.workers):
+        folder = of_worker(directory, worker)
+        if str(folder) not in claims:
+            raise error(
+                "STORE_MISSING",
+                f"{folder}, the directory of one of {split.workers} workers, is not there or has no file {SHARDS_FILE}",
+                hint=_RESTORE_ALL,
+            )
+    check_once(claims)
+    for worker in range(split.workers):
+        folder = of_worker(directory, worker)
+        if claims[str(folder)] != Claim(split.cluster_id, shards_of_worker(worker, split.workers)):
+            what = f"{folder} says that it has {to_text(claims[str(folder)].shards)}"
+            raise error(
+                "SHARD_CLAIMED_TWICE",
+                f"{what}, which is not what worker {worker} of {split.workers} of the cluster {split.cluster_id} has",
+            )
+
+
+def check_once(claims: dict[str, Claim]) -> None:
+    """Raises SHARD_CLAIMED_TWICE if two of these, by where they are, claim one shard, INVALID_CONFIGURATION if they are
+    of two clusters."""
+    clusters = {claim.cluster_id: where for where, claim in claims.items()}
+    if len(clusters) > 1:
+        both = " and ".join(f"{where} is of the cluster {cluster}" for cluster, where in clusters.items())
+        raise error("INVALID_CONFIGURATION", both, hint="Keep the data directories of two clusters apart.")
+    owners: dict[int, str] = {}
+    for where, claim in claims.items():
+        for shard in claim.shards:
+            if (other := owners.setdefault(shard, where)) != where:
+                raise error("SHARD_CLAIMED_TWICE", f"{other} and {where} both claim shard {shard}", shard=shard)
+
+
+def unclaimed(claims: dict[str, Claim]) -> frozenset[int]:
+    """The shards that none of these has."""
+    return ALL_SHARDS.difference(*(claim.shards for claim in claims.values()))
+
+
+def _sealed(kind: str, said: str) -> bytes:
+    checked = f"seqdedupe-{kind} {FORMAT_VERSION}\n{said}".encode()
+    return checked + b"crc32c %08x\n" % google_crc32c.value(checked)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    version = _FIRST_LINE.match(data.decode("ascii", "replace"))
+    if version and int(version[1]) > FORMAT_VERSION:
+        what = f"{path} has format version {version[1]}, read is {FORMAT_VERSION}"
+        raise error("NEWER_FORMAT", what, version=version[1], known_version=FORMAT_VERSION)
+    return data
+
+
+def _damaged(path: Path, data: bytes) -> SeqdedupeError:
+    return error("STORE_DAMAGED", f"{path} is damaged: {data[:200]!r}", hint="Restore it from a backup.", file=path)
