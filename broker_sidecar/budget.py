@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-MAX_HELD_BYTES = 128 * 1024 * 1024
+MAX_HELD_BYTES = 96 * 1024 * 1024
 """For all clients together. With what gRPC holds for 20 streams the process grows by less than 200 MB
 (`python -m bench stalled_disk`)."""
 
