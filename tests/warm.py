@@ -30,7 +30,8 @@ SIDECAR = [sys.executable, "-m", "broker_sidecar"]
 MAINS = {"command": "seqdedupe.cli.main", "sidecar": "broker_sidecar.__main__"}
 """What can start warm: the modules of their functions `main`."""
 
-_READ_LATE = ("SEQDEDUPE_", "PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST")
+# gRPC's experiments are what the sidecar's own start says: any process that has imported its main module has them.
+_READ_LATE = ("SEQDEDUPE_", "PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "GRPC_EXPERIMENTS")
 _SPARKS = ("SPARK_", "PYSPARK_")
 """What a session in the tests' process leaves in its environment, beside folders of this repository in PYTHONPATH."""
 _MAX_REQUEST_BYTES = 1 << 20
@@ -173,7 +174,8 @@ def _become(request: Any, streams: list[int]) -> Sequence[str]:
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kernels.prepare()
-    for name in ("broker_sidecar.server", "seqdedupe.cli.commands", *MAINS.values()):
+    # The sidecar's first: it has a word with gRPC before that is imported.
+    for name in (MAINS["sidecar"], "broker_sidecar.server", "seqdedupe.cli.commands", MAINS["command"]):
         importlib.import_module(name)
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
