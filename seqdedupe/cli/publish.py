@@ -142,7 +142,7 @@ class _Publishing:
             over_at = time.monotonic() + _INTERRUPT_GRACE_SECONDS
             with suppress(SeqdedupeError):
                 for receipt in self._receipts:  # in order, for those of an interrupted send have failed
-                    receipt.result(max(0.0, over_at - time.monotonic()))
+                    receipt.until_durable(max(0.0, over_at - time.monotonic()))
             raise error("INTERRUPTED", f"interrupted; {self._durable()}", hint=_GO_ON) from e
         except SeqdedupeError as e:
             raise self._with_durable(e) from e
@@ -157,24 +157,24 @@ class _Publishing:
                     self._producer.send(record.payload, record.sequence_id, key=record.key, properties=properties)
                 )
                 if len(self._receipts) % _PROGRESS_RECORDS == 0:
-                    self._count(only_done=True)
+                    self._count(only_durable=True)
                     bar.update(self._source.read_bytes - bar.pos)
             self._producer.flush()
             self._count()
             bar.update(size - bar.pos)
 
-    def _count(self, *, only_done: bool = False) -> None:
-        while self._receipts and (not only_done or self._receipts[0].done()):
+    def _count(self, *, only_durable: bool = False) -> None:
+        while self._receipts and (not only_durable or self._receipts[0].is_durable()):
             self._verdicts[self._receipts[0].result().verdict] += 1
             self._receipts.popleft()
 
     def _wait_for_more(self) -> None:
-        self._count(only_done=True)
+        self._count(only_durable=True)
         time.sleep(_FOLLOW_POLL_SECONDS)
 
     def _durable(self, are_durable: str = "are durable") -> str:
         with suppress(SeqdedupeError):
-            self._count(only_done=True)
+            self._count(only_durable=True)
         durable = sum(self._verdicts.values())
         up_to = f", up to sequence ID {self._producer.durable_sequence_id}" if durable else ""
         return f"{durable:,} of the {durable + len(self._receipts):,} records sent {are_durable}{up_to}"
