@@ -24,6 +24,10 @@ class SpreadBatch:
         return all(pending.durable for _, pending in self._parts)
 
     @property
+    def failed(self) -> bool:
+        return any(pending.failed for _, pending in self._parts)
+
+    @property
     def last_refusal(self) -> SeqdedupeError | None:
         return next((p.last_refusal for _, p in self._parts if not p.settled and p.last_refusal is not None), None)
 
@@ -84,14 +88,15 @@ class Receipt:
         return self._pending.published(self._row)
 
     def is_durable(self) -> bool:
-        """Whether `until_durable` would not wait."""
-        return self._pending.durable
+        """Whether the message is known to be durable: `until_durable` would answer at once. Never, if its producer has
+        ended before that."""
+        return self._pending.durable and not self._pending.failed
 
     async def until_durable(self) -> Published:
         """Waits until the message is durable. If it had to be sent again meanwhile, its index and message ID may be
         others than before. Raises what the message failed with, also if its producer has ended since the receipt."""
         await self._pending.wait_until_durable()
-        return self._pending.durable_result()[self._row]
+        return self._pending.durable_published(self._row)
 
 
 class BatchReceipt:
@@ -113,7 +118,7 @@ class BatchReceipt:
 
     def is_durable(self) -> bool:
         """As `Receipt.is_durable`, of all messages."""
-        return self._pending.durable
+        return self._pending.durable and not self._pending.failed
 
     async def until_durable(self) -> BatchResult:
         """As `Receipt.until_durable`, for all messages."""

@@ -244,7 +244,7 @@ class PendingBatch:
         self.has_receipts = False
         """Whether it has had them all, and need not be sent again since."""
         self.durable = False
-        """Whether they say what is durable, or it has failed: nothing of it is kept any more."""
+        """Whether they say what is durable, or it has failed (`failed`): nothing of it is kept any more."""
         self.durable_at = 0
         """0: what has a receipt is durable. Else it is when the topic is durable up to this index."""
         self.decided_up_to = -1
@@ -345,9 +345,17 @@ class PendingBatch:
 
     def durable_result(self) -> BatchResult:
         """The receipts of a batch that is durable. Raises what it failed with."""
+        self._raise_failure()
+        return self.result()
+
+    def durable_published(self, row: int) -> Published:
+        """`durable_result()[row]`, as `published`."""
+        self._raise_failure()
+        return self.published(row)
+
+    def _raise_failure(self) -> None:
         if self._error is not None:
             raise self._error.with_traceback(None)
-        return self.result()
 
     def published(self, row: int) -> Published:
         """`result()[row]`. Where all rows were stored in one run the columns of the others need not be made."""

@@ -11,14 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from seqdedupe.batch import Binary, single_producer
 from seqdedupe.cli.main import main
+from seqdedupe.cli.publish import _Publishing
 from seqdedupe.client import ProducerConfig
-from seqdedupe.client.blocking import Client, Producer
+from seqdedupe.client.blocking import Client, Producer, Receipt
+from seqdedupe.client.receipts import PendingBatch, ReceiptColumns
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
+from seqdedupe.message_id import MessageId
 from seqdedupe.testing import Sidecar
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
 from tests.conftest import StartSidecar
@@ -420,3 +427,24 @@ def test_an_error_says_what_is_durable_and_json_errors_are_json(
     assert error["hint"].endswith("Started again, the command goes on after what is durable.")
     assert error["numbers"]["durable_sequence_id"] == "0"
     assert error["numbers"]["last_refusal"] == "UNREACHABLE"
+
+
+def test_what_had_an_early_receipt_and_was_lost_is_not_counted_as_durable() -> None:
+    """The control arm is the first of the two, which was durable before the producer ended."""
+    batches = []
+    for sequence_id in range(2):
+        batches.append(PendingBatch())
+        ids = np.array([sequence_id], np.int64)
+        batches[-1].seal(single_producer(b"p", 0, -1, ids, Binary.of_all([b"x"])), 100)
+        batches[-1].record(ReceiptColumns.all_stored(sequence_id, MessageId(5, sequence_id), sequence_id + 1))
+    producer: Any = SimpleNamespace(durable_sequence_id=0)
+    source: Any = SimpleNamespace()
+    resume: Any = None
+    publishing = _Publishing(producer, source, resume, with_numbers=False)
+    publishing._receipts.extend(Receipt(pending, 0) for pending in batches)
+    assert publishing._durable() == "0 of the 2 records sent are durable"
+    batches[0].become_durable()
+    batches[1].fail(error("OUTCOME_UNKNOWN", "given up"))
+    assert publishing._durable() == "1 of the 2 records sent are durable, up to sequence ID 0"
+    with pytest.raises(SeqdedupeError, match="given up"):
+        publishing._wait_for_more()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from seqdedupe.batch import Binary, single_producer
+from seqdedupe.client import awaited, blocking
 from seqdedupe.client.frames import decode_answer, receipt_columns
 from seqdedupe.client.receipts import PendingBatch, Verdict
 from seqdedupe.errors import SeqdedupeError, error
@@ -122,3 +123,24 @@ def test_one_row_of_a_batch_that_failed_raises_too() -> None:
     pending.fail(error("OUTCOME_UNKNOWN", "given up"))
     with pytest.raises(SeqdedupeError, match="given up"):
         pending.published(1)
+
+
+EARLY = answer((-1, -1, -1), durable_at=102)
+
+
+@pytest.mark.parametrize("of", [awaited.Receipt, blocking.Receipt])
+@pytest.mark.parametrize("of_batch", [awaited.BatchReceipt, blocking.BatchReceipt])
+def test_what_fails_after_its_early_receipt_is_never_durable(of: Any, of_batch: Any) -> None:
+    """Whoever was told keeps what it was told; the control arm is the same batch, not given up."""
+    lost, kept, spread = (answered(2, EARLY) for _ in range(3))
+    of_all = awaited.SpreadBatch(np.arange(4), [(np.arange(2), kept), (np.arange(2, 4), spread)])
+    receipts = [of(lost, 1), of_batch(lost), of(kept, 1), of_batch(kept), of_batch(of_all)]
+    assert not any(receipt.is_durable() for receipt in receipts)
+    lost.fail(error("OUTCOME_UNKNOWN", "given up"))
+    kept.become_durable()
+    spread.fail(error("OUTCOME_UNKNOWN", "given up"))
+    assert [receipt.is_durable() for receipt in receipts] == [False, False, True, True, False]
+    assert lost.published(1).index == kept.durable_published(1).index == 101
+    for pending in (lost, of_all):
+        with pytest.raises(SeqdedupeError, match="given up"):
+            pending.durable_result()

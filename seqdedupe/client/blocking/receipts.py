@@ -45,13 +45,14 @@ class Receipt:
         return self._pending.published(self._row)
 
     def is_durable(self) -> bool:
-        """Whether `until_durable` would not wait."""
-        return self._pending.durable
+        """Whether the message is known to be durable: `until_durable` would answer at once. Never, if its producer has
+        ended before that."""
+        return self._pending.durable and not self._pending.failed
 
     def until_durable(self, timeout_seconds: float | None = None) -> Published:
         """As `result`, when the message is durable: see `Receipt.until_durable` of the producer for asyncio."""
         _wait(self._pending, timeout_seconds, until_durable=True)
-        return self._pending.durable_result()[self._row]
+        return self._pending.durable_published(self._row)
 
 
 class BatchReceipt:
@@ -73,7 +74,7 @@ class BatchReceipt:
 
     def is_durable(self) -> bool:
         """As `Receipt.is_durable`, of all messages."""
-        return self._pending.durable
+        return self._pending.durable and not self._pending.failed
 
     def until_durable(self, timeout_seconds: float | None = None) -> BatchResult:
         """As `Receipt.until_durable`, for all messages."""
