@@ -239,6 +239,7 @@ class PendingBatch:
         self.partition = NO_PARTITION
         self.size_bytes = 0
         self.queued_at = 0.0
+        """Since when it waits for its receipt, by the event loop's clock."""
         self.settled = False
         """Whether it has had receipts for all of its messages, or has failed."""
         self.has_receipts = False

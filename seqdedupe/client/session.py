@@ -189,9 +189,9 @@ class Session:
         """
         loop = asyncio.get_running_loop()
         while self.failure is None:
-            oldest = next((entry for entry in self.outbox.entries if not entry.has_receipts), None)
-            left_seconds = timeout_seconds + (oldest.queued_at - loop.time() if oldest else 0)
-            if left_seconds <= 0 and oldest:
+            since = min((entry.queued_at for entry in self.outbox.entries if not entry.has_receipts), default=None)
+            left_seconds = timeout_seconds + (since - loop.time() if since is not None else 0)
+            if left_seconds <= 0:
                 self._fail(self.outbox.outcome_unknown(f"no receipt within {timeout_seconds:g} seconds"))
                 for task in self._tasks:
                     if task is not asyncio.current_task():
@@ -264,6 +264,7 @@ class Session:
             raise
         self._check_term(opened.term)
         is_forgotten = opened.is_forgotten
+        had_receipts = [entry for entry in self.outbox.entries if entry.has_receipts]
         if self.outbox.open(opened.incarnation, opened.term, opened.epoch, opened.persisted, is_forgotten=is_forgotten):
             logger.warning(
                 "topic %s has forgotten producer %r, which was idle for longer than its policy allows: what is sent "
@@ -271,6 +272,10 @@ class Session:
                 self._topic,
                 self.name,
             )
+        # What has to have another receipt has waited for it since now: it was not late before.
+        for entry in had_receipts:
+            if not entry.has_receipts:
+                entry.queued_at = asyncio.get_running_loop().time()
         if self._epoch is None:
             self.persisted, self.persisted_position = opened.persisted, opened.position
         self._epoch = opened.epoch

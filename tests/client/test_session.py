@@ -640,6 +640,51 @@ async def test_a_producer_with_nothing_to_send_that_is_connected_again_waits_for
     assert said == ["UNREACHABLE"] * 2
 
 
+def stored_early(fake: FakeSidecar, frame: Frame) -> Response:
+    """As `FakeSidecar.stored`, and nothing of it is durable yet."""
+    index = frame.batch.sequence_ids[0]
+    return fake.answer(receipts=[{"frame": frame.number, "first_index": index, "durable_at": index + 1}])
+
+
+async def test_what_is_to_have_another_receipt_has_all_the_time_for_it(fake: FakeSidecar) -> None:
+    """A power cut takes what had its receipt, which had not been late until then."""
+    timeout_seconds = 1.0
+    fake.on_frame = lambda frame: [stored_early(fake, frame)]
+    config = ProducerConfig(max_batch_rows=1, delivery_timeout_seconds=timeout_seconds)
+    loop = asyncio.get_running_loop()
+    async with Proxy(fake.address) as proxy, Client(proxy.address) as client:
+        producer = client.producer("t", "p", config)
+        await producer.open()
+        receipt = await producer.send(b"")
+        await receipt
+        over_at = loop.time() + 1.5 * timeout_seconds
+        await until(lambda: loop.time() > over_at)
+        fake.on_frame = lambda frame: []
+        cut_at = loop.time()
+        proxy.cut()
+        with pytest.raises(OutcomeUnknownError, match="no receipt within 1 seconds"):
+            await receipt.until_durable()
+        assert loop.time() - cut_at >= timeout_seconds
+        await producer.abort()
+
+
+async def test_control_what_never_had_a_receipt_gets_no_more_time_by_a_resume(fake: FakeSidecar) -> None:
+    fake.on_frame = lambda frame: []
+    async with (
+        Proxy(fake.address) as proxy,
+        Client(proxy.address) as client,
+        client.producer("t", "p", ONE_BY_ONE) as producer,
+    ):
+        receipt = await producer.send(b"")
+        await until(lambda: len(fake.frames) == 1)
+        queued_at = receipt._pending.queued_at
+        fake.on_frame = lambda frame: [fake.stored(frame)]
+        proxy.cut()
+        await receipt
+        assert sent_ids(fake) == [0, 0]
+        assert receipt._pending.queued_at == queued_at
+
+
 async def test_time_in_which_the_process_stood_still_is_made_up_for(fake: FakeSidecar) -> None:
     config = ProducerConfig(max_batch_rows=1, delivery_timeout_seconds=1)
     async with Client(fake.address) as client, client.producer("t", "p", config) as producer:
