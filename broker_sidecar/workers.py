@@ -172,14 +172,12 @@ class _Worker:
         delay_seconds = FIRST_DELAY_SECONDS
         while True:
             began = asyncio.get_running_loop().time()
-            self._process = process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "broker_sidecar", *self._flags, preexec_fn=partial(_end_with, os.getpid())
-            )
-            self._flags = [flag for flag in self._flags if flag not in _ONCE]
-            logger.info("worker started", extra={"worker": self._number, "pid": process.pid})
-            if stopping.is_set():
-                self.stop()
-            status = await process.wait()
+            try:
+                status = await self._run_once(stopping)
+            except OSError as e:
+                # There can be no process now. The other workers must not end with this one.
+                logger.error("worker not started: %s", e, extra={"worker": self._number})
+                status = EXIT_ERROR
             if stopping.is_set():
                 return status
             if asyncio.get_running_loop().time() - began > LONGEST_DELAY_SECONDS:
@@ -190,6 +188,17 @@ class _Worker:
                 await asyncio.wait_for(stopping.wait(), delay_seconds)
                 return status
             delay_seconds = min(2 * delay_seconds, LONGEST_DELAY_SECONDS)
+
+    async def _run_once(self, stopping: asyncio.Event) -> int:
+        """From its start to its end; the exit status. Raises OSError if it cannot be started."""
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "broker_sidecar", *self._flags, preexec_fn=partial(_end_with, os.getpid())
+        )
+        self._flags = [flag for flag in self._flags if flag not in _ONCE]
+        logger.info("worker started", extra={"worker": self._number, "pid": process.pid})
+        if stopping.is_set():
+            self.stop()
+        return await process.wait()
 
     def stop(self) -> None:
         """SIGTERM, if it runs: it drains."""

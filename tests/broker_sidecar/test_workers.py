@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from broker_sidecar import workers
 from seqdedupe.client import Client, NotFoundError, SeqdedupeError
 from seqdedupe.shards import SHARDS, from_text, shard_of, shards_of_worker
 from seqdedupe.store.directories import SHARDS_FILE, of_worker
@@ -279,3 +281,26 @@ async def test_in_one_process_its_end_is_the_end_of_all(start_sidecar: StartSide
         assert len(pending) == FOUR
         sidecar.start()
         await asyncio.gather(*pending)
+
+
+async def test_a_worker_of_which_there_can_be_no_process_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An upgrade in place, or no memory for one more: the parent goes on, and the other workers with it."""
+    program = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(program))
+    stopping = asyncio.Event()
+    worker = workers._Worker(0, [])
+    with pytest.raises(FileNotFoundError):  # the control arm: it cannot be started
+        await worker._run_once(stopping)
+    running = asyncio.ensure_future(worker.run(stopping))
+    await until(lambda: "worker not started" in caplog.text)
+    assert not running.done()
+    new = tmp_path / "new"
+    new.write_text("#!/bin/sh\nexec sleep 600\n")
+    new.chmod(0o700)
+    new.rename(program)
+    await until(lambda: worker._process is not None)
+    stopping.set()
+    worker.stop()
+    assert await running == -signal.SIGTERM
