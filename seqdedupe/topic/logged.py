@@ -214,6 +214,9 @@ class LoggedTopic(TopicBase):
                 item.receipt.durable_at = item.receipt.first_index + item.frame.rows
                 item.is_told = True
                 item.reply(item.receipt)
+            else:
+                # Its sender takes nothing less. Before the policy was in force nobody asked for the sync.
+                self.log.flush()
 
     async def all_settled(self) -> None:
         """Returns when all that is in flight now has settled, whatever the flush policy."""

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +21,7 @@ from seqdedupe.client.outbox import Outbox
 from seqdedupe.client.receipts import PendingBatch, ReceiptColumns
 from seqdedupe.errors import DataLossError
 from seqdedupe.log.contract import Retention
+from seqdedupe.log.embedded import commit
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
@@ -290,3 +293,41 @@ async def test_who_does_not_ask_for_an_early_receipt_gets_none(disk: LosingDisk)
             receipt = await answer
         assert isinstance(receipt, Receipt)
         assert (receipt.durable_at, topic.confirmed_index) == (0, 3)
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["takes nothing less", "control, takes an early receipt"])
+async def test_a_policy_that_comes_into_force_meanwhile_keeps_nobody_waiting(
+    disk: LosingDisk, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """A frame is handed over while every commit is synced, and written when the policy lets it wait."""
+    # Whatever is idle is synced too.
+    monkeypatch.setattr(commit, "IDLE_SECONDS", 2**31)
+    goes_on, is_syncing = threading.Event(), threading.Event()
+    really = os.fdatasync
+
+    def sync(fd: int) -> None:
+        is_syncing.set()
+        goes_on.wait(LIMIT_SECONDS)
+        really(fd)
+
+    async with served(disk.folder, Applied()) as topic:
+        opened = await open_sessions(topic, ["q"], None)
+        answers: list[Any] = []
+        durable: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", sync)
+            try:
+                for i in range(2):
+                    rows = single_producer(b"q", opened.epochs[0], i - 1, np.array([i]), Binary.of_all([b"x"]))
+                    encoded = b"".join(bytes(part) for part in rows.encoded_parts())
+                    when_durable = partial(durable.append, i) if asks else None
+                    topic.admit(encoded, i, answers.append, NumbersCache(), when_durable=when_durable)
+                    await asyncio.to_thread(is_syncing.wait, LIMIT_SECONDS)
+                topic.log.flush_every(WAITS.flush_interval)
+            finally:
+                goes_on.set()
+            async with asyncio.timeout(LIMIT_SECONDS):
+                while len(answers) < 2:  # noqa: ASYNC110 (whoever answers tells nobody else)
+                    await asyncio.sleep(0.001)
+        assert [answer.durable_at for answer in answers] == ([0, 2] if asks else [0, 0])
+        assert (topic.confirmed_index, durable) == ((1, []) if asks else (2, []))
