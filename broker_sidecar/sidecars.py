@@ -74,7 +74,7 @@ class Sidecars:
 
     async def _shards(self, _request: admin_pb2.GetShardsRequest) -> admin_pb2.GetShardsResponse:
         if self._peers is None:
-            raise error("INVALID_REQUEST", "this process has no shards, but all topics")
+            raise error("INVALID_REQUEST", "here no shards of topics are spread over the processes of a cluster")
         return admin_pb2.GetShardsResponse(
             cluster_id=self._peers.claim.cluster_id,
             shards=to_text(self._peers.claim.shards),

@@ -179,7 +179,7 @@ def _sealed(kind: str, said: str) -> bytes:
 def _read(path: Path) -> bytes | None:
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # whoever makes the directory tells what is in its way
         return None
     version = _FIRST_LINE.match(data.decode("ascii", "replace"))
     if version and int(version[1]) > FORMAT_VERSION:

@@ -53,11 +53,13 @@ class Lives(Generic[T]):
         """Makes topics that nobody else makes, all of them or none; `partitions` as in their records, `entry_format` as
         in `Logs.create`."""
         now_us = time.time_ns() // 1000
-        secret_bytes = SECRET_BYTES if self._kind.log is LogKind.EMBEDDED else 0
+        is_own = self._kind.log is LogKind.EMBEDDED
+        secret_bytes = SECRET_BYTES if is_own else 0
         records = [
             TopicRecord(
                 name,
-                self._store.next_incarnation(now_us, shard_of(name)),
+                # Those of a cluster's partitions follow each other.
+                self._store.next_incarnation(now_us, shard_of(name) if is_own else None),
                 TopicState.CREATING,
                 secrets.token_bytes(secret_bytes),
                 self._kind.log,

@@ -23,8 +23,8 @@ OTHERS = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 SERVING: int = health_pb2.HealthCheckResponse.SERVING
 SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
-OF_CLUSTERS = {"ListSidecars", "ForgetSidecar", "MoveTopic", "TakeTopic"}
-"""Calls for which there has to be one."""
+OF_CLUSTERS = {"ListSidecars", "ForgetSidecar", "MoveTopic", "TakeTopic", "GetShards"}
+"""Calls for which there has to be one, or shards."""
 
 
 class Reflected:

@@ -374,7 +374,7 @@ async def test_two_that_lose_a_topic_again_and_again_do_not_take_it_in_turns(
 ) -> None:
     assert await times_served(standbys, 3.0, 1000) <= 12
     monkeypatch.setattr(KeepingAway, "left_seconds", 0)
-    assert await times_served(standbys, LIMIT_SECONDS, 40) == 40
+    assert await times_served(standbys, LIMIT_SECONDS, 40) >= 40
 
 
 def test_the_delay_grows_with_each_shut_out_and_has_a_jitter() -> None:

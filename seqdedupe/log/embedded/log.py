@@ -157,8 +157,9 @@ class EmbeddedLog:
         self._opening.append(append)
 
     def flush_every(self, interval: FlushInterval) -> None:
-        if interval != self._writer.flush_interval:
-            self._writer.flush_interval = interval
+        self._writer.flush_interval = interval
+        if self._flush_due is not None:
+            # What waits was written when another one was in force.
             self.flush()
 
     def flush(self) -> None:
