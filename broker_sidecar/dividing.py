@@ -38,8 +38,8 @@ _OF_A_PART = (LOGS, STORE, SHARDS_FILE)
 _OF_A_WORKER = {*_OF_A_PART, "kernels", f"{STORE}.creating", f"{SHARDS_FILE}.new"}
 
 TRIES = 120
+"""Of writing a snapshot to a store that takes nothing now."""
 PAUSE_SECONDS = 0.5
-"""Between two tries of writing a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def change(folder: Path, count: int) -> None:
             opened.callback(store.close)
             old.append(_Part(place, shards, store))
         if split.to is None:
-            _check(folder, split, old)
+            _check(folder, split, count, old)
             if (folder / MOVED).exists():
                 # It has no files. It means something from here on.
                 shutil.rmtree(folder / MOVED)
@@ -105,10 +105,13 @@ def places(folder: Path, workers: int) -> list[tuple[Path, frozenset[int]]]:
 # -- before anything is changed ---------------------------------------------------------------------------------------
 
 
-def _check(folder: Path, split: Split, old: Sequence[_Part]) -> None:
+def _check(folder: Path, split: Split, count: int, old: Sequence[_Part]) -> None:
     """Every log is whole without its journal on return, and can be renamed. Raises as `change`."""
     if split.workers == 1 and (folder / SHARDS_FILE).exists():
         raise _refused(f"{folder} has shards of a cluster over several machines")
+    for place in {place for place, _ in places(folder, count)} - {part.folder for part in old}:
+        if there := [name for name in _OF_A_PART if (place / name).exists()]:
+            raise _refused(f"{place} has {', '.join(there)} already")
     seen: set[int] = set()
     for part in old:
         _check_files(folder, part.folder)

@@ -125,18 +125,24 @@ def _break() -> None:
     raise Broken
 
 
-CHANGES = [(1, 3), (3, 1), (2, 3)]
+CHANGES = [(1, 3, 3), (3, 1, 3), (2, 3, 2)]
+"""From and to so many, and which of the steps are tried: each third, or second."""
 
 
-@pytest.mark.parametrize(("workers", "to"), CHANGES)
+@pytest.mark.parametrize(("workers", "to", "stride"), CHANGES)
 def test_broken_off_at_any_step_it_goes_on(
-    made: tuple[Path, dict[str, Held]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, to: int
+    made: tuple[Path, dict[str, Held]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
+    to: int,
+    stride: int,
 ) -> None:
     folder, before = made
     steps = Steps(monkeypatch, _break)
     end, is_broken = 0, True
     while is_broken:
-        end += 1
+        end += stride
         data = shutil.copytree(folder / str(workers), tmp_path / str(end))
         steps.count, steps.end = 0, end
         try:
@@ -238,6 +244,10 @@ def _without_store(data: Path) -> None:
     (of_worker(data, 1) / "store").rename(data / "away")
 
 
+def _with_target(data: Path) -> None:
+    (of_worker(data, 2) / "logs").mkdir(parents=True)
+
+
 def _with_moved(data: Path) -> None:
     (data / MOVED).mkdir()
     (data / MOVED / "notes").write_text("mine")
@@ -248,6 +258,7 @@ def _with_moved(data: Path) -> None:
     [
         (_foreign, "INVALID_CONFIGURATION"),
         (_linked, "INVALID_CONFIGURATION"),
+        (_with_target, "INVALID_CONFIGURATION"),
         (_with_moved, "INVALID_CONFIGURATION"),
         (_without_record, "STORE_MISSING"),
         (_without_claim, "STORE_MISSING"),
