@@ -22,6 +22,7 @@ FIGURES = (
     "one_in_flight",
     "flush_policy",
     "dirty_topics",
+    "workers",
     "single_messages",
     "steady",
     "half_old",

@@ -64,6 +64,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
 
     try:
         count = workers.count_of(config)
+        workers.divide(config, count)
     except (SeqdedupeError, OSError) as e:
         print(f"seqdedupe: {e} {getattr(e, 'hint', '')}".rstrip(), file=sys.stderr)
         return 1

@@ -72,7 +72,9 @@ class Config:
         "", "Whose the producers and subscriptions in Pulsar are: no two sidecars may have one. Left out: a random one."
     )
     workers: int = _key(
-        0, "So many processes, each with a share of the topics. 0: as many as the data directory has, in a new one one."
+        0,
+        "So many processes, each with a share of the topics, which are moved if the data directory has another number. "
+        "0: as many as it has, in a new one one.",
     )
     shards: str = _key("", "The shards of the topics that this process has, as `0-15`, where others have the rest.")
     peers: str = _key("", "The addresses of all processes that have shards, this one too, with commas between.")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from broker_sidecar import directory, logs
+from broker_sidecar import directory, kernels, logs
 from broker_sidecar.config import Config
 from broker_sidecar.listening import cannot_listen, family_of
 from seqdedupe.address import SidecarAddress
@@ -33,7 +33,6 @@ LONGEST_DELAY_SECONDS = 10.0
 """Before a worker that has ended is started again: twice as long each time, until one has run for so long."""
 
 _LOCK_FILE = "WORKERS.lock"
-_CLUSTER_ID_BYTES = 8
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -44,25 +43,50 @@ _ONCE = ("--rebuild-store", "--give-up-journal")
 def count_of(config: Config) -> int:
     """How many workers are to run. 1: the process that asks is the sidecar, as without workers.
 
-    Raises INVALID_CONFIGURATION if the data directory has another number, and what `read_split` raises.
+    Raises INVALID_CONFIGURATION if the data directory is on its way to another number, or is a worker's of one that
+    is, or its topics are on another log; and what `read_split` raises.
     """
     folder = Path(config.data_directory)
+    whole = folder.absolute().parent
+    if (folder / directories.SHARDS_FILE).exists() and (whole / directories.WORKERS_FILE).exists():
+        directories.check_stays(whole)
     split = directories.read_split(folder)
-    if split is not None and config.log != "embedded":
+    if split is None:
+        return config.workers or 1
+    if config.log != "embedded":
         raise error(
             "INVALID_CONFIGURATION", f"log = {config.log!r}: {folder} has workers with logs of their own", key="log"
         )
-    there = 1 if split is None else split.to or split.workers
-    count = config.workers or there
-    is_new = split is None and not any((folder / name).exists() for name in ("logs", "store"))
-    if count != there and not is_new:
+    if split.to is not None and config.workers not in (0, split.to):
         raise error(
             "INVALID_CONFIGURATION",
-            f"workers is {count}, but the data directory {folder} is that of {there}: it keeps its number",
-            hint="Leave the key out. For another number make a new data directory, and publish to it anew.",
+            f"workers is {config.workers}, but the data directory {folder} is on its way to {split.to}",
+            hint=f"Start it with {split.to} first.",
             key="workers",
         )
-    return count
+    return config.workers or split.to or split.workers
+
+
+def divide(config: Config, count: int) -> None:
+    """The data directory has so many workers from now on, also if it had another number. Blocks.
+
+    Raises DIRECTORY_IN_USE, and as `dividing.change`.
+    """
+    folder = Path(config.data_directory)
+    split = directories.read_split(folder)
+    if split is None:
+        is_due = count > 1 and any((folder / name).exists() for name in ("logs", "store"))
+    else:
+        is_due = split.workers > 0 and (split.to or split.workers, split.to is None) != (count, True)
+    if is_due:
+        logs.configure(config.log_level, config.log_format)
+        os.umask(directory.PRIVATE)
+        kernels.prepare(config.data_directory)
+        # Not before: it imports what is compiled.
+        from broker_sidecar import dividing
+
+        with _locked(folder):
+            dividing.change(folder, count)
 
 
 def run(config: Config, count: int, flags: Sequence[str]) -> int:
@@ -122,7 +146,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def make(folder: Path, count: int) -> Split:
     """How the directory is split: into so many from now on, if it is new. Raises what `read_split` and `check_workers`
     raise; OSError."""
-    split = directories.read_split(folder) or Split(secrets.token_hex(_CLUSTER_ID_BYTES), 0, count)
+    split = directories.read_split(folder) or Split(secrets.token_hex(directories.CLUSTER_ID_BYTES), 0, count)
     if split.to is not None:
         # Nothing is in it yet. It is durable before any part of it, so that what is lost later is missed.
         directories.write(folder, split)

@@ -19,6 +19,8 @@ WORKERS_FILE = "WORKERS"
 FORMAT_VERSION = 1
 
 MAX_WORKERS = SHARDS
+CLUSTER_ID_BYTES = 8
+"""Of one that is made up."""
 CLUSTER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _RESTORE_ALL = "Restore the data directory, all of it, from one backup."
@@ -30,7 +32,7 @@ _WORKERS = re.compile(r".*\ncluster ([\w.-]+)\nworkers (\d{1,3})(?: to (\d{1,3})
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The shards of a cluster that a directory has, for good."""
+    """The shards of a cluster that a directory has."""
 
     cluster_id: str
     shards: frozenset[int]
@@ -105,16 +107,23 @@ def of_worker(directory: Path, worker: int) -> Path:
 
 
 def parts_of(directory: Path) -> list[Path]:
-    """The directories of its workers, or itself if it is not split. Raises INVALID_CONFIGURATION if its number of
-    workers is being changed; what `read_split` and `check_workers` raise."""
-    split = read_split(directory)
+    """The directories of its workers, or itself if it is not split. Raises what `check_stays` and `check_workers`
+    raise."""
+    split = check_stays(directory)
     if split is None:
         return [directory]
-    if split.to is not None:
-        why = f"{directory} is on its way from {split.workers} workers to {split.to}"
-        raise error("INVALID_CONFIGURATION", why, hint="Start the sidecar on it, which goes on with that.")
     check_workers(directory, split)
     return [of_worker(directory, worker) for worker in range(split.workers)]
+
+
+def check_stays(directory: Path) -> Split | None:
+    """How the directory is split. Raises INVALID_CONFIGURATION if its number of workers is being changed; what
+    `read_split` raises."""
+    split = read_split(directory)
+    if split is not None and split.to is not None:
+        why = f"{directory} is on its way from {split.workers} workers to {split.to}"
+        raise error("INVALID_CONFIGURATION", why, hint="Start the sidecar on it, which goes on with that.")
+    return split
 
 
 def check_workers(directory: Path, split: Split) -> None:

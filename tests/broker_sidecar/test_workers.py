@@ -239,7 +239,7 @@ class Resending:
     """Publishes the same batch twice, in one session, to a topic and to one that does not deduplicate."""
 
     def __init__(self, address: str, once: str, twice: str) -> None:
-        self._address = address
+        self.address = address
         off = admin_pb2.TopicPolicy(deduplication_enabled=False)
         client = calls.Client(address)
         client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic=twice, policy=off))
@@ -253,7 +253,7 @@ class Resending:
 
     def ids_after_that(self) -> list[list[int]]:
         """Sends all again; the IDs in both topics."""
-        client = calls.Client(self._address)
+        client = calls.Client(self.address)
         for name, batch in self.batches.items():
             client.open(name, "p", epochs=[self._epochs[name]["p"]])
             client.publish_unary(name, batch)

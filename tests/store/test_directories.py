@@ -144,14 +144,20 @@ def test_how_many_run(tmp_path: Path, there: int, asked: int, runs: int) -> None
     assert count_of(Config(data_directory=str(tmp_path), workers=asked)) == runs
 
 
-@pytest.mark.parametrize(("there", "asked"), [(4, 1), (4, 2), (1, 4)])
-def test_a_directory_keeps_its_number(tmp_path: Path, there: int, asked: int) -> None:
-    if there == 1:
-        (tmp_path / "store").mkdir()
-    else:
-        make(tmp_path, there)
-    with pytest.raises(ConfigurationError, match="keeps its number"):
+@pytest.mark.parametrize("asked", [1, 2, 5])
+def test_a_directory_on_its_way_gets_there_first(tmp_path: Path, asked: int) -> None:
+    """Neither the whole starts with another number, nor a worker by itself; the control arm is the one that it is on
+    its way to."""
+    make(tmp_path, 4)
+    worker = Config(data_directory=str(of_worker(tmp_path, 0)))
+    assert count_of(worker) == 1
+    write(tmp_path, Split("c-1", 4, 3))
+    assert count_of(Config(data_directory=str(tmp_path))) == 3
+    assert count_of(Config(data_directory=str(tmp_path), workers=3)) == 3
+    with pytest.raises(ConfigurationError, match="on its way to 3"):
         count_of(Config(data_directory=str(tmp_path), workers=asked))
+    with pytest.raises(ConfigurationError, match="on its way from 4 workers to 3"):
+        count_of(worker)
 
 
 def test_only_the_sidecars_own_log_has_workers(tmp_path: Path) -> None:
