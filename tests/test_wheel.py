@@ -51,7 +51,7 @@ def test_every_file_is_in_it(installed: Path) -> None:
 
 def test_nothing_else_comes_into_an_environment(installed: Path) -> None:
     """Above all no package that is named `spark`, as those of others are."""
-    found = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
+    found = {path.name for path in installed.iterdir() if not path.name.endswith((".dist-info", "__pycache__"))}
     assert found == {*FOLDERS, "pyspark_seqdedupe.py"}
 
 

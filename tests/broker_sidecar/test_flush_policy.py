@@ -26,8 +26,9 @@ _topics = itertools.count()
 
 
 def patient(folder: Path) -> Sidecar:
-    """A sidecar that takes any interval, so that no test depends on how long it takes."""
-    environment = {with_constants.VARIABLE: json.dumps({"seqdedupe.topic.policy.MOST": {}})}
+    """A sidecar that takes any interval, and syncs nothing for being idle: no test depends on how long it takes."""
+    constants = {"seqdedupe.topic.policy.MOST": {}, "seqdedupe.log.embedded.commit.IDLE_SECONDS": 100_000}
+    environment = {with_constants.VARIABLE: json.dumps(constants)}
     return Sidecar(folder, module=with_constants.MODULE, environment=environment)
 
 

@@ -217,6 +217,7 @@ class Committer:
                 break
             del self._open[writer]
             self._leave(writer)
+            self._tell_durable(writer)
 
     def _leave(self, writer: Writer) -> None:
         """Closes its file, if it is synced; else that is left to the background, but for what nobody else has made
@@ -226,7 +227,6 @@ class Committer:
                 writer.sync_file()
             except FatalError as e:
                 self._fail(str(e))
-            self._tell_durable(writer)
         if (left := writer.let_go()) is not None:
             self._syncer.sync(left)
 
@@ -235,9 +235,15 @@ class Committer:
 
         Those that are not open are being synced already.
         """
-        for writer in [writer for writer in self._open if writer.is_in_journal]:
+        leaving = [writer for writer in self._open if writer.is_in_journal]
+        for writer in leaving:
             del self._open[writer]
             self._leave(writer)
+        if self._journal.has_failed:
+            # Nobody hears of anything new before what it may have lost is in the segments.
+            self._syncer.wait()
+        for writer in leaving:
+            self._tell_durable(writer)
         if self._has_failed:
             return
         number = self._journal.end_file()
