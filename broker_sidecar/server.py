@@ -18,8 +18,10 @@ from broker_sidecar import admin, dedupe, directory, health, logs, publish, read
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
+from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
+from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from seqdedupe.address import SidecarAddress
@@ -57,6 +59,8 @@ class Sidecar:
         self._connections = connections
         self._config = config
         self._repairs = repairs
+        self._warnings = LastWarnings()
+        logging.getLogger().addHandler(self._warnings)
         self._streams = Streams(config.max_streams)
         self._health = health.Health(
             self._streams,
@@ -101,6 +105,7 @@ class Sidecar:
                 self._data.cluster,
                 self._data.peers,
                 lambda: self._health.is_serving,
+                Statistics(self._topics, lambda: self._health.is_serving, self._warnings),
             ),
             health.SERVICE: self._health,
         }
@@ -141,6 +146,7 @@ class Sidecar:
             self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
         await self._data.close()
+        logging.getLogger().removeHandler(self._warnings)
 
 
 async def _serve(config: Config, repairs: dict[str, bool]) -> None:
