@@ -24,6 +24,7 @@ from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
+from broker_sidecar.web.server import Route, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.state import State
@@ -69,6 +70,7 @@ class Sidecar:
             others_serve=self._others_serve,
         )
         self.address: SidecarAddress | None = None
+        self._web: WebServer | None = None
 
     async def listen(self) -> None:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
@@ -78,10 +80,22 @@ class Sidecar:
             if self._data.peers is not None:
                 await self._data.peers.look()
             await self._topics.open_all()
+            if self._config.metrics_listen:
+                address = SidecarAddress.parse(self._config.metrics_listen)
+                self._web = WebServer(address, self._routes(), "metrics_listen")
             await self._listen()
         except BaseException:
+            if self._web is not None:
+                self._web.close()
             await self._data.close()
             raise
+        if self._web is not None:
+            self._web.begin()
+            logger.info("metrics", extra={"address": str(self._web.address)})
+
+    def _routes(self) -> dict[str, Route]:
+        """What is served over HTTP."""
+        return {}
 
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
@@ -145,6 +159,8 @@ class Sidecar:
         finally:
             self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
+            if self._web is not None:
+                self._web.close()
         await self._data.close()
         logging.getLogger().removeHandler(self._warnings)
 
