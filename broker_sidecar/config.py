@@ -63,6 +63,10 @@ class Config:
         False, "Listen on an address that is not loopback, though nothing is encrypted or authenticated."
     )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
+    metrics_listen: str = _key(
+        "",
+        "Where to serve metrics and a page for people over HTTP: `host:port` (port 0: a free one). Left out: nowhere.",
+    )
     log: str = _key(
         "embedded",
         "What holds the messages: `embedded`, the sidecar itself; `pulsar`, a Pulsar cluster; `broker`, a broker that "
@@ -138,6 +142,7 @@ class Config:
         if not re.fullmatch("0?[0-7]{3}", self.socket_mode):
             raise invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
         self._check_listen()
+        self._check_metrics_listen()
         self._check_advertised()
         self._check_sidecars()
         self._check_shards()
@@ -164,6 +169,24 @@ class Config:
                 f"listen = {self.listen!r} can be reached from other machines, and nothing is encrypted or "
                 "authenticated yet",
                 key="listen",
+            )
+
+    def _check_metrics_listen(self) -> None:
+        if not self.metrics_listen:
+            return
+        why = f"is {self.metrics_listen!r}: it should be host:port"
+        try:
+            address = SidecarAddress.parse(self.metrics_listen)
+        except SeqdedupeError as e:
+            raise invalid("metrics_listen", why) from e
+        if address.path:
+            raise invalid("metrics_listen", why)
+        if not address.is_local and not self.allow_insecure_listen:
+            raise error(
+                "INSECURE_LISTEN",
+                f"metrics_listen = {self.metrics_listen!r} can be reached from other machines, and nothing is "
+                "encrypted or authenticated yet",
+                key="metrics_listen",
             )
 
     def _check_sidecars(self) -> None:

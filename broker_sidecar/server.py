@@ -18,11 +18,14 @@ from broker_sidecar import admin, dedupe, directory, health, logs, publish, read
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
+from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.security.gate import Gate, anybody
+from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
+from broker_sidecar.web.server import Route, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.state import State
@@ -58,6 +61,8 @@ class Sidecar:
         self._connections = connections
         self._config = config
         self._repairs = repairs
+        self._warnings = LastWarnings()
+        logging.getLogger().addHandler(self._warnings)
         self._streams = Streams(config.max_streams)
         self._health = health.Health(
             self._streams,
@@ -66,6 +71,7 @@ class Sidecar:
             others_serve=self._others_serve,
         )
         self.address: SidecarAddress | None = None
+        self._web: WebServer | None = None
 
     async def listen(self) -> None:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
@@ -75,10 +81,22 @@ class Sidecar:
             if self._data.peers is not None:
                 await self._data.peers.look()
             await self._topics.open_all()
+            if self._config.metrics_listen:
+                address = SidecarAddress.parse(self._config.metrics_listen)
+                self._web = WebServer(address, self._routes(), "metrics_listen")
             await self._listen()
         except BaseException:
+            if self._web is not None:
+                self._web.close()
             await self._data.close()
             raise
+        if self._web is not None:
+            self._web.begin()
+            logger.info("metrics", extra={"address": str(self._web.address)})
+
+    def _routes(self) -> dict[str, Route]:
+        """What is served over HTTP."""
+        return {}
 
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
@@ -102,6 +120,7 @@ class Sidecar:
                 self._data.cluster,
                 self._data.peers,
                 lambda: self._health.is_serving,
+                Statistics(self._topics, lambda: self._health.is_serving, self._warnings),
             ),
             health.SERVICE: self._health,
         }
@@ -141,7 +160,10 @@ class Sidecar:
         finally:
             self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
+            if self._web is not None:
+                self._web.close()
         await self._data.close()
+        logging.getLogger().removeHandler(self._warnings)
 
 
 async def _serve(config: Config, repairs: dict[str, bool]) -> None:

@@ -104,13 +104,21 @@ def run(config: Config, count: int, flags: Sequence[str]) -> int:
         split = make(folder, count)
         listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
         advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
+        metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
         logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
-        workers = [_Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised)]) for k in range(split.workers)]
+        workers = [
+            _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised, metrics)]) for k in range(split.workers)
+        ]
         return asyncio.run(_run(workers))
 
 
 def _flags(
-    worker: int, split: Split, folder: Path, listen: SidecarAddress, advertised: Sequence[SidecarAddress]
+    worker: int,
+    split: Split,
+    folder: Path,
+    listen: SidecarAddress,
+    advertised: Sequence[SidecarAddress],
+    metrics: Sequence[SidecarAddress],
 ) -> list[str]:
     """What a worker is told beside what the parent was told; the last flag counts."""
     keys = {
@@ -122,6 +130,8 @@ def _flags(
         "peers": ",".join(map(str, advertised)),
         "cluster-id": split.cluster_id,
     }
+    if metrics:
+        keys["metrics-listen"] = metrics[worker]
     return [text for name, value in keys.items() for text in (f"--{name}", str(value))]
 
 
