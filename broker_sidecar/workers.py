@@ -107,7 +107,8 @@ def run(config: Config, count: int, flags: Sequence[str]) -> int:
         metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
         logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
         workers = [
-            _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised, metrics)]) for k in range(split.workers)
+            _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised, metrics)])
+            for k in range(split.workers)
         ]
         return asyncio.run(_run(workers))
 
