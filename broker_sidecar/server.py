@@ -20,6 +20,7 @@ from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
+from broker_sidecar.security.gate import Gate, anybody
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from seqdedupe.address import SidecarAddress
@@ -110,7 +111,7 @@ class Sidecar:
         if (brokers_topics := self._data.brokers_topics) is not None:
             services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
-        self._server.add_generic_rpc_handlers([service.handlers() for service in services.values()])
+        self._server.add_generic_rpc_handlers([Gate(service.handlers(), anybody) for service in services.values()])
         address = SidecarAddress.parse(self._config.listen)
         try:
             port = self._server.add_insecure_port(str(address))

@@ -16,6 +16,7 @@ from seqdedupe.client.receipts import BatchResult, Published, Verdict
 from seqdedupe.client.resuming import Persisted
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import (
+    AccessDeniedError,
     DamagedError,
     DataLossError,
     FencedError,
@@ -29,6 +30,7 @@ from seqdedupe.errors import (
 from seqdedupe.message_id import MessageId, Position
 
 __all__ = [
+    "AccessDeniedError",
     "Admin",
     "Attachment",
     "Batch",
