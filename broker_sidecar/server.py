@@ -21,13 +21,17 @@ from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
-from broker_sidecar.security.gate import Gate, anybody
+from broker_sidecar.security import own_token
+from broker_sidecar.security.authentication import Authentication
+from broker_sidecar.security.gate import Gate
+from broker_sidecar.security.watching import keep_looking
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from broker_sidecar.web.server import Route, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.store.directories import whole_of
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.server")
@@ -78,6 +82,7 @@ class Sidecar:
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         try:
+            self._authentication = Authentication(self._config, self._streams)
             if self._data.peers is not None:
                 await self._data.peers.look()
             await self._topics.open_all()
@@ -130,7 +135,8 @@ class Sidecar:
         if (brokers_topics := self._data.brokers_topics) is not None:
             services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
-        self._server.add_generic_rpc_handlers([Gate(service.handlers(), anybody) for service in services.values()])
+        gates = [Gate(service.handlers(), self._authentication) for service in services.values()]
+        self._server.add_generic_rpc_handlers(gates)
         address = SidecarAddress.parse(self._config.listen)
         try:
             port = self._server.add_insecure_port(str(address))
@@ -140,6 +146,7 @@ class Sidecar:
             raise cannot_listen(address, e) from e
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
+        self._topics.in_background(keep_looking(self._authentication.watched))
         await self._server.start()
 
     async def _others_serve(self) -> bool:
@@ -176,6 +183,9 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
         Watchdog(fatal)
     await sidecar.listen()
     logger.info("listening", extra={"address": str(sidecar.address)})
+    folder = Path(config.data_directory)
+    if config.authentication == "token" and whole_of(folder) is None:
+        own_token.tell(own_token.path_of(folder), config.log_format)
     recovery = asyncio.ensure_future(sidecar.recover())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)
