@@ -21,6 +21,7 @@ from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.security.gate import Gate, anybody
+from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from seqdedupe.address import SidecarAddress
@@ -58,7 +59,8 @@ class Sidecar:
         self._connections = connections
         self._config = config
         self._repairs = repairs
-        self._streams = Streams(config.max_streams)
+        self._permissions = Permissions()
+        self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
@@ -93,12 +95,13 @@ class Sidecar:
             ("grpc.max_allowed_incoming_connections", self._connections),
         )
         self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *limits, *_PINGS])
-        streams = self._streams
+        streams, permissions = self._streams, self._permissions
         services: dict[str, Any] = {
             admin.SERVICE: admin.AdminService(
                 self._topics,
                 self._data.topics,
                 streams,
+                permissions,
                 self._data.cluster,
                 self._data.peers,
                 lambda: self._health.is_serving,
@@ -106,12 +109,14 @@ class Sidecar:
             health.SERVICE: self._health,
         }
         if (topics := self._data.topics) is not None:
-            services[publish.SERVICE] = publish.PublishService(topics, streams)
+            services[publish.SERVICE] = publish.PublishService(topics, streams, permissions)
             services[read.SERVICE] = read.ReadService(topics, streams)
         if (brokers_topics := self._data.brokers_topics) is not None:
-            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
+            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
-        self._server.add_generic_rpc_handlers([Gate(service.handlers(), anybody) for service in services.values()])
+        self._server.add_generic_rpc_handlers(
+            [Gate(service.handlers(), anybody, permissions) for service in services.values()]
+        )
         address = SidecarAddress.parse(self._config.listen)
         try:
             port = self._server.add_insecure_port(str(address))
