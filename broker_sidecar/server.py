@@ -24,6 +24,7 @@ from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.security import own_token
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.gate import Gate
+from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.watching import keep_looking
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
@@ -67,7 +68,8 @@ class Sidecar:
         self._repairs = repairs
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
-        self._streams = Streams(config.max_streams)
+        self._permissions = Permissions()
+        self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
@@ -116,12 +118,13 @@ class Sidecar:
             ("grpc.max_allowed_incoming_connections", self._connections),
         )
         self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *limits, *_PINGS])
-        streams = self._streams
+        streams, permissions = self._streams, self._permissions
         services: dict[str, Any] = {
             admin.SERVICE: admin.AdminService(
                 self._topics,
                 self._data.topics,
                 streams,
+                permissions,
                 self._data.cluster,
                 self._data.peers,
                 lambda: self._health.is_serving,
@@ -130,12 +133,12 @@ class Sidecar:
             health.SERVICE: self._health,
         }
         if (topics := self._data.topics) is not None:
-            services[publish.SERVICE] = publish.PublishService(topics, streams)
+            services[publish.SERVICE] = publish.PublishService(topics, streams, permissions)
             services[read.SERVICE] = read.ReadService(topics, streams)
         if (brokers_topics := self._data.brokers_topics) is not None:
-            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
+            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
-        gates = [Gate(service.handlers(), self._authentication) for service in services.values()]
+        gates = [Gate(service.handlers(), self._authentication, permissions) for service in services.values()]
         self._server.add_generic_rpc_handlers(gates)
         address = SidecarAddress.parse(self._config.listen)
         try:

@@ -170,6 +170,11 @@ REASONS: dict[str, Reason] = {
         "Send the sidecar's token: SEQDEDUPE_TOKEN, or SEQDEDUPE_TOKEN_FILE with the path of the file `token` in its "
         "data directory. docs/security.md says more.",
     ),
+    "NOT_ALLOWED": Reason(
+        AccessDeniedError,
+        "PERMISSION_DENIED",
+        "Ask the sidecar's operator for a rule; `seqdedupe auth explain` names the one that decides.",
+    ),
     "TOKEN_EXPIRED": Reason(UnavailableError, "UNAUTHENTICATED", "Send a token that is still valid.", 0),
     # Sessions and order.
     "FENCED": Reason(
