@@ -22,6 +22,7 @@ from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.metrics.calls import Calls
 from broker_sidecar.metrics.exposition import Metrics, Sources
+from broker_sidecar.security.gate import Gate, anybody
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from broker_sidecar.web.server import Route, WebServer
@@ -135,7 +136,7 @@ class Sidecar:
             services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
         self._listen_for_http(reading)
-        counted = [self._calls.counted(service.handlers()) for service in services.values()]
+        counted = [self._calls.counted(Gate(service.handlers(), anybody)) for service in services.values()]
         self._server.add_generic_rpc_handlers(counted)
         address = SidecarAddress.parse(self._config.listen)
         try:

@@ -11,6 +11,7 @@ import grpc.aio
 from broker_sidecar.budget import MAX_HELD_BYTES, Budget, Share
 from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort
+from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.errors import SeqdedupeError, error
 
 FIRST_MESSAGE_SECONDS = 10.0
@@ -29,7 +30,8 @@ CONNECTION_SHARE = 2
 class Stream:
     """One stream that is being served, by a task of its own."""
 
-    def __init__(self, context: Context, budget: Budget) -> None:
+    def __init__(self, context: Context, budget: Budget, subject: Subject) -> None:
+        self.subject = subject
         self.connection: str = context.peer()
         self.share = Share(budget)
         self._method = method_of_call()
@@ -135,13 +137,16 @@ class Streams:
 
     @contextmanager
     def _serving(self, context: Context) -> Iterator[Stream]:
-        stream = Stream(context, self.budget)
+        stream = Stream(context, self.budget, caller())
         self._make_room(stream.connection)
         self._open.add(stream)
+        expiry = _at_expiry(stream)
         try:
             with stream.ending():
                 yield stream
         finally:
+            if expiry is not None:
+                expiry.cancel()
             self._open.discard(stream)
 
     def _make_room(self, connection: str) -> None:
@@ -182,6 +187,14 @@ class Streams:
         self.is_draining = True
         for stream in self._open:
             stream.end(error("DRAINING", "the sidecar is shutting down"))
+
+
+def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:
+    """Ends the stream when its caller's token expires, if it does."""
+    if (expires_at_seconds := stream.subject.expires_at_seconds) is None:
+        return None
+    why = error("TOKEN_EXPIRED", f"the token of {stream.subject.name} has expired: this stream ends with it")
+    return asyncio.get_running_loop().call_later(expires_at_seconds - time.time(), stream.end, why)
 
 
 async def messages(stream: Stream) -> Any:

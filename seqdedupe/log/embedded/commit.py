@@ -179,7 +179,6 @@ class Committer:
         elif self._journal.has_failed:
             # The block that could not be written may have held the end of a round that was confirmed.
             self._forget()
-            self._syncer.wait()
         for news in written:
             writer = news.opening.writer
             if self._sync(writer):
