@@ -21,6 +21,8 @@ from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
+from broker_sidecar.metrics.calls import Calls
+from broker_sidecar.metrics.exposition import Metrics, Sources
 from broker_sidecar.security import own_token
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.gate import Gate
@@ -77,6 +79,8 @@ class Sidecar:
             others_serve=self._others_serve,
         )
         self.address: SidecarAddress | None = None
+        self._calls = Calls()
+        self._metrics: Metrics | None = None
         self._web: WebServer | None = None
 
     async def listen(self) -> None:
@@ -88,22 +92,27 @@ class Sidecar:
             if self._data.peers is not None:
                 await self._data.peers.look()
             await self._topics.open_all()
-            if self._config.metrics_listen:
-                address = SidecarAddress.parse(self._config.metrics_listen)
-                self._web = WebServer(address, self._routes(), "metrics_listen")
             await self._listen()
         except BaseException:
-            if self._web is not None:
-                self._web.close()
+            self._close_web()
             await self._data.close()
             raise
         if self._web is not None:
             self._web.begin()
             logger.info("metrics", extra={"address": str(self._web.address)})
 
-    def _routes(self) -> dict[str, Route]:
-        """What is served over HTTP."""
-        return {}
+    def _listen_for_http(self, reading: read.ReadService | None) -> None:
+        if self._config.metrics_listen:
+            sources = Sources(self._config, self._data, self._streams, self._calls, reading)
+            self._metrics = Metrics(sources)
+            routes: dict[str, Route] = {"/metrics": self._metrics}
+            self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
+
+    def _close_web(self) -> None:
+        if self._web is not None:
+            self._web.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
@@ -132,14 +141,16 @@ class Sidecar:
             ),
             health.SERVICE: self._health,
         }
+        reading: read.ReadService | None = None
         if (topics := self._data.topics) is not None:
             services[publish.SERVICE] = publish.PublishService(topics, streams, permissions)
-            services[read.SERVICE] = read.ReadService(topics, streams)
+            services[read.SERVICE] = reading = read.ReadService(topics, streams)
         if (brokers_topics := self._data.brokers_topics) is not None:
             services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
+        self._listen_for_http(reading)
         gates = [Gate(service.handlers(), self._authentication, permissions) for service in services.values()]
-        self._server.add_generic_rpc_handlers(gates)
+        self._server.add_generic_rpc_handlers([self._calls.counted(gate) for gate in gates])
         address = SidecarAddress.parse(self._config.listen)
         try:
             port = self._server.add_insecure_port(str(address))
@@ -170,8 +181,7 @@ class Sidecar:
         finally:
             self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
-            if self._web is not None:
-                self._web.close()
+            self._close_web()
         await self._data.close()
         logging.getLogger().removeHandler(self._warnings)
 
