@@ -20,11 +20,15 @@ from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
-from broker_sidecar.security.gate import Gate, anybody
+from broker_sidecar.security import own_token
+from broker_sidecar.security.authentication import Authentication
+from broker_sidecar.security.gate import Gate
+from broker_sidecar.security.watching import keep_looking
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.store.directories import whole_of
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.server")
@@ -72,6 +76,7 @@ class Sidecar:
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         try:
+            self._authentication = Authentication(self._config, self._streams)
             if self._data.peers is not None:
                 await self._data.peers.look()
             await self._topics.open_all()
@@ -92,7 +97,8 @@ class Sidecar:
             ("grpc.max_concurrent_streams", at_once),
             ("grpc.max_allowed_incoming_connections", self._connections),
         )
-        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *limits, *_PINGS])
+        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *_PINGS)
+        self._server = grpc.aio.server(options=[*fixed, *limits, *self._authentication.server_options()])
         streams = self._streams
         services: dict[str, Any] = {
             admin.SERVICE: admin.AdminService(
@@ -111,16 +117,18 @@ class Sidecar:
         if (brokers_topics := self._data.brokers_topics) is not None:
             services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
-        self._server.add_generic_rpc_handlers([Gate(service.handlers(), anybody) for service in services.values()])
+        gates = [Gate(service.handlers(), self._authentication) for service in services.values()]
+        self._server.add_generic_rpc_handlers(gates)
         address = SidecarAddress.parse(self._config.listen)
         try:
-            port = self._server.add_insecure_port(str(address))
+            port = self._authentication.add_port(self._server, address)
             if address.path:
                 os.chmod(address.path, int(self._config.socket_mode, 8))
         except (RuntimeError, OSError) as e:
             raise cannot_listen(address, e) from e
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
+        self._topics.in_background(keep_looking(self._authentication.watched))
         await self._server.start()
 
     async def _others_serve(self) -> bool:
@@ -154,6 +162,9 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
         Watchdog(fatal)
     await sidecar.listen()
     logger.info("listening", extra={"address": str(sidecar.address)})
+    folder = Path(config.data_directory)
+    if config.authentication == "token" and whole_of(folder) is None:
+        own_token.tell(own_token.path_of(folder), config.log_format)
     recovery = asyncio.ensure_future(sidecar.recover())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -164,6 +164,12 @@ class Streams:
             if stream.share.held_bytes and stream.writing_since is not None and stream.writing_since <= until:
                 self._end(stream, "this stream's client reads nothing, and others wait for the memory")
 
+    def end_where(self, why: Callable[[Subject], SeqdedupeError | None]) -> None:
+        """Ends each stream for whose caller there is an error."""
+        for stream in self._open:
+            if (e := why(stream.subject)) is not None:
+                stream.end(e)
+
     def drain(self) -> None:
         """Ends all streams with DRAINING."""
         self.is_draining = True
