@@ -20,8 +20,10 @@ from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
+from broker_sidecar.security import rules_file
 from broker_sidecar.security.gate import Gate, anybody
 from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules_file import RulesFile
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from seqdedupe.address import SidecarAddress
@@ -59,7 +61,7 @@ class Sidecar:
         self._connections = connections
         self._config = config
         self._repairs = repairs
-        self._permissions = Permissions()
+        self._permissions = Permissions(self._read_rules().rules)
         self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
@@ -127,6 +129,13 @@ class Sidecar:
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
         await self._server.start()
+
+    def _read_rules(self) -> RulesFile:
+        return rules_file.read(Path(self._config.rules_file)) if self._config.rules_file else RulesFile()
+
+    def reload_rules(self) -> None:
+        """The rules file, read again, is in force. Raises INVALID_CONFIGURATION: then nothing has changed."""
+        self._permissions.replace(self._read_rules().rules)
 
     async def _others_serve(self) -> bool:
         return self._data.peers is None or await self._data.peers.are_serving()

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.auth import auth
 from seqdedupe.cli.bench import bench
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
@@ -48,6 +49,7 @@ for _command in (
     bench,
     job,
     doctor,
+    auth,
     version,
 ):
     cli.add_command(_command)
