@@ -11,10 +11,8 @@ from typing import Any
 
 import grpc
 
-from broker_sidecar import kernels, server
+from broker_sidecar import kernels
 from broker_sidecar.__main__ import main
-from broker_sidecar.security.gate import Gate
-from broker_sidecar.security.subject import OPERATOR, Subject
 from seqdedupe.errors import SeqdedupeError, error
 
 MODULE = __name__ if __name__ != "__main__" else "tests.broker_sidecar.security.by_name"
@@ -43,30 +41,35 @@ class _Named(
     intercept_unary_unary = intercept_unary_stream = intercept_stream_unary = intercept_stream_stream = _call
 
 
-def _believe(self: Gate, method: str, request: Any, context: Any) -> Subject:
-    name = dict(context.invocation_metadata()).get("name")
-    if name is None:
-        raise error("UNAUTHENTICATED", "no name is said")
-    return Subject(name, "token" if name == OPERATOR else "jwt", None, context.peer())
+def _serve() -> int:
+    # Here, once it is known where kernels are kept: these have some.
+    from broker_sidecar import server
+    from broker_sidecar.security.gate import Gate
+    from broker_sidecar.security.subject import OPERATOR, Subject
 
+    def believe(self: Gate, method: str, request: Any, context: Any) -> Subject:
+        name = dict(context.invocation_metadata()).get("name")
+        if name is None:
+            raise error("UNAUTHENTICATED", "no name is said")
+        return Subject(name, "token" if name == OPERATOR else "jwt", None, context.peer())
 
-def _reload(sidecar: server.Sidecar) -> None:
-    try:
-        sidecar.reload_rules()
-        said = "reloaded"
-    except SeqdedupeError as e:
-        said = str(e)
-    print(json.dumps({"event": "rules", "said": said}), file=sys.stderr)
+    def reload(sidecar: server.Sidecar) -> None:
+        try:
+            sidecar.reload_rules()
+            said = ""
+        except SeqdedupeError as e:
+            said = str(e)
+        print(json.dumps({"event": "rules", "said": said}), file=sys.stderr)
 
+    async def recover_and_listen(self: server.Sidecar) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, reload, self)
+        await recover(self)
 
-async def _recover(self: server.Sidecar) -> None:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _reload, self)
-    await _as_ever(self)
+    recover, server.Sidecar.recover = server.Sidecar.recover, recover_and_listen  # type: ignore[method-assign]
+    Gate._subject = believe  # type: ignore[method-assign]
+    return main()
 
 
 if __name__ == "__main__":
     kernels.prepare()
-    Gate._subject = _believe  # type: ignore[method-assign]
-    _as_ever = server.Sidecar.recover
-    server.Sidecar.recover = _recover  # type: ignore[method-assign]
-    sys.exit(main())
+    sys.exit(_serve())
