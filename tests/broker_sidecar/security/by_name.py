@@ -7,6 +7,8 @@ import asyncio
 import json
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +16,9 @@ import grpc
 from broker_sidecar import kernels
 from broker_sidecar.__main__ import main
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2_grpc, publish_pb2_grpc, read_pb2_grpc
+from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client
 
 MODULE = __name__ if __name__ != "__main__" else "tests.broker_sidecar.security.by_name"
 
@@ -24,11 +29,48 @@ def call_as(address: str, name: str) -> grpc.Channel:
     return grpc.intercept_channel(channel, _Named(name)) if name else channel
 
 
+class Caller(Client):
+    """A client of such a sidecar, by name."""
+
+    def __init__(self, address: str, name: str) -> None:
+        super().__init__(address)
+        self.channel.close()
+        self.channel = call_as(address, name)
+        self.publish = publish_pb2_grpc.PublishServiceStub(self.channel)
+        self.reading = read_pb2_grpc.ReadServiceStub(self.channel)
+        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
+
+
+class Ruled(Sidecar):
+    """Such a sidecar, with rules."""
+
+    def __init__(self, folder: Path, rules: str, **keys: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        self.rules = folder / "rules.toml"
+        self.rules.write_text(rules)
+        super().__init__(folder, module=MODULE, rules_file=self.rules, **keys)
+
+    def replace(self, rules: str) -> str:
+        """Other rules are in force on return; says why not if they are not."""
+        self.rules.write_text(rules)
+        before = len(self._told())
+        self.signal(signal.SIGUSR1)
+        give_up_at = time.monotonic() + TIMEOUT_SECONDS
+        while len(told := self._told()) == before:
+            self.check_running()
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        return told[-1]
+
+    def _told(self) -> list[str]:
+        return [entry["said"] for entry in self.log if entry["event"] == "rules"]
+
+
 class _Named(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
-    grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
 ):
     """Says the name in every call."""
 
@@ -38,7 +80,10 @@ class _Named(
     def _call(self, go_on: Any, details: Any, request: Any) -> Any:
         return go_on(details._replace(metadata=(*(details.metadata or ()), *self._metadata)), request)
 
-    intercept_unary_unary = intercept_unary_stream = intercept_stream_unary = intercept_stream_stream = _call
+    intercept_unary_unary: Any = _call
+    intercept_unary_stream: Any = _call
+    intercept_stream_unary: Any = _call
+    intercept_stream_stream: Any = _call
 
 
 def _serve() -> int:
