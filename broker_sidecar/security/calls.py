@@ -99,6 +99,7 @@ CALLS = {
         MoveTopic=_topic(_ADMINISTER),
         TakeTopic=_topic(_ADMINISTER),
         GetShards=Need(On.EVERYTHING, (_OBSERVE,)),
+        GetStatistics=Need(On.EVERYTHING, (_OBSERVE,)),
         GetVersion=Other.IS_KNOWN,
     ),
     **_of(
