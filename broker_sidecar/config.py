@@ -111,6 +111,9 @@ class Config:
     peers: str = _key("", "The addresses of all processes that have shards, this one too, with commas between.")
     cluster_id: str = _key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
     advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
+    rules_file: str = _key(
+        "", "A file of TOML that says who may do what, and how much of the sidecar each may use: docs/rules.md."
+    )
     sidecars: str = _key(
         "",
         "The addresses at which the sidecars of a cluster advertise themselves, this one too, and domains as "

@@ -23,11 +23,12 @@ from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.metrics.calls import Calls
 from broker_sidecar.metrics.exposition import Metrics, Sources
-from broker_sidecar.security import own_token
+from broker_sidecar.security import own_token, rules_file
 from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.gate import Gate
 from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules_file import RulesFile
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.security.watching import keep_looking
 from broker_sidecar.statistics import Statistics
@@ -72,9 +73,8 @@ class Sidecar:
         self._repairs = repairs
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
-        self._audit = Audit(Path(config.audit_file)) if config.audit_file else None
-        self._trail = Trail(self._audit)
-        self._permissions = Permissions(on_denied=self._trail.denied)
+        self._trail = Trail(Audit(Path(config.audit_file)) if config.audit_file else None)
+        self._permissions = Permissions(self._read_rules().rules, self._trail.denied)
         self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
@@ -170,6 +170,13 @@ class Sidecar:
         self._data.listens(self.address)
         self._topics.in_background(keep_looking(self._authentication.watched))
         await self._server.start()
+
+    def _read_rules(self) -> RulesFile:
+        return rules_file.read(Path(self._config.rules_file)) if self._config.rules_file else RulesFile()
+
+    def reload_rules(self) -> None:
+        """The rules file, read again, is in force. Raises INVALID_CONFIGURATION: then nothing has changed."""
+        self._permissions.replace(self._read_rules().rules)
 
     async def _others_serve(self) -> bool:
         return self._data.peers is None or await self._data.peers.are_serving()

@@ -8,6 +8,7 @@ from types import TracebackType
 import click
 
 from seqdedupe.cli.audit import audit
+from seqdedupe.cli.auth import auth
 from seqdedupe.cli.bench import bench
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
@@ -52,6 +53,7 @@ for _command in (
     doctor,
     audit,
     token,
+    auth,
     version,
 ):
     cli.add_command(_command)
