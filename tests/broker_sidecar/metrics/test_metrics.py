@@ -162,7 +162,8 @@ def test_many_topics_share_a_series_until_there_is_room(shared: Sidecar, client:
     for name in names:
         client.admin.DeleteTopic(admin_pb2.DeleteTopicRequest(topic=name), timeout=TIMEOUT_SECONDS)
     scrape(shared)
-    client.stream(topic).receipt(batch([("a", 0)], client.epochs(topic, "a")))
+    epochs = client.epochs(topic, "a")
+    client.stream(topic).receipt(batch([("a", 0)], epochs))
     assert SHORT + topic in scrape(shared).labels("seqdedupe_messages_total", "topic")
 
 
