@@ -24,6 +24,7 @@ from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
+from broker_sidecar.web.pages import Pages
 from broker_sidecar.web.server import Route, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
@@ -76,6 +77,16 @@ class Sidecar:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
+        self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
+        self._admin = admin.AdminService(
+            self._topics,
+            self._data.topics,
+            self._streams,
+            self._data.cluster,
+            self._data.peers,
+            lambda: self._health.is_serving,
+            self._statistics,
+        )
         try:
             if self._data.peers is not None:
                 await self._data.peers.look()
@@ -91,11 +102,12 @@ class Sidecar:
             raise
         if self._web is not None:
             self._web.begin()
+            self._statistics.history.begin()
             logger.info("metrics", extra={"address": str(self._web.address)})
 
     def _routes(self) -> dict[str, Route]:
         """What is served over HTTP."""
-        return {}
+        return Pages(asyncio.get_running_loop(), self._statistics, self._admin, self._config.listen).routes()
 
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
@@ -112,15 +124,7 @@ class Sidecar:
         self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *limits, *_PINGS])
         streams = self._streams
         services: dict[str, Any] = {
-            admin.SERVICE: admin.AdminService(
-                self._topics,
-                self._data.topics,
-                streams,
-                self._data.cluster,
-                self._data.peers,
-                lambda: self._health.is_serving,
-                Statistics(self._topics, lambda: self._health.is_serving, self._warnings),
-            ),
+            admin.SERVICE: self._admin,
             health.SERVICE: self._health,
         }
         if (topics := self._data.topics) is not None:
