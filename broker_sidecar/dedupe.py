@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from broker_sidecar.rpc import Context, unary
+from broker_sidecar.rpc import Context, refusals, unary
 from broker_sidecar.steps import INT32, binary, columns_of, names_of, parse_steps, values
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe import wire
@@ -162,6 +162,7 @@ class _Hold:
                 raise error("QUEUE_FULL", "this broker, or all clients together, have too much in flight")
             checked = self._topic.check(self._attachment, columns)
         except SeqdedupeError as e:
+            refusals[e.reason] += 1
             answer.refusals.add(
                 frame=check.frame,
                 reason=e.reason,

@@ -11,7 +11,7 @@ import numpy as np
 
 from broker_sidecar.budget import Share
 from broker_sidecar.frames import encode_receipt, encode_refusal, parse_frames, parse_publish, takes_early_receipts
-from broker_sidecar.rpc import Context, abort, unary
+from broker_sidecar.rpc import Context, abort, refusals, unary
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import NotFoundError, error
 from seqdedupe.limits import MAX_OPEN_NAMES
@@ -79,6 +79,8 @@ class _Publishing:
             if isinstance(answer, Refusal) or not answer.durable_at:
                 self.stream.frames_in_flight -= 1
             encoded = b""
+            if isinstance(answer, Refusal):
+                refusals[answer.error.reason] += 1
             if not self.is_gone:
                 encoded = encode_receipt(self.topic, answer) if isinstance(answer, Receipt) else encode_refusal(answer)
                 self.unsent.append(encoded)
@@ -172,6 +174,7 @@ class PublishService:
             forgotten=opened.forgotten,
         )
         for place, e in sorted(opened.refusals.items()):
+            refusals[e.reason] += 1
             current = int(e.numbers.get("current_epoch", "0"))
             response.refusals.add(index=place, reason=e.reason, message=e.message, current_epoch=current)
         for one in zip(*topic.log.known_message_ids(np.array(opened.indexes, np.int64)), opened.indexes, strict=True):

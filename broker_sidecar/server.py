@@ -21,6 +21,9 @@ from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
+from broker_sidecar.metrics.calls import Calls
+from broker_sidecar.metrics.exposition import Metrics, Sources
+from broker_sidecar.security.gate import Gate, anybody
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
@@ -71,6 +74,8 @@ class Sidecar:
             others_serve=self._others_serve,
         )
         self.address: SidecarAddress | None = None
+        self._calls = Calls()
+        self._metrics: Metrics | None = None
         self._web: WebServer | None = None
 
     async def listen(self) -> None:
@@ -91,13 +96,9 @@ class Sidecar:
             if self._data.peers is not None:
                 await self._data.peers.look()
             await self._topics.open_all()
-            if self._config.metrics_listen:
-                address = SidecarAddress.parse(self._config.metrics_listen)
-                self._web = WebServer(address, self._routes(), "metrics_listen")
             await self._listen()
         except BaseException:
-            if self._web is not None:
-                self._web.close()
+            self._close_web()
             await self._data.close()
             raise
         if self._web is not None:
@@ -105,9 +106,19 @@ class Sidecar:
             self._statistics.history.begin()
             logger.info("metrics", extra={"address": str(self._web.address)})
 
-    def _routes(self) -> dict[str, Route]:
-        """What is served over HTTP."""
-        return Pages(asyncio.get_running_loop(), self._statistics, self._admin, self._config.listen).routes()
+    def _listen_for_http(self, reading: read.ReadService | None) -> None:
+        if self._config.metrics_listen:
+            sources = Sources(self._config, self._data, self._streams, self._calls, reading)
+            self._metrics = Metrics(sources)
+            pages = Pages(asyncio.get_running_loop(), self._statistics, self._admin, self._config.listen)
+            routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
+            self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
+
+    def _close_web(self) -> None:
+        if self._web is not None:
+            self._web.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
@@ -127,13 +138,16 @@ class Sidecar:
             admin.SERVICE: self._admin,
             health.SERVICE: self._health,
         }
+        reading: read.ReadService | None = None
         if (topics := self._data.topics) is not None:
             services[publish.SERVICE] = publish.PublishService(topics, streams)
-            services[read.SERVICE] = read.ReadService(topics, streams)
+            services[read.SERVICE] = reading = read.ReadService(topics, streams)
         if (brokers_topics := self._data.brokers_topics) is not None:
             services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
-        self._server.add_generic_rpc_handlers([service.handlers() for service in services.values()])
+        self._listen_for_http(reading)
+        counted = [self._calls.counted(Gate(service.handlers(), anybody)) for service in services.values()]
+        self._server.add_generic_rpc_handlers(counted)
         address = SidecarAddress.parse(self._config.listen)
         try:
             port = self._server.add_insecure_port(str(address))
@@ -163,8 +177,7 @@ class Sidecar:
         finally:
             self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
-            if self._web is not None:
-                self._web.close()
+            self._close_web()
         await self._data.close()
         logging.getLogger().removeHandler(self._warnings)
 

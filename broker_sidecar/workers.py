@@ -19,7 +19,7 @@ from broker_sidecar import directory, kernels, logs
 from broker_sidecar.config import Config
 from broker_sidecar.listening import cannot_listen, family_of
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import error
 from seqdedupe.shards import shards_of_worker, to_text
 from seqdedupe.store import directories
 from seqdedupe.store.directories import Claim, Split, of_worker
@@ -91,29 +91,26 @@ def divide(config: Config, count: int) -> None:
 
 def run(config: Config, count: int, flags: Sequence[str]) -> int:
     """Runs so many workers with these flags, until SIGTERM or SIGINT, and those that end again; returns the exit
-    status, which is 0 if all of them have drained."""
+    status, which is 0 if all of them have drained.
+
+    Raises DIRECTORY_IN_USE, INVALID_CONFIGURATION if it cannot listen, and what `make` raises; OSError.
+    """
     logs.configure(config.log_level, config.log_format)
     os.umask(directory.PRIVATE)
-    try:
-        with contextlib.ExitStack() as held:
-            folder = Path(config.data_directory)
-            directory.prepare(folder)
-            held.enter_context(_locked(folder))
-            split = make(folder, count)
-            listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
-            advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
-            metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
-            logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
-            workers = [
-                _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised, metrics)])
-                for k in range(split.workers)
-            ]
-            return asyncio.run(_run(workers))
-    except SeqdedupeError as e:
-        print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
-    except OSError as e:
-        print(f"seqdedupe: {e}", file=sys.stderr)
-    return EXIT_ERROR
+    with contextlib.ExitStack() as held:
+        folder = Path(config.data_directory)
+        directory.prepare(folder)
+        held.enter_context(_locked(folder))
+        split = make(folder, count)
+        listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
+        advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
+        metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
+        logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
+        workers = [
+            _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised, metrics)])
+            for k in range(split.workers)
+        ]
+        return asyncio.run(_run(workers))
 
 
 def _flags(

@@ -3,6 +3,7 @@
     SeqdedupeError
     ├── InvalidRequestError     the request cannot be carried out, now or later
     │   └── NotFoundError
+    ├── AccessDeniedError       the caller is not known, or may not do this
     ├── FencedError             another process owns the producer name
     ├── UnavailableError        not now: trying again helps
     │   └── OutcomeUnknownError     what was sent may be in the log or not
@@ -49,6 +50,10 @@ class InvalidRequestError(SeqdedupeError):
 
 class NotFoundError(InvalidRequestError):
     """The topic or producer does not exist."""
+
+
+class AccessDeniedError(SeqdedupeError):
+    """The caller is not known, or may not do this. It changed nothing."""
 
 
 class FencedError(SeqdedupeError):
@@ -158,6 +163,14 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."
     ),
+    # Who may.
+    "UNAUTHENTICATED": Reason(
+        AccessDeniedError,
+        "UNAUTHENTICATED",
+        "Send the sidecar's token: SEQDEDUPE_TOKEN, or SEQDEDUPE_TOKEN_FILE with the path of the file `token` in its "
+        "data directory. docs/security.md says more.",
+    ),
+    "TOKEN_EXPIRED": Reason(UnavailableError, "UNAUTHENTICATED", "Send a token that is still valid.", 0),
     # Sessions and order.
     "FENCED": Reason(
         FencedError,

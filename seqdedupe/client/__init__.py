@@ -15,6 +15,7 @@ from seqdedupe.client.receipts import BatchResult, Published, Verdict
 from seqdedupe.client.resuming import Persisted
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import (
+    AccessDeniedError,
     DamagedError,
     DataLossError,
     FencedError,
@@ -28,6 +29,7 @@ from seqdedupe.errors import (
 from seqdedupe.message_id import MessageId, Position
 
 __all__ = [
+    "AccessDeniedError",
     "Admin",
     "Attachment",
     "Batch",

@@ -11,6 +11,7 @@ import pytest
 
 from broker_sidecar.publish import PublishService
 from broker_sidecar.read import ReadService
+from broker_sidecar.security.gate import Gate, anybody
 from broker_sidecar.streams import Streams
 from seqdedupe.client import Client, MessageId, Position, PositionError, ProducerConfig
 from seqdedupe.format.headers import BODY_AT, CHECKED_END, HEADER_BYTES
@@ -56,7 +57,7 @@ async def served(folder: Path, packed: bool = False) -> AsyncIterator[str]:
     streams = Streams(10)
     server = grpc.aio.server()
     services = PublishService(topics, streams), ReadService(topics, streams)
-    server.add_generic_rpc_handlers([service.handlers() for service in services])
+    server.add_generic_rpc_handlers([Gate(service.handlers(), anybody) for service in services])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

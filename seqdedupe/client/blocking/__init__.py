@@ -5,6 +5,7 @@ a process). Messages are gathered and sealed in the caller's thread; only sealed
 """
 
 from seqdedupe.client import (
+    AccessDeniedError,
     Batch,
     BatchResult,
     Binary,
@@ -36,6 +37,7 @@ from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 
 __all__ = [
+    "AccessDeniedError",
     "Admin",
     "Batch",
     "BatchReceipt",
