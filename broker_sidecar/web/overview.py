@@ -40,7 +40,13 @@ def overview(found: admin_pb2.GetStatisticsResponse, address: str, *, search: st
         header(found, address),
         _recovery(found),
         tiles(found.activity, found.interval_ms),
-        section("Topics", tag("div", _search(search, order), _orders(order, search), class_="tools"), _topics(found), _pages(found, asked)),
+        section(
+            "Topics",
+            tag("div", _search(search, order), _orders(order, search), class_="tools"),
+            _topics(found),
+            _pages(found, asked),
+        ),
+        _refusals(found),
         _warnings(found),
     )
 
@@ -62,17 +68,21 @@ def tiles(activity: admin_pb2.Activity, interval_ms: int) -> Markup:
                 short(per_second(values, interval_ms)),
                 f"{what}/s",
                 chart(values, INTERVALS, f"{label}: {sum(values):,} {what} in the last {minutes} minutes", kind),
-                f"{short(sum(values))} in {minutes} min, at most {short(max(values, default=0) * 1000 / interval_ms)}/s",
+                f"{short(sum(values))} in {minutes} min{note}",
             )
-            for label, what, values, kind in (
-                ("Stored", "messages", activity.not_dup, "plain"),
-                ("Duplicates", "messages", activity.dup, "calm"),
-                ("Unknown", "messages", activity.unknown, "uneasy"),
-                ("Refused", "frames", activity.refused, "bad"),
+            for label, what, values, kind, note in (
+                ("Stored", "messages", activity.not_dup, "plain", f", {_bytes(activity, interval_ms)} now"),
+                ("Duplicates", "messages", activity.dup, "calm", ""),
+                ("Unknown", "messages", activity.unknown, "uneasy", ""),
+                ("Refused", "frames", activity.refused, "bad", ""),
             )
         ),
         class_="tiles",
     )
+
+
+def _bytes(activity: admin_pb2.Activity, interval_ms: int) -> str:
+    return f"{short(per_second(activity.stored_bytes, interval_ms))}B/s"
 
 
 def _search(search: str, order: str) -> Markup:
@@ -101,6 +111,9 @@ def _recovery(found: admin_pb2.GetStatisticsResponse) -> Content:
         "Recovery" if admin_pb2.TOPIC_STATE_RECOVERING in counts else "States",
         tag("progress", value=serving, max=total, aria_label="Topics that serve"),
         tag("p", f"{serving:,} of {total:,} topics serve; {others}"),
+        tag("p", f"{found.replay_left_messages:,} messages are still to be read")
+        if found.replay_left_messages
+        else None,
     )
 
 
@@ -183,6 +196,14 @@ def _pages(found: admin_pb2.GetStatisticsResponse, asked: dict[str, str | int]) 
         tag("a", "Next", href=link_to("/", **asked | {"offset": after}), rel="next") if after < count else None,
         class_="pages",
     )
+
+
+def _refusals(found: admin_pb2.GetStatisticsResponse) -> Content:
+    """What callers were told, by reason; nothing if that is nothing."""
+    if not found.refusals:
+        return None
+    rows = (tag("div", tag("dt", one.reason), tag("dd", f"{one.count:,}")) for one in found.refusals)
+    return section("Errors that callers were told in the last 10 min", tag("dl", *rows, class_="reasons"))
 
 
 def _warnings(found: admin_pb2.GetStatisticsResponse) -> Markup:

@@ -4,7 +4,7 @@ from broker_sidecar.web.markup import Markup, tag
 from broker_sidecar.web.overview import name_shown, state_shown, tiles
 from broker_sidecar.web.server import Response
 from broker_sidecar.web.shell import header, link_to, page, section
-from seqdedupe.figures import beyond_snapshot
+from seqdedupe.figures import beyond_snapshot, duration
 from seqdedupe.v1 import admin_pb2
 
 _TERM_SHIFT = 32
@@ -29,19 +29,20 @@ def topic_page(
         tag("h1", name_shown(one.topic.name), " ", state_shown(one.topic.state)),
         tag("p", one.topic.why, class_="why") if one.topic.why else None,
         tiles(one.activity, found.interval_ms),
-        section("Log", _facts(one.topic)),
+        section("Log", _facts(one)),
         section("Producers", _search(one.topic.name, wanted), _producers(producers, one.topic.name, is_first, wanted)),
     )
 
 
-def _facts(topic: admin_pb2.Topic) -> Markup:
-    beyond = beyond_snapshot(topic)
+def _facts(one: admin_pb2.TopicStatistics) -> Markup:
+    topic, beyond = one.topic, beyond_snapshot(one.topic)
+    age = f", the oldest for {duration(one.snapshot_age_ms // 1000)} at most" if one.snapshot_age_ms else ""
     facts: dict[str, str] = {}
     if beyond is not None:
         count = topic.last.index + 1 - topic.first_index
         facts |= {
             "Messages": f"{count:,}" + (f", indexes {topic.first_index:,} to {topic.last.index:,}" if count else ""),
-            "Snapshot": f"up to index {topic.snapshot_index:,}; {beyond:,} messages after it",
+            "Snapshot": f"up to index {topic.snapshot_index:,}; {beyond:,} messages after it{age}",
             "Size": f"{topic.log_bytes:,} bytes",
             "Producers": f"{topic.producers:,}",
             "Term": f"{topic.term:,}",
@@ -50,6 +51,8 @@ def _facts(topic: admin_pb2.Topic) -> Markup:
             f"{topic.refused:,} frames refused",
         }
     facts["Incarnation"] = str(topic.incarnation)
+    if one.replay_left_messages:
+        facts["To be read before it serves"] = f"{one.replay_left_messages:,} messages"
     if topic.damaged_places:
         facts["Damage"] = f"{topic.damaged_places:,} places, {topic.damaged_messages:,} messages"
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items()))
