@@ -25,11 +25,17 @@ from seqdedupe.store.directories import CLUSTER_ID, MAX_WORKERS
 from seqdedupe.topic import policy
 
 ENVIRONMENT_PREFIX = "SEQDEDUPE_"
-NO_KEYS = frozenset({"SEQDEDUPE_ADDRESS"})
-"""Of the `seqdedupe` command: where its clients find the sidecar."""
+NO_KEYS = frozenset(
+    f"{ENVIRONMENT_PREFIX}{name}"
+    for name in (
+        "ADDRESS", "TOKEN", "TOKEN_FILE", "TLS_CA_FILE", "TLS_CERTIFICATE_FILE", "TLS_KEY_FILE", "ALLOW_INSECURE_TOKEN"
+    )
+)  # fmt: skip
+"""Of clients: where the sidecar is, and what they show it."""
 
 
 _WORDS = {
+    "authentication": ("token", "none"),
     "log": ("embedded", "pulsar", "broker"),
     "gap_policy": ("allow", "reject"),
     "overlap_policy": ("reject", "pulsar"),
@@ -61,6 +67,11 @@ class Config:
     listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
     allow_insecure_listen: bool = _key(
         False, "Listen on an address that is not loopback, though nothing is encrypted or authenticated."
+    )
+    authentication: str = _key(
+        "none",
+        "`token`: every call shows the token in the data directory, or what else is accepted. `none`: whoever can "
+        "connect may do everything.",
     )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
     metrics_listen: str = _key(

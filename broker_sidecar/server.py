@@ -23,7 +23,11 @@ from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.metrics.calls import Calls
 from broker_sidecar.metrics.exposition import Metrics, Sources
-from broker_sidecar.security.gate import Gate, anybody
+from broker_sidecar.security import own_token
+from broker_sidecar.security.authentication import Authentication
+from broker_sidecar.security.gate import Gate
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.watching import keep_looking
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
@@ -31,6 +35,7 @@ from broker_sidecar.web.pages import Pages
 from broker_sidecar.web.server import Route, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.store.directories import whole_of
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.server")
@@ -66,7 +71,8 @@ class Sidecar:
         self._repairs = repairs
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
-        self._streams = Streams(config.max_streams)
+        self._permissions = Permissions()
+        self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
@@ -87,12 +93,14 @@ class Sidecar:
             self._topics,
             self._data.topics,
             self._streams,
+            self._permissions,
             self._data.cluster,
             self._data.peers,
             lambda: self._health.is_serving,
             self._statistics,
         )
         try:
+            self._authentication = Authentication(self._config, self._streams)
             if self._data.peers is not None:
                 await self._data.peers.look()
             await self._topics.open_all()
@@ -133,21 +141,21 @@ class Sidecar:
             ("grpc.max_allowed_incoming_connections", self._connections),
         )
         self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *limits, *_PINGS])
-        streams = self._streams
+        streams, permissions = self._streams, self._permissions
         services: dict[str, Any] = {
             admin.SERVICE: self._admin,
             health.SERVICE: self._health,
         }
         reading: read.ReadService | None = None
         if (topics := self._data.topics) is not None:
-            services[publish.SERVICE] = publish.PublishService(topics, streams)
+            services[publish.SERVICE] = publish.PublishService(topics, streams, permissions)
             services[read.SERVICE] = reading = read.ReadService(topics, streams)
         if (brokers_topics := self._data.brokers_topics) is not None:
-            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
+            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
         self._listen_for_http(reading)
-        counted = [self._calls.counted(Gate(service.handlers(), anybody)) for service in services.values()]
-        self._server.add_generic_rpc_handlers(counted)
+        gates = [Gate(service.handlers(), self._authentication, permissions) for service in services.values()]
+        self._server.add_generic_rpc_handlers([self._calls.counted(gate) for gate in gates])
         address = SidecarAddress.parse(self._config.listen)
         try:
             port = self._server.add_insecure_port(str(address))
@@ -157,6 +165,7 @@ class Sidecar:
             raise cannot_listen(address, e) from e
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
+        self._topics.in_background(keep_looking(self._authentication.watched))
         await self._server.start()
 
     async def _others_serve(self) -> bool:
@@ -192,6 +201,9 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
         Watchdog(fatal)
     await sidecar.listen()
     logger.info("listening", extra={"address": str(sidecar.address)})
+    folder = Path(config.data_directory)
+    if config.authentication == "token" and whole_of(folder) is None:
+        own_token.tell(own_token.path_of(folder), config.log_format)
     recovery = asyncio.ensure_future(sidecar.recover())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)

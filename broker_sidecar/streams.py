@@ -11,6 +11,7 @@ import grpc.aio
 from broker_sidecar.budget import MAX_HELD_BYTES, Budget, Share
 from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort
+from broker_sidecar.security.permissions import Permissions, allowed_so_far
 from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.errors import SeqdedupeError, error
 
@@ -32,6 +33,8 @@ class Stream:
 
     def __init__(self, context: Context, budget: Budget, subject: Subject) -> None:
         self.subject = subject
+        self.allowed = allowed_so_far()
+        """Judged again when the rules change."""
         self.connection: str = context.peer()
         self.share = Share(budget)
         self._method = method_of_call()
@@ -102,9 +105,10 @@ class Stream:
 class Streams:
     """The streams of all services, and the memory that their clients share."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, permissions: Permissions) -> None:
         self._limit = limit
         self._open: set[Stream] = set()
+        permissions.on_replaced.append(self._judge_again)
         self.budget = Budget(self._relieve, MAX_HELD_BYTES)
         self.is_draining = False
         self.gave_way = self.unread = 0
@@ -181,6 +185,21 @@ class Streams:
             if stream.share.held_bytes and stream.writing_since is not None and stream.writing_since <= until:
                 self.unread += 1
                 self._end(stream, "this stream's client reads nothing, and others wait for the memory")
+
+    def end_where(self, why: Callable[[Subject], SeqdedupeError | None]) -> None:
+        """Ends each stream for whose caller there is an error."""
+        for stream in self._open:
+            if (e := why(stream.subject)) is not None:
+                stream.end(e)
+
+    def _judge_again(self) -> None:
+        """Other rules are in force: streams end that are not allowed any more."""
+        for stream in list(self._open):
+            try:
+                for judge in stream.allowed:
+                    judge()
+            except SeqdedupeError as e:
+                stream.end(e)
 
     def drain(self) -> None:
         """Ends all streams with DRAINING."""

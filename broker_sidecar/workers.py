@@ -18,6 +18,7 @@ from pathlib import Path
 from broker_sidecar import directory, kernels, logs
 from broker_sidecar.config import Config
 from broker_sidecar.listening import cannot_listen, family_of
+from broker_sidecar.security import own_token
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import error
 from seqdedupe.shards import shards_of_worker, to_text
@@ -47,8 +48,7 @@ def count_of(config: Config) -> int:
     is, or its topics are on another log; and what `read_split` raises.
     """
     folder = Path(config.data_directory)
-    whole = folder.absolute().parent
-    if (folder / directories.SHARDS_FILE).exists() and (whole / directories.WORKERS_FILE).exists():
+    if (whole := directories.whole_of(folder)) is not None:
         directories.check_stays(whole)
     split = directories.read_split(folder)
     if split is None:
@@ -102,6 +102,8 @@ def run(config: Config, count: int, flags: Sequence[str]) -> int:
         directory.prepare(folder)
         held.enter_context(_locked(folder))
         split = make(folder, count)
+        if config.authentication == "token":
+            own_token.tell(own_token.make(folder), config.log_format)
         listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
         advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
         metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []

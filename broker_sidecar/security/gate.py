@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from broker_sidecar.rpc import Context, abort
+from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import ANONYMOUS, Subject, set_caller
 from seqdedupe.errors import SeqdedupeError
 
@@ -25,14 +26,16 @@ def anybody(context: Context) -> Subject:
 
 
 class Gate(grpc.GenericRpcHandler):
-    """A service as `handler` serves it, for callers who are known. `caller` is theirs within its handlers.
+    """A service as `handler` serves it, for callers who are known and may make the call. `caller` is theirs within its
+    handlers.
 
     The health of the whole is told to everybody: what asks for it, such as a probe, has no token.
     """
 
-    def __init__(self, handler: grpc.GenericRpcHandler, authenticate: Authenticate) -> None:
+    def __init__(self, handler: grpc.GenericRpcHandler, authenticate: Authenticate, permissions: Permissions) -> None:
         self._handler = handler
         self._authenticate = authenticate
+        self._permissions = permissions
         self._guarded: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
@@ -53,10 +56,10 @@ class Gate(grpc.GenericRpcHandler):
 
         async def guarded(request: Any, context: Context) -> Any:
             try:
-                subject = self._subject(method, request, context)
+                set_caller(self._subject(method, request, context))
+                self._permissions.check_call(method, request)
             except SeqdedupeError as e:
                 await abort(context, e)
-            set_caller(subject)
             return await handle(request, context)
 
         make: Any = getattr(grpc, f"{shape}_rpc_method_handler")

@@ -7,6 +7,7 @@ from seqdedupe.client.awaited import BatchReceipt, Receipt
 from seqdedupe.client.broker import BrokerClient, ProducerNumbers
 from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned_reader import PartitionedPosition, PartitionedReader
 from seqdedupe.client.producer import Producer
@@ -39,6 +40,7 @@ __all__ = [
     "BrokerClient",
     "Client",
     "Counters",
+    "Credentials",
     "DamagedError",
     "DataLossError",
     "Entry",

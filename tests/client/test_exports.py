@@ -11,10 +11,10 @@ from seqdedupe.client import ProducerConfig, blocking
 
 PUBLIC = [
     "AccessDeniedError", "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters",
-    "DamagedError", "DataLossError", "FencedError", "InvalidRequestError", "Located", "Message", "MessageId",
-    "NotFoundError", "OutcomeUnknownError", "PartitionedPosition", "PartitionedReader", "Persisted", "Position",
-    "PositionError", "Producer", "ProducerConfig", "Published", "Reader", "Receipt", "SeqdedupeError", "StoredBatch",
-    "TopicEnds", "UnavailableError", "Verdict",
+    "Credentials", "DamagedError", "DataLossError", "FencedError", "InvalidRequestError", "Located", "Message",
+    "MessageId", "NotFoundError", "OutcomeUnknownError", "PartitionedPosition", "PartitionedReader", "Persisted",
+    "Position", "PositionError", "Producer", "ProducerConfig", "Published", "Reader", "Receipt", "SeqdedupeError",
+    "StoredBatch", "TopicEnds", "UnavailableError", "Verdict",
 ]  # fmt: skip
 
 
