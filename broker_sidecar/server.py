@@ -34,6 +34,7 @@ from broker_sidecar.security.watching import keep_looking
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
+from broker_sidecar.web.pages import Pages
 from broker_sidecar.web.server import Route, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
@@ -91,6 +92,18 @@ class Sidecar:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
+        self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
+        self._admin = admin.AdminService(
+            self._topics,
+            self._data.topics,
+            self._streams,
+            self._permissions,
+            self._trail,
+            self._data.cluster,
+            self._data.peers,
+            lambda: self._health.is_serving,
+            self._statistics,
+        )
         try:
             self._authentication = Authentication(self._config, self._streams)
             if self._data.peers is not None:
@@ -103,6 +116,7 @@ class Sidecar:
             raise
         if self._web is not None:
             self._web.begin()
+            self._statistics.history.begin()
             logger.info("metrics", extra={"address": str(self._web.address)})
         self._trail.begin()
 
@@ -110,7 +124,8 @@ class Sidecar:
         if self._config.metrics_listen:
             sources = Sources(self._config, self._data, self._streams, self._calls, reading)
             self._metrics = Metrics(sources)
-            routes: dict[str, Route] = {"/metrics": self._metrics}
+            pages = Pages(asyncio.get_running_loop(), self._statistics, self._admin, self._config.listen)
+            routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
             self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
 
     def _close_web(self) -> None:
@@ -135,17 +150,7 @@ class Sidecar:
         self._server = grpc.aio.server(options=[*fixed, *limits, *self._authentication.server_options()])
         streams, permissions = self._streams, self._permissions
         services: dict[str, Any] = {
-            admin.SERVICE: admin.AdminService(
-                self._topics,
-                self._data.topics,
-                streams,
-                permissions,
-                self._trail,
-                self._data.cluster,
-                self._data.peers,
-                lambda: self._health.is_serving,
-                Statistics(self._topics, lambda: self._health.is_serving, self._warnings),
-            ),
+            admin.SERVICE: self._admin,
             health.SERVICE: self._health,
         }
         reading: read.ReadService | None = None

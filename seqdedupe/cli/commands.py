@@ -19,6 +19,7 @@ from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.sidecars import sidecars
 from seqdedupe.cli.token import token
+from seqdedupe.cli.top import top
 from seqdedupe.cli.topics import producers, snapshot, topics, version
 from seqdedupe.cli.transfer import export_file, import_file, rebuild_topic
 from seqdedupe.command import run_command, say_failure, says_json
@@ -39,6 +40,7 @@ for _command in (
     read,
     topics,
     sidecars,
+    top,
     policy,
     producers,
     message_state,
