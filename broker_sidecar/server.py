@@ -20,6 +20,7 @@ from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
+from broker_sidecar.notify import Manager
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from seqdedupe.address import SidecarAddress
@@ -122,6 +123,10 @@ class Sidecar:
         self._data.listens(self.address)
         await self._server.start()
 
+    def status(self) -> str:
+        """How far it is, in a line for people."""
+        return self._health.summary()
+
     async def _others_serve(self) -> bool:
         return self._data.peers is None or await self._data.peers.are_serving()
 
@@ -151,6 +156,8 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     sidecar = Sidecar(config, connections=connections_within(raise_limit()), **repairs)
     if config.log == "pulsar":
         Watchdog(fatal)
+    manager = Manager(os.environ)
+    telling = asyncio.ensure_future(manager.keep_telling(sidecar.status))
     await sidecar.listen()
     logger.info("listening", extra={"address": str(sidecar.address)})
     recovery = asyncio.ensure_future(sidecar.recover())
@@ -160,10 +167,13 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
         recovery.result()
         keep_freed_memory()
         logger.info("serving", extra={"address": str(sidecar.address)})
+        manager.tell(READY="1", STATUS=sidecar.status())
         await stop
     recovery.cancel()
     logger.info("draining")
+    manager.tell(STOPPING="1", STATUS="Draining")
     await sidecar.stop()
+    telling.cancel()
     logger.info("stopped")
 
 
