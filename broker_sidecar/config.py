@@ -25,11 +25,17 @@ from seqdedupe.store.directories import CLUSTER_ID, MAX_WORKERS
 from seqdedupe.topic import policy
 
 ENVIRONMENT_PREFIX = "SEQDEDUPE_"
-NO_KEYS = frozenset({"SEQDEDUPE_ADDRESS"})
-"""Of the `seqdedupe` command: where its clients find the sidecar."""
+NO_KEYS = frozenset(
+    f"{ENVIRONMENT_PREFIX}{name}"
+    for name in (
+        "ADDRESS", "TOKEN", "TOKEN_FILE", "TLS_CA_FILE", "TLS_CERTIFICATE_FILE", "TLS_KEY_FILE", "ALLOW_INSECURE_TOKEN"
+    )
+)  # fmt: skip
+"""Of clients: where the sidecar is, and what they show it."""
 
 
 _WORDS = {
+    "authentication": ("token", "none"),
     "log": ("embedded", "pulsar", "broker"),
     "gap_policy": ("allow", "reject"),
     "overlap_policy": ("reject", "pulsar"),
@@ -62,7 +68,16 @@ class Config:
     allow_insecure_listen: bool = _key(
         False, "Listen on an address that is not loopback, though nothing is encrypted or authenticated."
     )
+    authentication: str = _key(
+        "none",
+        "`token`: every call shows the token in the data directory, or what else is accepted. `none`: whoever can "
+        "connect may do everything.",
+    )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
+    metrics_listen: str = _key(
+        "",
+        "Where to serve metrics and a page for people over HTTP: `host:port` (port 0: a free one). Left out: nowhere.",
+    )
     log: str = _key(
         "embedded",
         "What holds the messages: `embedded`, the sidecar itself; `pulsar`, a Pulsar cluster; `broker`, a broker that "
@@ -138,6 +153,7 @@ class Config:
         if not re.fullmatch("0?[0-7]{3}", self.socket_mode):
             raise invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
         self._check_listen()
+        self._check_metrics_listen()
         self._check_advertised()
         self._check_sidecars()
         self._check_shards()
@@ -164,6 +180,24 @@ class Config:
                 f"listen = {self.listen!r} can be reached from other machines, and nothing is encrypted or "
                 "authenticated yet",
                 key="listen",
+            )
+
+    def _check_metrics_listen(self) -> None:
+        if not self.metrics_listen:
+            return
+        why = f"is {self.metrics_listen!r}: it should be host:port"
+        try:
+            address = SidecarAddress.parse(self.metrics_listen)
+        except SeqdedupeError as e:
+            raise invalid("metrics_listen", why) from e
+        if address.path:
+            raise invalid("metrics_listen", why)
+        if not address.is_local and not self.allow_insecure_listen:
+            raise error(
+                "INSECURE_LISTEN",
+                f"metrics_listen = {self.metrics_listen!r} can be reached from other machines, and nothing is "
+                "encrypted or authenticated yet",
+                key="metrics_listen",
             )
 
     def _check_sidecars(self) -> None:

@@ -18,13 +18,24 @@ from broker_sidecar import admin, dedupe, directory, health, logs, publish, read
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
+from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
+from broker_sidecar.metrics.calls import Calls
+from broker_sidecar.metrics.exposition import Metrics, Sources
 from broker_sidecar.notify import Manager
+from broker_sidecar.security import own_token
+from broker_sidecar.security.authentication import Authentication
+from broker_sidecar.security.gate import Gate
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.watching import keep_looking
+from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
+from broker_sidecar.web.server import Route, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.store.directories import whole_of
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.server")
@@ -58,7 +69,10 @@ class Sidecar:
         self._connections = connections
         self._config = config
         self._repairs = repairs
-        self._streams = Streams(config.max_streams)
+        self._warnings = LastWarnings()
+        logging.getLogger().addHandler(self._warnings)
+        self._permissions = Permissions()
+        self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
@@ -66,19 +80,40 @@ class Sidecar:
             others_serve=self._others_serve,
         )
         self.address: SidecarAddress | None = None
+        self._calls = Calls()
+        self._metrics: Metrics | None = None
+        self._web: WebServer | None = None
 
     async def listen(self) -> None:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         try:
+            self._authentication = Authentication(self._config, self._streams)
             if self._data.peers is not None:
                 await self._data.peers.look()
             await self._topics.open_all()
             await self._listen()
         except BaseException:
+            self._close_web()
             await self._data.close()
             raise
+        if self._web is not None:
+            self._web.begin()
+            logger.info("metrics", extra={"address": str(self._web.address)})
+
+    def _listen_for_http(self, reading: read.ReadService | None) -> None:
+        if self._config.metrics_listen:
+            sources = Sources(self._config, self._data, self._streams, self._calls, reading)
+            self._metrics = Metrics(sources)
+            routes: dict[str, Route] = {"/metrics": self._metrics}
+            self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
+
+    def _close_web(self) -> None:
+        if self._web is not None:
+            self._web.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
@@ -93,25 +128,30 @@ class Sidecar:
             ("grpc.max_allowed_incoming_connections", self._connections),
         )
         self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *limits, *_PINGS])
-        streams = self._streams
+        streams, permissions = self._streams, self._permissions
         services: dict[str, Any] = {
             admin.SERVICE: admin.AdminService(
                 self._topics,
                 self._data.topics,
                 streams,
+                permissions,
                 self._data.cluster,
                 self._data.peers,
                 lambda: self._health.is_serving,
+                Statistics(self._topics, lambda: self._health.is_serving, self._warnings),
             ),
             health.SERVICE: self._health,
         }
+        reading: read.ReadService | None = None
         if (topics := self._data.topics) is not None:
-            services[publish.SERVICE] = publish.PublishService(topics, streams)
-            services[read.SERVICE] = read.ReadService(topics, streams)
+            services[publish.SERVICE] = publish.PublishService(topics, streams, permissions)
+            services[read.SERVICE] = reading = read.ReadService(topics, streams)
         if (brokers_topics := self._data.brokers_topics) is not None:
-            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
+            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
-        self._server.add_generic_rpc_handlers([service.handlers() for service in services.values()])
+        self._listen_for_http(reading)
+        gates = [Gate(service.handlers(), self._authentication, permissions) for service in services.values()]
+        self._server.add_generic_rpc_handlers([self._calls.counted(gate) for gate in gates])
         address = SidecarAddress.parse(self._config.listen)
         try:
             port = self._server.add_insecure_port(str(address))
@@ -121,6 +161,7 @@ class Sidecar:
             raise cannot_listen(address, e) from e
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
+        self._topics.in_background(keep_looking(self._authentication.watched))
         await self._server.start()
 
     def status(self) -> str:
@@ -145,7 +186,9 @@ class Sidecar:
         finally:
             self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
+            self._close_web()
         await self._data.close()
+        logging.getLogger().removeHandler(self._warnings)
 
 
 async def _serve(config: Config, repairs: dict[str, bool]) -> None:
@@ -160,6 +203,9 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     telling = asyncio.ensure_future(manager.keep_telling(sidecar.status))
     await sidecar.listen()
     logger.info("listening", extra={"address": str(sidecar.address)})
+    folder = Path(config.data_directory)
+    if config.authentication == "token" and whole_of(folder) is None:
+        own_token.tell(own_token.path_of(folder), config.log_format)
     recovery = asyncio.ensure_future(sidecar.recover())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({recovery, stop}, return_when=asyncio.FIRST_COMPLETED)

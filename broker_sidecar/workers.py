@@ -19,8 +19,9 @@ from broker_sidecar import directory, kernels, logs
 from broker_sidecar.config import Config
 from broker_sidecar.listening import cannot_listen, family_of
 from broker_sidecar.notify import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
+from broker_sidecar.security import own_token
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import error
 from seqdedupe.shards import shards_of_worker, to_text
 from seqdedupe.store import directories
 from seqdedupe.store.directories import Claim, Split, of_worker
@@ -48,8 +49,7 @@ def count_of(config: Config) -> int:
     is, or its topics are on another log; and what `read_split` raises.
     """
     folder = Path(config.data_directory)
-    whole = folder.absolute().parent
-    if (folder / directories.SHARDS_FILE).exists() and (whole / directories.WORKERS_FILE).exists():
+    if (whole := directories.whole_of(folder)) is not None:
         directories.check_stays(whole)
     split = directories.read_split(folder)
     if split is None:
@@ -92,31 +92,37 @@ def divide(config: Config, count: int) -> None:
 
 def run(config: Config, count: int, flags: Sequence[str]) -> int:
     """Runs so many workers with these flags, until SIGTERM or SIGINT, and those that end again; returns the exit
-    status, which is 0 if all of them have drained."""
+    status, which is 0 if all of them have drained.
+
+    Raises DIRECTORY_IN_USE, INVALID_CONFIGURATION if it cannot listen, and what `make` raises; OSError.
+    """
     logs.configure(config.log_level, config.log_format)
     os.umask(directory.PRIVATE)
-    try:
-        with contextlib.ExitStack() as held:
-            folder = Path(config.data_directory)
-            directory.prepare(folder)
-            held.enter_context(_locked(folder))
-            split = make(folder, count)
-            listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
-            advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
-            logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
-            workers = [
-                _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised)]) for k in range(split.workers)
-            ]
-            return asyncio.run(_run(workers))
-    except SeqdedupeError as e:
-        print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
-    except OSError as e:
-        print(f"seqdedupe: {e}", file=sys.stderr)
-    return EXIT_ERROR
+    with contextlib.ExitStack() as held:
+        folder = Path(config.data_directory)
+        directory.prepare(folder)
+        held.enter_context(_locked(folder))
+        split = make(folder, count)
+        if config.authentication == "token":
+            own_token.tell(own_token.make(folder), config.log_format)
+        listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
+        advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
+        metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
+        logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
+        workers = [
+            _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised, metrics)])
+            for k in range(split.workers)
+        ]
+        return asyncio.run(_run(workers))
 
 
 def _flags(
-    worker: int, split: Split, folder: Path, listen: SidecarAddress, advertised: Sequence[SidecarAddress]
+    worker: int,
+    split: Split,
+    folder: Path,
+    listen: SidecarAddress,
+    advertised: Sequence[SidecarAddress],
+    metrics: Sequence[SidecarAddress],
 ) -> list[str]:
     """What a worker is told beside what the parent was told; the last flag counts."""
     keys = {
@@ -128,6 +134,8 @@ def _flags(
         "peers": ",".join(map(str, advertised)),
         "cluster-id": split.cluster_id,
     }
+    if metrics:
+        keys["metrics-listen"] = metrics[worker]
     return [text for name, value in keys.items() for text in (f"--{name}", str(value))]
 
 

@@ -1,8 +1,8 @@
 """Builds wheels and source archives: setuptools' own, made anew so that their bytes depend on the sources alone.
 
-Names, order, permissions, owners and times do not come from whoever builds. Times are SOURCE_DATE_EPOCH, which `make dist`
-takes from the last commit; without it that of the oldest date that an archive can have. A wheel has a bill of materials
-(`sbom`). Installing for development is setuptools' own.
+Order, permissions, owners and times do not come from whoever builds. The time is SOURCE_DATE_EPOCH, which `make dist`
+takes from the last commit; without it the oldest that an archive can have. A wheel has a bill of materials (`sbom`).
+Installing for development is setuptools' own.
 """
 
 import base64

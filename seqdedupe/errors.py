@@ -3,6 +3,7 @@
     SeqdedupeError
     ├── InvalidRequestError     the request cannot be carried out, now or later
     │   └── NotFoundError
+    ├── AccessDeniedError       the caller is not known, or may not do this
     ├── FencedError             another process owns the producer name
     ├── UnavailableError        not now: trying again helps
     │   └── OutcomeUnknownError     what was sent may be in the log or not
@@ -49,6 +50,10 @@ class InvalidRequestError(SeqdedupeError):
 
 class NotFoundError(InvalidRequestError):
     """The topic or producer does not exist."""
+
+
+class AccessDeniedError(SeqdedupeError):
+    """The caller is not known, or may not do this. It changed nothing."""
 
 
 class FencedError(SeqdedupeError):
@@ -158,6 +163,19 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."
     ),
+    # Who may.
+    "UNAUTHENTICATED": Reason(
+        AccessDeniedError,
+        "UNAUTHENTICATED",
+        "Send the sidecar's token: SEQDEDUPE_TOKEN, or SEQDEDUPE_TOKEN_FILE with the path of the file `token` in its "
+        "data directory. docs/security.md says more.",
+    ),
+    "NOT_ALLOWED": Reason(
+        AccessDeniedError,
+        "PERMISSION_DENIED",
+        "Ask the sidecar's operator for a rule; `seqdedupe auth explain` names the one that decides.",
+    ),
+    "TOKEN_EXPIRED": Reason(UnavailableError, "UNAUTHENTICATED", "Send a token that is still valid.", 0),
     # Sessions and order.
     "FENCED": Reason(
         FencedError,
@@ -232,6 +250,18 @@ REASONS: dict[str, Reason] = {
         250,
     ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
+    "TLS_FAILED": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "Both ends have to believe the other's certificate; docs/client.md says how.",
+        500,
+    ),
+    "CREDENTIALS_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAUTHENTICATED",
+        "See why the token or the TLS files cannot be had; it is tried again.",
+        500,
+    ),
     "OUTCOME_UNKNOWN": Reason(
         OutcomeUnknownError,
         "UNAVAILABLE",
@@ -293,6 +323,13 @@ REASONS: dict[str, Reason] = {
     # What an operator or a user of the command told.
     "INVALID_CONFIGURATION": _configuration("Correct the key that the message names; docs/configuration.md has all."),
     "INVALID_ADDRESS": _configuration("Write the address as host:port, [IPv6]:port or unix:/path."),
+    "INVALID_CREDENTIALS": _configuration(
+        "Name files that this process can read: SEQDEDUPE_TOKEN_FILE, SEQDEDUPE_TLS_CA_FILE, or options of that name."
+    ),
+    "INSECURE_ADDRESS": _configuration(
+        "Let the sidecar speak TLS, and name its authority: SEQDEDUPE_TLS_CA_FILE, tls_ca_file. If something else "
+        "encrypts the connection, say so: SEQDEDUPE_ALLOW_INSECURE_TOKEN=true, allow_insecure_token."
+    ),
     "INSECURE_LISTEN": _configuration(
         "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
     ),

@@ -7,6 +7,7 @@ from seqdedupe.client.awaited import BatchReceipt, Receipt
 from seqdedupe.client.broker import BrokerClient, ProducerNumbers
 from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned_reader import PartitionedPosition, PartitionedReader
 from seqdedupe.client.producer import Producer
@@ -15,6 +16,7 @@ from seqdedupe.client.receipts import BatchResult, Published, Verdict
 from seqdedupe.client.resuming import Persisted
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import (
+    AccessDeniedError,
     DamagedError,
     DataLossError,
     FencedError,
@@ -28,6 +30,7 @@ from seqdedupe.errors import (
 from seqdedupe.message_id import MessageId, Position
 
 __all__ = [
+    "AccessDeniedError",
     "Admin",
     "Attachment",
     "Batch",
@@ -37,6 +40,7 @@ __all__ = [
     "BrokerClient",
     "Client",
     "Counters",
+    "Credentials",
     "DamagedError",
     "DataLossError",
     "Entry",

@@ -9,16 +9,10 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.connection import (
-    CALL_TIMEOUT_SECONDS,
-    Backoff,
-    call,
-    check_not_forked,
-    new_channel,
-    was_never_sent,
-)
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, call, check_not_forked
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.unreachable import was_never_sent
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
@@ -77,8 +71,7 @@ class Calls:
         """The one connection to this sidecar."""
         check_not_forked()
         if address not in self._connections:
-            channel = new_channel(address, is_one=self._sidecars.is_one)
-            self._connections[address] = Connection(address, channel)
+            self._connections[address] = Connection(address, self._sidecars.new_channel(address))
         return self._connections[address]
 
     async def call(self, method: Callable[[Connection], Callable[..., Awaitable[T]]], request: Message) -> T:

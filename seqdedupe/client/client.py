@@ -12,6 +12,7 @@ from seqdedupe.client.calls import Calls
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS, typed_errors
 from seqdedupe.client.connections import Connections
+from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.partitioned_reader import PartitionedReader, PartitionedStart, PartitionEnds
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader, Start
@@ -55,15 +56,18 @@ class Client:
     may send this client to the others in the list, and to hosts in a domain that stands there too (`*.example.org`),
     to nobody else.
 
-    Raises INVALID_ADDRESS for text that is no address.
+    All of them are shown its `credentials`; left out they are what the environment says, see `Credentials`.
+
+    Raises INVALID_ADDRESS for text that is no address, INVALID_CREDENTIALS.
 
     Its producers share a connection to each sidecar, and those of one topic a stream; any number of names works. Each
     reader has a connection of its own, made when it is first read, and this object one to each sidecar for the other
     calls. It belongs to one event loop.
     """
 
-    def __init__(self, address: Addresses = DEFAULT_ADDRESS) -> None:
-        self._sidecars = Sidecars.parse(address)
+    def __init__(self, address: Addresses = DEFAULT_ADDRESS, credentials: Credentials | None = None) -> None:
+        credentials = Credentials.from_environment() if credentials is None else credentials
+        self._sidecars = Sidecars.parse(address, credentials)
         self.address = address if isinstance(address, str) else str(self._sidecars)
         """As it was given."""
         self._connections = Connections(self._sidecars)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.connection import new_channel
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.stream import PublishStream
 from seqdedupe.errors import UnavailableError
 
-_CONNECTION_IS_LOST = {"UNREACHABLE", "OUTCOME_UNKNOWN"}
+_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "OUTCOME_UNKNOWN"}
 """With these a stream ends when its connection does, or when nothing comes over it any more."""
 
 _Place = tuple[asyncio.AbstractEventLoop, SidecarAddress]
@@ -44,7 +43,7 @@ class Connections:
         place = asyncio.get_running_loop(), address
         shared = self._shared.get(place)
         if shared is None:
-            shared = self._shared[place] = _Shared(new_channel(address, is_one=self.sidecars.is_one))
+            shared = self._shared[place] = _Shared(self.sidecars.new_channel(address))
         stream = shared.streams.get(topic)
         if stream is None or stream.has_ended:
             stream = shared.streams[topic] = PublishStream(shared.channel, address, topic)

@@ -7,7 +7,7 @@ import grpc.aio
 
 from seqdedupe import wire
 from seqdedupe.batch import decode
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, typed_errors
 from seqdedupe.client.messages import Messages
 from seqdedupe.client.receipts import NO_PARTITION
 from seqdedupe.client.route import Route
@@ -71,6 +71,7 @@ class Reader(Messages):
         self._partition = partition
         self._skip_damaged = skip_damaged
         self._waiting = Waiting(on_waiting)
+        self._sidecars = sidecars
         self._route = Route(sidecars, self.topic)
         self._start = start
         self._follow = follow
@@ -169,7 +170,7 @@ class Reader(Messages):
 
     async def _connect(self) -> bool:
         """Begins to read at the next index; false if there is nothing to read."""
-        self._channel = new_channel(self._route.address, is_one=self._route.is_one)
+        self._channel = self._sidecars.new_channel(self._route.address)
         if self._incarnation is None or (self._stops_at_end and not self._is_at_stop):
             await self._look_at_the_ends(self._channel)
         if self._is_at_stop:

@@ -335,8 +335,8 @@ class PendingBatch:
     def result(self) -> BatchResult:
         """The receipts of a settled batch. Raises what it failed with before it had them."""
         outcome = self._outcome
-        if outcome is None and self._error is not None:
-            raise self._error.with_traceback(None)
+        if outcome is None:
+            self._raise_failure()
         if not isinstance(outcome, BatchResult):
             result = BatchResult.undecided(self.sequence_ids, self.partition)
             if outcome is not None:

@@ -70,6 +70,18 @@ class Opened:
     forgotten: list[int] = field(default_factory=list)
     """The places of resumed names of which there is nothing, where names were ever forgotten."""
 
+    def among(self, names: int, refusals: dict[int, SeqdedupeError]) -> "Opened":
+        """The same, as the answer to so many names, of which those at these places were refused before."""
+        if not refusals:
+            return self
+        places = [place for place in range(names) if place not in refusals]
+        answer = Opened([0] * names, [-1] * names, [-1] * names, dict(refusals))
+        for place, *columns in zip(places, self.epochs, self.persisted, self.indexes, strict=True):
+            answer.epochs[place], answer.persisted[place], answer.indexes[place] = columns
+        answer.refusals.update((places[k], e) for k, e in self.refusals.items())
+        answer.forgotten.extend(places[k] for k in self.forgotten)
+        return answer
+
 
 class Sessions:
     """The sessions of one topic in the term of its current owner."""

@@ -36,8 +36,12 @@ _REQUESTS = {
 class Front:
     """One of the sidecars. All topics are its own until it is told otherwise."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, tls: grpc.ServerCredentials | None = None) -> None:
         self.address = ""
+        self.shown: list[str | None] = []
+        """What each call has shown as its authorization."""
+        self.judges: Callable[[str | None], SeqdedupeError | None] = lambda _: None
+        """Why a call that shows this is refused; it is asked when the call comes."""
         self.calls: list[str] = []
         """The methods of the calls that came, refused ones too."""
         self.swallows_receipts = False
@@ -51,6 +55,7 @@ class Front:
         self.refuses_frames = False
         """It answers frames of topics that it has lost one by one, and leaves the streams open."""
         self._target = target
+        self._tls = tls
         self._disowned: Callable[[str], str | None] = lambda _: None
         self._opened: dict[str, publish_pb2.OpenResponse] = {}
         self._streams: dict[asyncio.Task[None], str] = {}
@@ -62,7 +67,12 @@ class Front:
         self._channel = grpc.aio.insecure_channel(self._target, options=_LARGE)
         self._server = grpc.aio.server(options=(*_LARGE, *_AS_A_SIDECAR))
         self._server.add_generic_rpc_handlers((_Handler(self),))
-        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        listen = self.address or "127.0.0.1:0"
+        port = (
+            self._server.add_insecure_port(listen)
+            if self._tls is None
+            else self._server.add_secure_port(listen, self._tls)
+        )
         self.address = self.address or f"127.0.0.1:{port}"
         await self._server.start()
 
@@ -100,6 +110,10 @@ class Front:
         """One call, of any kind: to gRPC a unary call is a stream of one message."""
         name = method.rpartition("/")[2]
         self.calls.append(name)
+        shown = dict(context.invocation_metadata() or ()).get("authorization")
+        self.shown.append(None if shown is None else str(shown))
+        if (refusal := self.judges(self.shown[-1])) is not None:
+            await context.abort_with_status(status_of(refusal))
         await context.send_initial_metadata(())  # a cancelled write may have sent them, and they would go out twice
         first = await anext(requests)
         topic = getattr(_REQUESTS[name].FromString(first), "topic", "") if name in _REQUESTS else ""
@@ -215,12 +229,12 @@ class _Handler(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def fronts(target: str, count: int = 3) -> AsyncIterator[list[Front]]:
+async def fronts(target: str, count: int = 3, tls: grpc.ServerCredentials | None = None) -> AsyncIterator[list[Front]]:
     """So many sidecars, by address; they are gone with the block."""
     async with AsyncExitStack() as stack:
         started = []
         for _ in range(count):
-            front = Front(target)
+            front = Front(target, tls)
             await front.start()
             stack.push_async_callback(front.stop)
             started.append(front)

@@ -10,11 +10,11 @@ import seqdedupe.client
 from seqdedupe.client import ProducerConfig, blocking
 
 PUBLIC = [
-    "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters", "DamagedError",
-    "DataLossError", "FencedError", "InvalidRequestError", "Located", "Message", "MessageId", "NotFoundError",
-    "OutcomeUnknownError", "PartitionedPosition", "PartitionedReader", "Persisted", "Position", "PositionError",
-    "Producer", "ProducerConfig", "Published", "Reader", "Receipt", "SeqdedupeError", "StoredBatch", "TopicEnds",
-    "UnavailableError", "Verdict",
+    "AccessDeniedError", "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters",
+    "Credentials", "DamagedError", "DataLossError", "FencedError", "InvalidRequestError", "Located", "Message",
+    "MessageId", "NotFoundError", "OutcomeUnknownError", "PartitionedPosition", "PartitionedReader", "Persisted",
+    "Position", "PositionError", "Producer", "ProducerConfig", "Published", "Reader", "Receipt", "SeqdedupeError",
+    "StoredBatch", "TopicEnds", "UnavailableError", "Verdict",
 ]  # fmt: skip
 
 

@@ -5,10 +5,12 @@ a process). Messages are gathered and sealed in the caller's thread; only sealed
 """
 
 from seqdedupe.client import (
+    AccessDeniedError,
     Batch,
     BatchResult,
     Binary,
     Counters,
+    Credentials,
     DamagedError,
     DataLossError,
     FencedError,
@@ -36,6 +38,7 @@ from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 
 __all__ = [
+    "AccessDeniedError",
     "Admin",
     "Batch",
     "BatchReceipt",
@@ -43,6 +46,7 @@ __all__ = [
     "Binary",
     "Client",
     "Counters",
+    "Credentials",
     "DamagedError",
     "DataLossError",
     "FencedError",

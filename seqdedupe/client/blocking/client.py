@@ -14,6 +14,7 @@ from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.connections import Connections
+from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.partitioned_reader import PartitionedStart
 from seqdedupe.client.reader import Start
 from seqdedupe.client.sidecars import Addresses, Sidecars
@@ -119,10 +120,11 @@ class Admin:
 class Client:
     """As `seqdedupe.client.Client`, with calls that block. Threads may share it."""
 
-    def __init__(self, address: Addresses = DEFAULT_ADDRESS) -> None:
-        self._sidecars = Sidecars.parse(address)
+    def __init__(self, address: Addresses = DEFAULT_ADDRESS, credentials: Credentials | None = None) -> None:
+        credentials = Credentials.from_environment() if credentials is None else credentials
+        self._sidecars = Sidecars.parse(address, credentials)
         self._connections = Connections(self._sidecars)
-        self._client = _client.Client(address)
+        self._client = _client.Client(address, credentials)
         self.address = self._client.address
         """As it was given."""
         self.admin = Admin(self._client)

@@ -1,0 +1,47 @@
+"""Who makes a call, as the sidecar knows it."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal
+
+OPERATOR = "operator"
+"""The subject of the data directory's own token."""
+ANONYMOUS = "anonymous"
+"""Everybody, where `authentication = "none"`."""
+RESERVED = frozenset({OPERATOR, ANONYMOUS})
+"""No other token and no certificate makes a subject of such a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Who makes a call, and by what that is known."""
+
+    name: str
+    """Empty for one who is not known, who may ask for the health of the whole alone."""
+    kind: Literal["token", "jwt", "certificate", "nobody"]
+    """`token` is that of the data directory."""
+    expires_at_seconds: float | None
+    """Unix time, of a token that expires."""
+    address: str
+    """The caller's end of the connection, as gRPC writes it."""
+
+    @property
+    def is_unrestricted(self) -> bool:
+        """Whether no rule is asked: the operator, and everybody where nobody is asked who they are."""
+        return self.kind == "token" or (self.kind == "nobody" and self.name == ANONYMOUS)
+
+
+_caller: ContextVar[Subject] = ContextVar("caller")
+
+
+def caller() -> Subject:
+    """Who makes the call that is being handled. A task that a handler makes has the same caller, however long it lives.
+
+    Raises LookupError outside of a call.
+    """
+    return _caller.get()
+
+
+def set_caller(subject: Subject) -> None:
+    """From now on the caller of this task, and of those that it makes, is this one."""
+    _caller.set(subject)
