@@ -23,6 +23,7 @@ from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.metrics.calls import Calls
 from broker_sidecar.metrics.exposition import Metrics, Sources
+from broker_sidecar.notify import Manager
 from broker_sidecar.security import own_token, rules_file
 from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
@@ -183,6 +184,10 @@ class Sidecar:
         """The rules file, read again, is in force. Raises INVALID_CONFIGURATION: then nothing has changed."""
         self._permissions.replace(self._read_rules().rules)
 
+    def status(self) -> str:
+        """How far it is, in a line for people."""
+        return self._health.summary()
+
     async def _others_serve(self) -> bool:
         return self._data.peers is None or await self._data.peers.are_serving()
 
@@ -215,6 +220,8 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     sidecar = Sidecar(config, connections=connections_within(raise_limit()), **repairs)
     if config.log == "pulsar":
         Watchdog(fatal)
+    manager = Manager(os.environ)
+    telling = asyncio.ensure_future(manager.keep_telling(sidecar.status))
     await sidecar.listen()
     logger.info("listening", extra={"address": str(sidecar.address)})
     folder = Path(config.data_directory)
@@ -227,10 +234,13 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
         recovery.result()
         keep_freed_memory()
         logger.info("serving", extra={"address": str(sidecar.address)})
+        manager.tell(READY="1", STATUS=sidecar.status())
         await stop
     recovery.cancel()
     logger.info("draining")
+    manager.tell(STOPPING="1", STATUS="Draining")
     await sidecar.stop()
+    telling.cancel()
     logger.info("stopped")
 
 
