@@ -31,7 +31,7 @@ from broker_sidecar.security.gate import Gate
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules_file import RulesFile
 from broker_sidecar.security.trail import Trail
-from broker_sidecar.security.watching import keep_looking
+from broker_sidecar.security.watching import Watched, Watching
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
@@ -76,7 +76,8 @@ class Sidecar:
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
         self._trail = Trail(Audit(Path(config.audit_file)) if config.audit_file else None)
-        self._permissions = Permissions(self._read_rules().rules, self._trail.denied)
+        self._rules = self._watched_rules()
+        self._permissions = Permissions(self._rules.value.rules if self._rules else None, self._trail.denied)
         self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
@@ -174,15 +175,30 @@ class Sidecar:
             raise cannot_listen(address, e) from e
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
-        self._topics.in_background(keep_looking(self._authentication.watched))
+        self._watching = Watching(
+            [*self._authentication.watched, *([self._rules] if self._rules else [])], self._was_read_again
+        )
+        self._topics.in_background(self._watching.keep_looking())
         await self._server.start()
 
-    def _read_rules(self) -> RulesFile:
-        return rules_file.read(Path(self._config.rules_file)) if self._config.rules_file else RulesFile()
+    def _watched_rules(self) -> Watched[RulesFile] | None:
+        if not self._config.rules_file:
+            return None
+        path = Path(self._config.rules_file)
+        return Watched("the rules file", [path], lambda: rules_file.read(path), self._replace_rules)
 
-    def reload_rules(self) -> None:
-        """The rules file, read again, is in force. Raises INVALID_CONFIGURATION: then nothing has changed."""
-        self._permissions.replace(self._read_rules().rules)
+    def _replace_rules(self) -> None:
+        if self._rules is not None:
+            self._permissions.replace(self._rules.value.rules)
+
+    def reload(self) -> None:
+        """Reads again whatever an operator may replace, and goes on in the file that has the audit trail's name."""
+        self._trail.rotated()
+        self._watching.reload()
+
+    def _was_read_again(self, one: Watched[Any]) -> None:
+        self._trail.read_again(one.what, one.problem)
+        self._health.set(health.CONFIGURATION, health.NOT_SERVING if self._watching.has_problem else health.SERVING)
 
     def status(self) -> str:
         """How far it is, in a line for people."""
@@ -223,6 +239,7 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     manager = Manager(os.environ)
     telling = asyncio.ensure_future(manager.keep_telling(sidecar.status))
     await sidecar.listen()
+    loop.add_signal_handler(signal.SIGHUP, sidecar.reload)
     logger.info("listening", extra={"address": str(sidecar.address)})
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:

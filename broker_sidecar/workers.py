@@ -258,13 +258,13 @@ class _Worker:
         self._flags = [flag for flag in self._flags if flag not in _ONCE]
         logger.info("worker started", extra={"worker": self._number, "pid": process.pid})
         if stopping.is_set():
-            self.stop()
+            self.send(signal.SIGTERM)
         return await process.wait()
 
-    def stop(self) -> None:
-        """SIGTERM, if it runs: it drains."""
+    def send(self, number: int) -> None:
+        """Sends it a signal, if it runs."""
         if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
+            self._process.send_signal(number)
 
 
 async def _run(workers: list[_Worker]) -> int:
@@ -274,9 +274,13 @@ async def _run(workers: list[_Worker]) -> int:
     def stop() -> None:
         stopping.set()
         manager.tell(STOPPING="1", STATUS="Draining")
-        for worker in workers:
-            worker.stop()
+        send(signal.SIGTERM)
 
+    def send(number: int) -> None:
+        for worker in workers:
+            worker.send(number)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, send, signal.SIGHUP)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     with _managed(manager, workers):
