@@ -90,6 +90,10 @@ class Config:
         "",
         "Where to serve metrics and a page for people over HTTP: `host:port` (port 0: a free one). Left out: nowhere.",
     )
+    audit_file: str = _key(
+        "",
+        "Write down in this file what operators do, and who is refused. Left out: nowhere. A worker adds its number.",
+    )
     log: str = _key(
         "embedded",
         "What holds the messages: `embedded`, the sidecar itself; `pulsar`, a Pulsar cluster; `broker`, a broker that "
@@ -107,6 +111,9 @@ class Config:
     peers: str = _key("", "The addresses of all processes that have shards, this one too, with commas between.")
     cluster_id: str = _key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
     advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
+    rules_file: str = _key(
+        "", "A file of TOML that says who may do what, and how much of the sidecar each may use: docs/rules.md."
+    )
     sidecars: str = _key(
         "",
         "The addresses at which the sidecars of a cluster advertise themselves, this one too, and domains as "

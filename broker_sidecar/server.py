@@ -23,10 +23,13 @@ from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.metrics.calls import Calls
 from broker_sidecar.metrics.exposition import Metrics, Sources
-from broker_sidecar.security import own_token
+from broker_sidecar.security import own_token, rules_file
+from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.gate import Gate
 from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules_file import RulesFile
+from broker_sidecar.security.trail import Trail
 from broker_sidecar.security.watching import keep_looking
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
@@ -72,7 +75,8 @@ class Sidecar:
         self._repairs = repairs
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
-        self._permissions = Permissions()
+        self._trail = Trail(Audit(Path(config.audit_file)) if config.audit_file else None)
+        self._permissions = Permissions(self._read_rules().rules, self._trail.denied)
         self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
@@ -95,6 +99,7 @@ class Sidecar:
             self._data.topics,
             self._streams,
             self._permissions,
+            self._trail,
             self._data.cluster,
             self._data.peers,
             lambda: self._health.is_serving,
@@ -114,6 +119,7 @@ class Sidecar:
             self._web.begin()
             self._statistics.history.begin()
             logger.info("metrics", extra={"address": str(self._web.address)})
+        self._trail.begin()
 
     def _listen_for_http(self, reading: read.ReadService | None) -> None:
         if self._config.metrics_listen:
@@ -151,13 +157,14 @@ class Sidecar:
         }
         reading: read.ReadService | None = None
         if (topics := self._data.topics) is not None:
-            services[publish.SERVICE] = publish.PublishService(topics, streams, permissions)
+            services[publish.SERVICE] = publish.PublishService(topics, streams, permissions, self._trail)
             services[read.SERVICE] = reading = read.ReadService(topics, streams)
         if (brokers_topics := self._data.brokers_topics) is not None:
             services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
         self._listen_for_http(reading)
-        gates = [Gate(service.handlers(), self._authentication, permissions) for service in services.values()]
+        guards = self._authentication, permissions, self._trail
+        gates = [Gate(service.handlers(), *guards) for service in services.values()]
         self._server.add_generic_rpc_handlers([self._calls.counted(gate) for gate in gates])
         address = SidecarAddress.parse(self._config.listen)
         try:
@@ -170,6 +177,13 @@ class Sidecar:
         self._data.listens(self.address)
         self._topics.in_background(keep_looking(self._authentication.watched))
         await self._server.start()
+
+    def _read_rules(self) -> RulesFile:
+        return rules_file.read(Path(self._config.rules_file)) if self._config.rules_file else RulesFile()
+
+    def reload_rules(self) -> None:
+        """The rules file, read again, is in force. Raises INVALID_CONFIGURATION: then nothing has changed."""
+        self._permissions.replace(self._read_rules().rules)
 
     async def _others_serve(self) -> bool:
         return self._data.peers is None or await self._data.peers.are_serving()
@@ -191,6 +205,7 @@ class Sidecar:
             await self._server.stop(STOP_GRACE_SECONDS)
             self._close_web()
         await self._data.close()
+        await self._trail.close()
         logging.getLogger().removeHandler(self._warnings)
 
 

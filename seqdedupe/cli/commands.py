@@ -7,6 +7,8 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.audit import audit
+from seqdedupe.cli.auth import auth
 from seqdedupe.cli.bench import bench
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
@@ -51,7 +53,9 @@ for _command in (
     bench,
     job,
     doctor,
+    audit,
     token,
+    auth,
     version,
 ):
     cli.add_command(_command)
