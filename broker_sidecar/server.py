@@ -37,6 +37,7 @@ from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from broker_sidecar.web.pages import Pages
 from broker_sidecar.web.server import Route, WebServer
+from broker_sidecar.web.visitors import Visitors
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.directories import whole_of
@@ -126,7 +127,8 @@ class Sidecar:
         if self._config.metrics_listen:
             sources = Sources(self._config, self._data, self._streams, self._calls, reading)
             self._metrics = Metrics(sources)
-            pages = Pages(asyncio.get_running_loop(), self._statistics, self._admin, self._config.listen)
+            visitors = Visitors(self._authentication, self._permissions)
+            pages = Pages(self._statistics, self._admin, visitors, self._config.listen)
             routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
             self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
 
