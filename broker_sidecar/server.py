@@ -24,14 +24,18 @@ from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.metrics.calls import Calls
 from broker_sidecar.metrics.exposition import Metrics, Sources
 from broker_sidecar.notify import Manager
-from broker_sidecar.security import own_token
+from broker_sidecar.security import own_token, rules_file
+from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.gate import Gate
 from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules_file import RulesFile
+from broker_sidecar.security.trail import Trail
 from broker_sidecar.security.watching import keep_looking
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
+from broker_sidecar.web.pages import Pages
 from broker_sidecar.web.server import Route, WebServer
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
@@ -71,7 +75,8 @@ class Sidecar:
         self._repairs = repairs
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
-        self._permissions = Permissions()
+        self._trail = Trail(Audit(Path(config.audit_file)) if config.audit_file else None)
+        self._permissions = Permissions(self._read_rules().rules, self._trail.denied)
         self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
@@ -88,6 +93,18 @@ class Sidecar:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
+        self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
+        self._admin = admin.AdminService(
+            self._topics,
+            self._data.topics,
+            self._streams,
+            self._permissions,
+            self._trail,
+            self._data.cluster,
+            self._data.peers,
+            lambda: self._health.is_serving,
+            self._statistics,
+        )
         try:
             self._authentication = Authentication(self._config, self._streams)
             if self._data.peers is not None:
@@ -100,13 +117,16 @@ class Sidecar:
             raise
         if self._web is not None:
             self._web.begin()
+            self._statistics.history.begin()
             logger.info("metrics", extra={"address": str(self._web.address)})
+        self._trail.begin()
 
     def _listen_for_http(self, reading: read.ReadService | None) -> None:
         if self._config.metrics_listen:
             sources = Sources(self._config, self._data, self._streams, self._calls, reading)
             self._metrics = Metrics(sources)
-            routes: dict[str, Route] = {"/metrics": self._metrics}
+            pages = Pages(asyncio.get_running_loop(), self._statistics, self._admin, self._config.listen)
+            routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
             self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
 
     def _close_web(self) -> None:
@@ -127,34 +147,27 @@ class Sidecar:
             ("grpc.max_concurrent_streams", at_once),
             ("grpc.max_allowed_incoming_connections", self._connections),
         )
-        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *limits, *_PINGS])
+        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *_PINGS)
+        self._server = grpc.aio.server(options=[*fixed, *limits, *self._authentication.server_options()])
         streams, permissions = self._streams, self._permissions
         services: dict[str, Any] = {
-            admin.SERVICE: admin.AdminService(
-                self._topics,
-                self._data.topics,
-                streams,
-                permissions,
-                self._data.cluster,
-                self._data.peers,
-                lambda: self._health.is_serving,
-                Statistics(self._topics, lambda: self._health.is_serving, self._warnings),
-            ),
+            admin.SERVICE: self._admin,
             health.SERVICE: self._health,
         }
         reading: read.ReadService | None = None
         if (topics := self._data.topics) is not None:
-            services[publish.SERVICE] = publish.PublishService(topics, streams, permissions)
+            services[publish.SERVICE] = publish.PublishService(topics, streams, permissions, self._trail)
             services[read.SERVICE] = reading = read.ReadService(topics, streams)
         if (brokers_topics := self._data.brokers_topics) is not None:
             services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
         self._listen_for_http(reading)
-        gates = [Gate(service.handlers(), self._authentication, permissions) for service in services.values()]
+        guards = self._authentication, permissions, self._trail
+        gates = [Gate(service.handlers(), *guards) for service in services.values()]
         self._server.add_generic_rpc_handlers([self._calls.counted(gate) for gate in gates])
         address = SidecarAddress.parse(self._config.listen)
         try:
-            port = self._server.add_insecure_port(str(address))
+            port = self._authentication.add_port(self._server, address)
             if address.path:
                 os.chmod(address.path, int(self._config.socket_mode, 8))
         except (RuntimeError, OSError) as e:
@@ -163,6 +176,13 @@ class Sidecar:
         self._data.listens(self.address)
         self._topics.in_background(keep_looking(self._authentication.watched))
         await self._server.start()
+
+    def _read_rules(self) -> RulesFile:
+        return rules_file.read(Path(self._config.rules_file)) if self._config.rules_file else RulesFile()
+
+    def reload_rules(self) -> None:
+        """The rules file, read again, is in force. Raises INVALID_CONFIGURATION: then nothing has changed."""
+        self._permissions.replace(self._read_rules().rules)
 
     def status(self) -> str:
         """How far it is, in a line for people."""
@@ -188,6 +208,7 @@ class Sidecar:
             await self._server.stop(STOP_GRACE_SECONDS)
             self._close_web()
         await self._data.close()
+        await self._trail.close()
         logging.getLogger().removeHandler(self._warnings)
 
 

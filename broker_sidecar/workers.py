@@ -110,7 +110,7 @@ def run(config: Config, count: int, flags: Sequence[str]) -> int:
         metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
         logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
         workers = [
-            _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised, metrics)])
+            _Worker(k, [*flags, *_flags(k, split, config, listen[k], advertised, metrics)])
             for k in range(split.workers)
         ]
         return asyncio.run(_run(workers))
@@ -119,14 +119,14 @@ def run(config: Config, count: int, flags: Sequence[str]) -> int:
 def _flags(
     worker: int,
     split: Split,
-    folder: Path,
+    config: Config,
     listen: SidecarAddress,
     advertised: Sequence[SidecarAddress],
     metrics: Sequence[SidecarAddress],
 ) -> list[str]:
     """What a worker is told beside what the parent was told; the last flag counts."""
     keys = {
-        "data-directory": of_worker(folder, worker),
+        "data-directory": of_worker(Path(config.data_directory), worker),
         "workers": 1,
         "listen": listen,
         "advertised-address": advertised[worker],
@@ -136,6 +136,8 @@ def _flags(
     }
     if metrics:
         keys["metrics-listen"] = metrics[worker]
+    if config.audit_file:
+        keys["audit-file"] = f"{config.audit_file}.{worker}"
     return [text for name, value in keys.items() for text in (f"--{name}", str(value))]
 
 

@@ -249,6 +249,12 @@ REASONS: dict[str, Reason] = {
         "See why the store refuses writes (is the disk full?); retries go on.",
         250,
     ),
+    "AUDIT_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the audit trail cannot be written (is the disk full?); operators' calls are refused until it can.",
+        1000,
+    ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
     "TLS_FAILED": Reason(
         UnavailableError,
@@ -316,6 +322,10 @@ REASONS: dict[str, Reason] = {
     "OLDER_FORMAT": _damaged(
         "Start the version that wrote it. Its data is not converted: publish anew what is still needed."
     ),
+    "AUDIT_DAMAGED": _damaged(
+        "Find out who could write to the file, and keep it. A sidecar that does not start for it begins a new trail "
+        "once the file is moved away."
+    ),
     "STORE_MISSING": _damaged(
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "
         "the record anew from the log."
@@ -331,7 +341,8 @@ REASONS: dict[str, Reason] = {
         "encrypts the connection, say so: SEQDEDUPE_ALLOW_INSECURE_TOKEN=true, allow_insecure_token."
     ),
     "INSECURE_LISTEN": _configuration(
-        "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
+        "Give the sidecar a certificate (tls_certificate_file, tls_key_file), listen on loopback or a Unix socket, or "
+        "say that it is wanted: allow_insecure_listen = true."
     ),
     "INVALID_FUNCTION": _configuration(
         "Correct userConfig, or how the function is deployed; docs/functions.md has both."

@@ -70,26 +70,26 @@ def _read(tables: Mapping[str, Any], lines: Sequence[str]) -> RulesFile:
     return RulesFile(Rules(rules), tuple(shares), _in_all(tables))
 
 
-def _each(tables: Mapping[str, Any], kind: str, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """The tables of a kind: each with where it stands, and what it is called unless it says so itself."""
+def _each(tables: Mapping[str, Any], kind: str, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The tables of a kind, each with where it stands: so it is called, unless it says so itself."""
     found = tables.get(kind, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise _Wrong(f"{kind} should be written [[{kind}]], once for each")
     # The parser does not say where a table stands; its head does, unless text of several lines looks like one.
     heads = [number for number, line in enumerate(lines, 1) if re.match(rf"\s*\[\[\s*{kind}\s*\]\]", line)]
     for place, table in enumerate(found, 1):
-        name = f"{kind} {place}"
-        yield table, f"line {heads[place - 1]}, {name}" if len(heads) == len(found) else name, name
+        line = f" (line {heads[place - 1]})" if len(heads) == len(found) else ""
+        yield table, f"{kind} {place}{line}"
 
 
-def _rule(kind: str, table: Mapping[str, Any], where: str, name: str) -> Rule:
+def _rule(kind: str, table: Mapping[str, Any], where: str) -> Rule:
     with _within(where):
         _check_keys(table, _OF_RULES)
         actions = _actions(table)
         if "producers" in table and actions != {Action.PUBLISH}:
             raise _Wrong("producers is for rules whose actions are publish alone: make two of it")
         return Rule(
-            _name(table, name),
+            _name(table, where),
             kind == "deny",
             _patterns(table, "subjects"),
             actions,
@@ -98,10 +98,10 @@ def _rule(kind: str, table: Mapping[str, Any], where: str, name: str) -> Rule:
         )
 
 
-def _share(table: Mapping[str, Any], where: str, name: str) -> Share:
+def _share(table: Mapping[str, Any], where: str) -> Share:
     with _within(where):
         _check_keys(table, _KEYS["share"])
-        return Share(_name(table, name), _patterns(table, "subjects"), _limits(table))
+        return Share(_name(table, where), _patterns(table, "subjects"), _limits(table))
 
 
 def _in_all(tables: Mapping[str, Any]) -> Limits:
