@@ -115,8 +115,8 @@ install: dist
 	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
 	sed "s|@PREFIX@|$(PREFIX)|; s|@SYSCONFDIR@|$(SYSCONFDIR)|" deploy/seqdedupe.service.in \
 		> $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
+	chmod 644 $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
 	install -m 644 docs/*.md $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
-	install -D -m 644 -C deploy/logrotate.conf $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
 	test -e $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml || \
 		install -D -m 644 deploy/seqdedupe.toml $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml
 	@echo "Now: systemd-sysusers && systemctl daemon-reload && systemctl enable --now seqdedupe"
@@ -125,7 +125,7 @@ install: dist
 uninstall:
 	rm -rf $(DESTDIR)$(LIBRARY) $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
 	rm -f $(DESTDIR)$(PREFIX)/bin/seqdedupe $(DESTDIR)$(PREFIX)/lib/sysusers.d/seqdedupe.conf \
-		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
+		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
