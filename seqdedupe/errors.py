@@ -231,6 +231,11 @@ REASONS: dict[str, Reason] = {
         "See why the store refuses writes (is the disk full?); retries go on.",
         250,
     ),
+    "BACKUP_FAILED": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the backup could not be written (is its disk full?), and make another.",
+    ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
     "OUTCOME_UNKNOWN": Reason(
         OutcomeUnknownError,
@@ -282,6 +287,7 @@ REASONS: dict[str, Reason] = {
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."
     ),
+    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` says which ones are whole."),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
     "OLDER_FORMAT": _damaged(
         "Start the version that wrote it. Its data is not converted: publish anew what is still needed."

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.backup import backup, restore, verify
 from seqdedupe.cli.bench import bench
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
@@ -47,6 +48,9 @@ for _command in (
     rebuild_topic,
     bench,
     job,
+    backup,
+    verify,
+    restore,
     doctor,
     version,
 ):

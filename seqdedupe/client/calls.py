@@ -19,7 +19,7 @@ from seqdedupe.client.connection import (
 )
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
@@ -80,6 +80,18 @@ class Calls:
             channel = new_channel(address, is_one=self._sidecars.is_one)
             self._connections[address] = Connection(address, channel)
         return self._connections[address]
+
+    def connection_to(self, text: str) -> Connection:
+        """The one to a sidecar that another one has named. Raises NOT_OWNER if the client may not go there."""
+        address = self._sidecars.allowed(text)
+        if address is None:
+            why = f"the sidecar at {text} has a part of it, and is not among the addresses that the client was given"
+            raise error("NOT_OWNER", why, hint="Give the client the addresses of all sidecars.", owner_address=text)
+        return self.connection(address)
+
+    def first_connection(self) -> Connection:
+        """That to the first address."""
+        return self.connection(self._sidecars.addresses[0])
 
     async def call(self, method: Callable[[Connection], Callable[..., Awaitable[T]]], request: Message) -> T:
         """Makes a unary call, of the request's topic or of the whole. A topic that recovers is waited for.

@@ -112,6 +112,11 @@ class Admin:
     def move_topic(self, topic: str, to: str = "") -> str:
         return self._run(lambda admin: admin.move_topic(topic, to))
 
+    def backup(
+        self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
+    ) -> list[admin_pb2.BackupResponse]:
+        return self._run(lambda admin: admin.backup(name, told))
+
     def version(self) -> admin_pb2.GetVersionResponse:
         return self._run(lambda admin: admin.version())
 
