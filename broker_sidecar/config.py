@@ -64,6 +64,9 @@ class Config:
     """All keys, their defaults and meanings. Names are Pulsar's where it has one."""
 
     data_directory: str = _key("", "Folder for the store and the logs. Required. One sidecar owns it.")
+    backup_directory: str = _key(
+        "", "Folder in which `seqdedupe backup` makes backups; it has to be there. Left out: none can be made."
+    )
     listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
     allow_insecure_listen: bool = _key(
         False,
