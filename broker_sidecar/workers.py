@@ -263,8 +263,12 @@ class _Worker:
 
     def stop(self) -> None:
         """SIGTERM, if it runs: it drains."""
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, if it runs."""
         if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
+            self._process.send_signal(number)
 
 
 async def _run(workers: list[_Worker]) -> int:
@@ -277,8 +281,13 @@ async def _run(workers: list[_Worker]) -> int:
         for worker in workers:
             worker.stop()
 
+    def reload() -> None:
+        for worker in workers:
+            worker.signal(signal.SIGHUP)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     with _managed(manager, workers):
         statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
     logger.info("stopped")
@@ -327,7 +336,9 @@ def _managed(manager: Manager, workers: Sequence[_Worker]) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again."""
+    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again. A SIGHUP that
+    comes before there is anything to be read again is for nothing."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(EXIT_ERROR)
