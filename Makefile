@@ -108,7 +108,7 @@ install: dist
 	$(PYTHON) -m venv --clear --without-pip $(DESTDIR)$(LIBRARY)
 	$(INSTALL) --require-hashes -r deploy/requirements.lock
 	$(INSTALL) --no-deps --no-index dist/seqdedupe-*.whl
-	$(DESTDIR)$(LIBRARY)/bin/python -m compileall -q -j 0 -s "$(DESTDIR)" $(DESTDIR)$(LIBRARY)/lib
+	$(DESTDIR)$(LIBRARY)/bin/python -m compileall -q -j 0 -x /tests/ -s "$(DESTDIR)" $(DESTDIR)$(LIBRARY)/lib
 	# What pip wrote says where it is now, and not where it will be.
 	$(if $(DESTDIR),grep -rlIF "$(DESTDIR)" $(DESTDIR)$(LIBRARY)/bin $(DESTDIR)$(LIBRARY)/pyvenv.cfg | xargs -r sed -i "s|$(DESTDIR)||g")
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
@@ -119,6 +119,7 @@ install: dist
 		> $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
 	chmod 644 $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
 	install -m 644 docs/*.md $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
+	install -D -m 644 deploy/logrotate.conf $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
 	test -e $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml || \
 		install -D -m 644 deploy/seqdedupe.toml $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml
 	@echo "Now: systemd-sysusers && systemctl daemon-reload && systemctl enable --now seqdedupe"
@@ -127,7 +128,7 @@ install: dist
 uninstall:
 	rm -rf $(DESTDIR)$(LIBRARY) $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
 	rm -f $(DESTDIR)$(PREFIX)/bin/seqdedupe $(DESTDIR)$(PREFIX)/lib/sysusers.d/seqdedupe.conf \
-		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
+		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -135,7 +135,7 @@ class Data:
     @property
     def committer(self) -> Committer | None:
         """The thread that writes the sidecar's own logs, if it runs by now."""
-        return self._logs.running_committer if self._logs is not None else None
+        return self.logs.running_committer if self.logs is not None else None
 
     def begin_looking(self) -> None:
         """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics

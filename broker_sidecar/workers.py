@@ -345,7 +345,9 @@ def _managed(manager: Manager, workers: Sequence[_Worker]) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again."""
+    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again. A SIGHUP that
+    comes before there is anything to be read again is for nothing."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(EXIT_ERROR)
