@@ -236,7 +236,7 @@ class Config:
             raise error(
                 "INSECURE_LISTEN",
                 f"metrics_listen = {self.metrics_listen!r} can be reached from other machines, and nothing is "
-                "encrypted or authenticated yet",
+                "encrypted there, and nobody is asked who they are",
                 key="metrics_listen",
             )
 
