@@ -81,7 +81,7 @@ def test_what_was_installed_serves_as_the_unit_has_it(
     # The interpreter that the program names is where it will be, not where it is.
     first = (root / program[1:]).read_text().splitlines()[0]
     assert first in (f"#!/{LIBRARY}/bin/python", f"#!/{LIBRARY}/bin/python3")
-    command = [root / LIBRARY / "bin" / "python", root / program[1:], *words]
+    command: list[str | Path] = [root / LIBRARY / "bin" / "python", root / program[1:], *words]
     kept = ["--data-directory", str(tmp_path / "data"), "--listen", f"unix:{tmp_path}/s"]
     kept += ["--audit-file", str(tmp_path / "audit.jsonl")]
     with managing() as told:
