@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc.aio
 
 from bench import setup
+from bench.compare.usage import cpu_seconds_of
 from bench.figure import Arm, Figure, Ratio, over
 from bench.publish import IN_FLIGHT, ROWS, rising
-from bench.steady import cpu_seconds_of
 from seqdedupe.shards import shard_of, shards_of_worker
 from seqdedupe.testing import Sidecar
 
@@ -43,8 +43,7 @@ async def seconds_of(places: Sequence[tuple[str, str]]) -> float:
     async with AsyncExitStack() as stack:
         streams = []
         for topic, address in places:
-            options = [*setup.LARGE, ("grpc.use_local_subchannel_pool", 1)]
-            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=setup.APART))
             streams.append(await setup.opened(channel, [name], topic))
         began = time.perf_counter()
         await asyncio.gather(*(stream.publish(make, BATCHES, IN_FLIGHT) for stream in streams))

@@ -86,6 +86,14 @@ class Config:
         "", "Authorities, as PEM: every client needs a certificate of one of them, whose SAN says who it is."
     )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
+    metrics_listen: str = _key(
+        "",
+        "Where to serve metrics and a page for people over HTTP: `host:port` (port 0: a free one). Left out: nowhere.",
+    )
+    audit_file: str = _key(
+        "",
+        "Write down in this file what operators do, and who is refused. Left out: nowhere. A worker adds its number.",
+    )
     log: str = _key(
         "embedded",
         "What holds the messages: `embedded`, the sidecar itself; `pulsar`, a Pulsar cluster; `broker`, a broker that "
@@ -103,6 +111,9 @@ class Config:
     peers: str = _key("", "The addresses of all processes that have shards, this one too, with commas between.")
     cluster_id: str = _key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
     advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
+    rules_file: str = _key(
+        "", "A file of TOML that says who may do what, and how much of the sidecar each may use: docs/rules.md."
+    )
     sidecars: str = _key(
         "",
         "The addresses at which the sidecars of a cluster advertise themselves, this one too, and domains as "
@@ -162,6 +173,7 @@ class Config:
             raise invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
         self._check_authentication()
         self._check_listen()
+        self._check_metrics_listen()
         self._check_advertised()
         self._check_sidecars()
         self._check_shards()
@@ -206,6 +218,24 @@ class Config:
         for name in ("token_keys_file", "tls_client_ca_file"):
             if getattr(self, name) and self.authentication == "none":
                 raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
+
+    def _check_metrics_listen(self) -> None:
+        if not self.metrics_listen:
+            return
+        why = f"is {self.metrics_listen!r}: it should be host:port"
+        try:
+            address = SidecarAddress.parse(self.metrics_listen)
+        except SeqdedupeError as e:
+            raise invalid("metrics_listen", why) from e
+        if address.path:
+            raise invalid("metrics_listen", why)
+        if not address.is_local and not self.allow_insecure_listen:
+            raise error(
+                "INSECURE_LISTEN",
+                f"metrics_listen = {self.metrics_listen!r} can be reached from other machines, and nothing is "
+                "encrypted or authenticated yet",
+                key="metrics_listen",
+            )
 
     def _check_sidecars(self) -> None:
         if not self.sidecars:

@@ -13,6 +13,7 @@ from broker_sidecar.peers import Peers, claim_of
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Logs
+from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
@@ -130,6 +131,11 @@ class Data:
         if topics is None:
             raise RuntimeError("a data directory has topics of one kind")
         return topics
+
+    @property
+    def committer(self) -> Committer | None:
+        """The thread that writes the sidecar's own logs, if it runs by now."""
+        return self._logs.running_committer if self._logs is not None else None
 
     def begin_looking(self) -> None:
         """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics

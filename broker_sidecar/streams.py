@@ -9,7 +9,9 @@ from typing import Any
 import grpc.aio
 
 from broker_sidecar.budget import MAX_HELD_BYTES, Budget, Share
+from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort
+from broker_sidecar.security.permissions import Permissions, allowed_so_far
 from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.errors import SeqdedupeError, error
 
@@ -31,8 +33,11 @@ class Stream:
 
     def __init__(self, context: Context, budget: Budget, subject: Subject) -> None:
         self.subject = subject
+        self.allowed = allowed_so_far()
+        """Judged again when the rules change."""
         self.connection: str = context.peer()
         self.share = Share(budget)
+        self._method = method_of_call()
         self.frames_in_flight = 0
         self.moved_at = time.monotonic()
         """When a message last came or went."""
@@ -58,6 +63,7 @@ class Stream:
         """The client's next message, or `grpc.aio.EOF`."""
         data = await self._context.read()
         self.moved_at = time.monotonic()
+        self._method.received += data is not grpc.aio.EOF
         return data
 
     async def read_first(self) -> Any:
@@ -76,6 +82,7 @@ class Stream:
         await self._context.write(data)
         self.writing_since = None
         self.moved_at = time.monotonic()
+        self._method.sent += 1
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -98,11 +105,24 @@ class Stream:
 class Streams:
     """The streams of all services, and the memory that their clients share."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, permissions: Permissions) -> None:
         self._limit = limit
         self._open: set[Stream] = set()
+        permissions.on_replaced.append(self._judge_again)
         self.budget = Budget(self._relieve, MAX_HELD_BYTES)
         self.is_draining = False
+        self.gave_way = self.unread = 0
+        """So many were ended to make room for another, or because their clients read nothing while others waited for
+        the memory."""
+
+    def __len__(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    @property
+    def limit(self) -> int:
+        """How many there may be."""
+        return self._limit
 
     def handler(
         self, serve: Callable[[Any, Context, Stream], Awaitable[None]]
@@ -148,6 +168,7 @@ class Streams:
         idle = [stream for stream in among if not stream.frames_in_flight and stream.moved_at <= until]
         if not idle:
             raise error("TOO_MANY_STREAMS", f"{most} streams are open: that is the limit", limit=most)
+        self.gave_way += 1
         longest = min(idle, key=lambda stream: stream.moved_at)
         self._end(longest, f"this stream gave way to another: {most} are open, and it was silent for longest")
 
@@ -162,12 +183,22 @@ class Streams:
         until = time.monotonic() - UNREAD_SECONDS
         for stream in list(self._open):
             if stream.share.held_bytes and stream.writing_since is not None and stream.writing_since <= until:
+                self.unread += 1
                 self._end(stream, "this stream's client reads nothing, and others wait for the memory")
 
     def end_where(self, why: Callable[[Subject], SeqdedupeError | None]) -> None:
         """Ends each stream for whose caller there is an error."""
         for stream in self._open:
             if (e := why(stream.subject)) is not None:
+                stream.end(e)
+
+    def _judge_again(self) -> None:
+        """Other rules are in force: streams end that are not allowed any more."""
+        for stream in list(self._open):
+            try:
+                for judge in stream.allowed:
+                    judge()
+            except SeqdedupeError as e:
                 stream.end(e)
 
     def drain(self) -> None:

@@ -170,6 +170,11 @@ REASONS: dict[str, Reason] = {
         "Send the sidecar's token: SEQDEDUPE_TOKEN, or SEQDEDUPE_TOKEN_FILE with the path of the file `token` in its "
         "data directory. docs/security.md says more.",
     ),
+    "NOT_ALLOWED": Reason(
+        AccessDeniedError,
+        "PERMISSION_DENIED",
+        "Ask the sidecar's operator for a rule; `seqdedupe auth explain` names the one that decides.",
+    ),
     "TOKEN_EXPIRED": Reason(UnavailableError, "UNAUTHENTICATED", "Send a token that is still valid.", 0),
     # Sessions and order.
     "FENCED": Reason(
@@ -244,6 +249,12 @@ REASONS: dict[str, Reason] = {
         "See why the store refuses writes (is the disk full?); retries go on.",
         250,
     ),
+    "AUDIT_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the audit trail cannot be written (is the disk full?); operators' calls are refused until it can.",
+        1000,
+    ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
     "TLS_FAILED": Reason(
         UnavailableError,
@@ -310,6 +321,10 @@ REASONS: dict[str, Reason] = {
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
     "OLDER_FORMAT": _damaged(
         "Start the version that wrote it. Its data is not converted: publish anew what is still needed."
+    ),
+    "AUDIT_DAMAGED": _damaged(
+        "Find out who could write to the file, and keep it. A sidecar that does not start for it begins a new trail "
+        "once the file is moved away."
     ),
     "STORE_MISSING": _damaged(
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "

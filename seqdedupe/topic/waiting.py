@@ -46,6 +46,10 @@ class Waiting:
         self._waiting: dict[str, Closed] = {}
         self._begun: dict[str, asyncio.Task[None]] = {}
 
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
     def takes(self, record: TopicRecord) -> bool:
         """Whether a topic that is to be opened at the start waits from now on."""
         topics = self._topics

@@ -143,6 +143,12 @@ class AdminServiceStub:
     """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
     where topics are not spread over processes.
     """
+    GetStatistics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatisticsRequest, _admin_pb2.GetStatisticsResponse]
+    """How this process does now and did in the last ten minutes: what its topics took and refused, which of them do not
+    serve, and what it warned of. Counting costs its topics nothing; it is looked at every few seconds, from the start on
+    where `metrics_listen` is set, else from the first such call on. It is of one process, whatever others there are.
+    Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
+    """
     GetVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]
     """The version of the sidecar and what it has been told."""
 
@@ -260,6 +266,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetShards: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]  # type: ignore[assignment]
     """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
     where topics are not spread over processes.
+    """
+    GetStatistics: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatisticsRequest, _admin_pb2.GetStatisticsResponse]  # type: ignore[assignment]
+    """How this process does now and did in the last ten minutes: what its topics took and refused, which of them do not
+    serve, and what it warned of. Counting costs its topics nothing; it is looked at every few seconds, from the start on
+    where `metrics_listen` is set, else from the first such call on. It is of one process, whatever others there are.
+    Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
     """
     GetVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]  # type: ignore[assignment]
     """The version of the sidecar and what it has been told."""
@@ -531,6 +543,18 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.GetShardsResponse, _abc.Awaitable[_admin_pb2.GetShardsResponse]]:
         """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
         where topics are not spread over processes.
+        """
+
+    @_abc_1.abstractmethod
+    def GetStatistics(
+        self,
+        request: _admin_pb2.GetStatisticsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetStatisticsResponse, _abc.Awaitable[_admin_pb2.GetStatisticsResponse]]:
+        """How this process does now and did in the last ten minutes: what its topics took and refused, which of them do not
+        serve, and what it warned of. Counting costs its topics nothing; it is looked at every few seconds, from the start on
+        where `metrics_listen` is set, else from the first such call on. It is of one process, whatever others there are.
+        Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
         """
 
     @_abc_1.abstractmethod

@@ -120,6 +120,7 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
         "ResetProducer": lambda: {"topic": topic, "producerName": "p", "persisted": "0"},
         "Snapshot": lambda: {"topic": topic},
         "RebuildTopic": lambda: {"topic": topic},
+        "GetStatistics": lambda: {"topic": topic},
         "GetVersion": dict,
         "DeleteTopic": lambda: {"topic": topic},
     }

@@ -81,6 +81,11 @@ class EmbeddedLogs:
             self._committer = Committer(self._shared.clock_ms, self._fatal, Journal(self._replay, self._tell_journal))
         return self._committer
 
+    @property
+    def running_committer(self) -> Committer | None:
+        """The commit thread, if it runs by now."""
+        return self._committer
+
     async def list(self, without: Container[str] = ()) -> list[LogName]:
         """See `Logs.list`."""
         try:
