@@ -73,7 +73,7 @@ class Config:
         "Listen on an address that is not loopback, though nothing is encrypted, or nobody is asked who they are.",
     )
     authentication: str = _key(
-        "none",
+        "token",
         "`token`: every call shows the token in the data directory, or what the keys below accept. `none`: whoever can "
         "connect may do everything.",
     )
