@@ -62,6 +62,12 @@ class Health:
         """That of the process as a whole."""
         return bool(self._statuses[""] == SERVING)
 
+    def summary(self) -> str:
+        """How far this process is, in a line for people."""
+        what = "Draining" if self._is_draining else "Serving" if self.is_serving else "Recovering"
+        topics = [status for name, status in self._statuses.items() if name]
+        return f"{what}: {topics.count(SERVING)} of {len(topics)} topics ready"
+
     def drain(self) -> None:
         """Everything is NOT_SERVING from now on."""
         for name in list(self._statuses):

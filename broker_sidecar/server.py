@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 
 from broker_sidecar import admin, dedupe, directory, health, logs, publish, read, reflection
+from broker_sidecar.backup import Backup
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
@@ -23,6 +24,7 @@ from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
 from broker_sidecar.metrics.calls import Calls
 from broker_sidecar.metrics.exposition import Metrics, Sources
+from broker_sidecar.notify import Manager
 from broker_sidecar.security import own_token, rules_file
 from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
@@ -30,7 +32,7 @@ from broker_sidecar.security.gate import Gate
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules_file import RulesFile
 from broker_sidecar.security.trail import Trail
-from broker_sidecar.security.watching import keep_looking
+from broker_sidecar.security.watching import Watched, Watching
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
@@ -76,7 +78,8 @@ class Sidecar:
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
         self._trail = Trail(Audit(Path(config.audit_file)) if config.audit_file else None)
-        self._permissions = Permissions(self._read_rules().rules, self._trail.denied)
+        self._rules = self._watched_rules()
+        self._permissions = Permissions(self._rules.value.rules if self._rules else None, self._trail.denied)
         self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
@@ -104,6 +107,7 @@ class Sidecar:
             self._data.peers,
             lambda: self._health.is_serving,
             self._statistics,
+            Backup(self._config, self._data, self._streams),
         )
         try:
             self._authentication = Authentication(self._config, self._streams)
@@ -175,15 +179,34 @@ class Sidecar:
             raise cannot_listen(address, e) from e
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
-        self._topics.in_background(keep_looking(self._authentication.watched))
+        self._watching = Watching(
+            [*self._authentication.watched, *([self._rules] if self._rules else [])], self._was_read_again
+        )
+        self._topics.in_background(self._watching.keep_looking())
         await self._server.start()
 
-    def _read_rules(self) -> RulesFile:
-        return rules_file.read(Path(self._config.rules_file)) if self._config.rules_file else RulesFile()
+    def _watched_rules(self) -> Watched[RulesFile] | None:
+        if not self._config.rules_file:
+            return None
+        path = Path(self._config.rules_file)
+        return Watched("the rules file", [path], lambda: rules_file.read(path), self._replace_rules)
 
-    def reload_rules(self) -> None:
-        """The rules file, read again, is in force. Raises INVALID_CONFIGURATION: then nothing has changed."""
-        self._permissions.replace(self._read_rules().rules)
+    def _replace_rules(self) -> None:
+        if self._rules is not None:
+            self._permissions.replace(self._rules.value.rules)
+
+    def reload(self) -> None:
+        """Reads again whatever an operator may replace, and goes on in the file that has the audit trail's name."""
+        self._trail.rotated()
+        self._watching.reload()
+
+    def _was_read_again(self, one: Watched[Any]) -> None:
+        self._trail.read_again(one.what, one.problem)
+        self._health.set(health.CONFIGURATION, health.NOT_SERVING if self._watching.has_problem else health.SERVING)
+
+    def status(self) -> str:
+        """How far it is, in a line for people."""
+        return self._health.summary()
 
     async def _others_serve(self) -> bool:
         return self._data.peers is None or await self._data.peers.are_serving()
@@ -217,7 +240,10 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     sidecar = Sidecar(config, connections=connections_within(raise_limit()), **repairs)
     if config.log == "pulsar":
         Watchdog(fatal)
+    manager = Manager(os.environ)
+    telling = asyncio.ensure_future(manager.keep_telling(sidecar.status))
     await sidecar.listen()
+    loop.add_signal_handler(signal.SIGHUP, sidecar.reload)
     logger.info("listening", extra={"address": str(sidecar.address)})
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:
@@ -229,10 +255,13 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
         recovery.result()
         keep_freed_memory()
         logger.info("serving", extra={"address": str(sidecar.address)})
+        manager.tell(READY="1", STATUS=sidecar.status())
         await stop
     recovery.cancel()
     logger.info("draining")
+    manager.tell(STOPPING="1", STATUS="Draining")
     await sidecar.stop()
+    telling.cancel()
     logger.info("stopped")
 
 

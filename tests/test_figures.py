@@ -47,7 +47,8 @@ def test_a_state_of_a_newer_sidecar_has_its_number() -> None:
 
 
 def test_nothing_is_said_of_a_log_that_is_not_open() -> None:
-    topic = admin_pb2.Topic(last=batch_pb2.Position(index=9), snapshot_index=4, state=admin_pb2.TOPIC_STATE_SERVING)
+    last = batch_pb2.Position(index=9)
+    topic = admin_pb2.Topic(last=last, snapshot_index=4, state=admin_pb2.TOPIC_STATE_SERVING)
     assert figures.beyond_snapshot(topic) == 6
     assert figures.beyond_snapshot(admin_pb2.Topic(state=admin_pb2.TOPIC_STATE_RECOVERING)) is None
     topic.state = admin_pb2.TOPIC_STATE_DAMAGED

@@ -29,7 +29,8 @@ async def test_what_each_interval_brought() -> None:
     found = past.past("a")
     assert found is not None
     for activity in (past.activity(found), past.activity()):
-        assert list(map(list, (activity.not_dup, activity.dup, activity.unknown))) == [[3, 0, 5], [0] * 3, [1] * 3]
+        columns = activity.not_dup, activity.dup, activity.unknown
+        assert [list(column) for column in columns] == [[3, 0, 5], [0, 0, 0], [1, 1, 1]]
     assert found.last == (5, 0, 1, 0, 0)
     assert found.sums == (8, 0, 3, 0, 0)
 
