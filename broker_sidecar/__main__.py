@@ -2,12 +2,15 @@
 
 import argparse
 import difflib
+import os
 import sys
 from pathlib import Path
 
 from broker_sidecar import event_engine
 
-event_engine.turn_off()  # before gRPC is imported, as some of these do
+# Before gRPC is imported, as some of these do. It would write a line for each handshake that fails.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+event_engine.turn_off()
 
 from broker_sidecar.config import KEYS, from_process  # noqa: E402
 from broker_sidecar.keys import flag_of  # noqa: E402

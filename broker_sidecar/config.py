@@ -66,12 +66,24 @@ class Config:
     data_directory: str = _key("", "Folder for the store and the logs. Required. One sidecar owns it.")
     listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
     allow_insecure_listen: bool = _key(
-        False, "Listen on an address that is not loopback, though nothing is encrypted or authenticated."
+        False,
+        "Listen on an address that is not loopback, though nothing is encrypted, or nobody is asked who they are.",
     )
     authentication: str = _key(
         "none",
-        "`token`: every call shows the token in the data directory, or what else is accepted. `none`: whoever can "
+        "`token`: every call shows the token in the data directory, or what the keys below accept. `none`: whoever can "
         "connect may do everything.",
+    )
+    token_keys_file: str = _key("", "Public keys (JWKS) whose holders sign tokens for others, JSON Web Tokens.")
+    token_audience: str = _key(
+        "", "What these tokens are for: their `aud` has to have it. Needed with `token_keys_file`."
+    )
+    tls_certificate_file: str = _key(
+        "", "The sidecar's certificate, and those up to its authority, as PEM: TLS is spoken."
+    )
+    tls_key_file: str = _key("", "The certificate's key, as PEM.")
+    tls_client_ca_file: str = _key(
+        "", "Authorities, as PEM: every client needs a certificate of one of them, whose SAN says who it is."
     )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
     metrics_listen: str = _key(
@@ -155,6 +167,7 @@ class Config:
                 raise invalid(key, f"is {getattr(self, key)!r}: it should be {', '.join(others)} or {last}")
         if not re.fullmatch("0?[0-7]{3}", self.socket_mode):
             raise invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
+        self._check_authentication()
         self._check_listen()
         self._check_metrics_listen()
         self._check_advertised()
@@ -177,13 +190,30 @@ class Config:
             address = SidecarAddress.parse(self.listen)
         except SeqdedupeError as e:
             raise invalid("listen", f"is {self.listen!r}: it should be host:port or unix:/path") from e
-        if not address.is_local and not self.allow_insecure_listen:
-            raise error(
-                "INSECURE_LISTEN",
-                f"listen = {self.listen!r} can be reached from other machines, and nothing is encrypted or "
-                "authenticated yet",
-                key="listen",
+        if address.path and self.tls_certificate_file:
+            raise invalid(
+                "tls_certificate_file", f"has no use with listen = {self.listen!r}: sockets are not encrypted"
             )
+        is_open = "nothing is encrypted" if not self.tls_certificate_file else "nobody is asked who they are"
+        is_secure = self.tls_certificate_file and self.authentication != "none"
+        if not (address.is_local or is_secure or self.allow_insecure_listen):
+            why = f"listen = {self.listen!r} can be reached from other machines, and {is_open}"
+            raise error("INSECURE_LISTEN", why, key="listen")
+
+    def _check_authentication(self) -> None:
+        """Of keys that go together, and of those that contradict each other."""
+        for name, other in (
+            ("token_keys_file", "token_audience"),
+            ("token_audience", "token_keys_file"),
+            ("tls_certificate_file", "tls_key_file"),
+            ("tls_key_file", "tls_certificate_file"),
+            ("tls_client_ca_file", "tls_certificate_file"),
+        ):
+            if getattr(self, name) and not getattr(self, other):
+                raise invalid(other, f"is needed with {name}")
+        for name in ("token_keys_file", "tls_client_ca_file"):
+            if getattr(self, name) and self.authentication == "none":
+                raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
 
     def _check_metrics_listen(self) -> None:
         if not self.metrics_listen:

@@ -127,7 +127,8 @@ class Sidecar:
             ("grpc.max_concurrent_streams", at_once),
             ("grpc.max_allowed_incoming_connections", self._connections),
         )
-        self._server = grpc.aio.server(options=[_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *limits, *_PINGS])
+        fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *_PINGS)
+        self._server = grpc.aio.server(options=[*fixed, *limits, *self._authentication.server_options()])
         streams, permissions = self._streams, self._permissions
         services: dict[str, Any] = {
             admin.SERVICE: admin.AdminService(
@@ -154,7 +155,7 @@ class Sidecar:
         self._server.add_generic_rpc_handlers([self._calls.counted(gate) for gate in gates])
         address = SidecarAddress.parse(self._config.listen)
         try:
-            port = self._server.add_insecure_port(str(address))
+            port = self._authentication.add_port(self._server, address)
             if address.path:
                 os.chmod(address.path, int(self._config.socket_mode, 8))
         except (RuntimeError, OSError) as e:

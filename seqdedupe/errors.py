@@ -331,7 +331,8 @@ REASONS: dict[str, Reason] = {
         "encrypts the connection, say so: SEQDEDUPE_ALLOW_INSECURE_TOKEN=true, allow_insecure_token."
     ),
     "INSECURE_LISTEN": _configuration(
-        "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
+        "Give the sidecar a certificate (tls_certificate_file, tls_key_file), listen on loopback or a Unix socket, or "
+        "say that it is wanted: allow_insecure_listen = true."
     ),
     "INVALID_FUNCTION": _configuration(
         "Correct userConfig, or how the function is deployed; docs/functions.md has both."

@@ -1,17 +1,23 @@
 """Who makes a call, by what it shows."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
+
 from broker_sidecar.config import Config
 from broker_sidecar.rpc import Context
 from broker_sidecar.security import own_token
+from broker_sidecar.security.certificates import Certificates, connection_age, name_in
 from broker_sidecar.security.gate import anybody
 from broker_sidecar.security.own_token import OwnToken
-from broker_sidecar.security.subject import OPERATOR, Subject
+from broker_sidecar.security.signed_tokens import SignedTokens
+from broker_sidecar.security.subject import OPERATOR, RESERVED, Subject
 from broker_sidecar.security.watching import Watched
 from broker_sidecar.streams import Streams
+from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 
 AUTHORIZATION = "authorization"
@@ -31,16 +37,48 @@ class Authentication:
         if config.authentication == "token":
             self._token = OwnToken(own_token.make(Path(config.data_directory)), self._end("token"))
             self.watched.append(self._token.watched)
+        self._signed_tokens: SignedTokens | None = None
+        if config.token_keys_file:
+            keys_file = Path(config.token_keys_file)
+            self._signed_tokens = SignedTokens(keys_file, config.token_audience, self._end("jwt"))
+            self.watched.append(self._signed_tokens.watched)
+        self._certificates: Certificates | None = None
+        if config.tls_certificate_file:
+            self._certificates = Certificates(config)
+            self.watched.append(self._certificates.watched)
 
     def __call__(self, context: Context) -> Subject:
         """Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
         if self._token is None:
             return anybody(context)
-        if (token := _token_in(context)) is None:
+        address = context.peer()
+        if (token := _token_in(context)) is not None:
+            subject = self._by_token(self._token, token, address)
+        elif self._certificates is not None and self._certificates.takes_clients:
+            subject = Subject(name_in(context.auth_context()), "certificate", None, address)
+        else:
             raise error("UNAUTHENTICATED", "the call shows no token")
-        if self._token.is_shown(token):
-            return Subject(OPERATOR, "token", None, context.peer())
-        raise error("UNAUTHENTICATED", "the token is not this sidecar's")
+        if subject.name in RESERVED and subject.kind != "token":
+            raise error("UNAUTHENTICATED", f"nobody else may have the name {subject.name!r}")
+        return subject
+
+    def _by_token(self, own: OwnToken, token: bytes, address: str) -> Subject:
+        if own.is_shown(token):
+            return Subject(OPERATOR, "token", None, address)
+        if self._signed_tokens is None:
+            raise error("UNAUTHENTICATED", "the token is not this sidecar's")
+        claims = self._signed_tokens.claims_of(token, time.time())
+        return Subject(claims.subject, "jwt", claims.expires_at_seconds, address)
+
+    def add_port(self, server: grpc.aio.Server, address: SidecarAddress) -> int:
+        """Has the server listen there, with TLS where that is configured; returns the port. Raises RuntimeError."""
+        if self._certificates is None:
+            return server.add_insecure_port(str(address))
+        return server.add_secure_port(str(address), self._certificates.credentials())
+
+    def server_options(self) -> tuple[tuple[str, int], ...]:
+        """What the server needs so that connections end, where what they began with does not stay valid."""
+        return () if self._certificates is None and self._signed_tokens is None else connection_age()
 
     def _end(self, kind: str) -> Callable[[], None]:
         """Ends the streams of those who are known by this."""

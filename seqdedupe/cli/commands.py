@@ -17,6 +17,7 @@ from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.sidecars import sidecars
+from seqdedupe.cli.token import token
 from seqdedupe.cli.topics import producers, snapshot, topics, version
 from seqdedupe.cli.transfer import export_file, import_file, rebuild_topic
 from seqdedupe.command import run_command, say_failure, says_json
@@ -50,6 +51,7 @@ for _command in (
     job,
     doctor,
     auth,
+    token,
     version,
 ):
     cli.add_command(_command)

@@ -29,6 +29,8 @@ MAX_REMEMBERED = 10_000
 CHANGED_NOTHING = {"NOT_OWNER", "DRAINING"}
 """A call that is refused so has changed nothing."""
 
+_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED"}
+
 _LOOKS = ("Get", "List", "Locate", "Read", "Export")
 """How requests are called that change nothing."""
 
@@ -101,6 +103,8 @@ class Calls:
             try:
                 answer = await act(self.connection(route.address))
             except SeqdedupeError as failure:
+                if failure.reason in _CONNECTION_IS_LOST:
+                    self._forget(route.address)
                 e = route.doubted(failure)
                 if not isinstance(e, UnavailableError):
                     raise
@@ -116,6 +120,12 @@ class Calls:
                 if not route.is_one:
                     self._remember(topic, route.address)
                 return answer
+
+    def _forget(self, address: SidecarAddress) -> None:
+        """The next call makes a connection with the TLS files as they are then. Others that are under way over the old
+        one end as they may."""
+        if self._sidecars.credentials.has_tls:
+            self._connections.pop(address, None)
 
     def _remember(self, topic: str, address: SidecarAddress) -> None:
         if len(self._found_at) >= MAX_REMEMBERED:

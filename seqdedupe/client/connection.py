@@ -123,21 +123,25 @@ def new_channel(
 
 
 async def call(address: SidecarAddress, method: Callable[..., Awaitable[T]], request: object) -> T:
-    """Makes a unary call. While the answer is RECOVERING, it is made again after the delay that the answer asks for.
+    """Makes a unary call. While the answer is RECOVERING, it is made again after the delay that the answer asks for;
+    once, if it is TOKEN_EXPIRED, with the token as it is then.
 
     Raises what the call is refused for, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
     """
     check_not_forked()
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + CALL_TIMEOUT_SECONDS
+    has_expired = False
     while True:
         try:
             with typed_errors(address):
                 return await method(request, timeout=CALL_TIMEOUT_SECONDS)
         except UnavailableError as e:
             delay_seconds = max(e.retry_delay_ms / 1000, _SHORTEST_DELAY_SECONDS)
-            if e.reason != "RECOVERING" or loop.time() + delay_seconds > give_up_at:
+            helps = e.reason == "RECOVERING" or (e.reason == "TOKEN_EXPIRED" and not has_expired)
+            if not helps or loop.time() + delay_seconds > give_up_at:
                 raise
+            has_expired = e.reason == "TOKEN_EXPIRED"
         await asyncio.sleep(delay_seconds)
 
 
@@ -174,6 +178,8 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
         return error_of_reason(info.reason, details, retry_delay_ms, dict(info.metadata))
     if failure.code() is grpc.StatusCode.UNAVAILABLE or is_of_another_host(details):
         return unreachable(address, details)
+    if failure.code() is grpc.StatusCode.UNAUTHENTICATED:  # by something before the sidecar
+        return error("UNAUTHENTICATED", f"{address} answered: {details}")
     if failure.code() in _LOST:
         what = f"the call to {address} broke: {failure.code().name}: {details}"
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

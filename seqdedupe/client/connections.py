@@ -44,30 +44,29 @@ class Connections:
         shared = self._shared.get(place)
         if shared is None:
             shared = self._shared[place] = _Shared(self.sidecars.new_channel(address))
-        stream = shared.streams.get(topic)
-        if stream is None or stream.has_ended:
-            stream = shared.streams[topic] = PublishStream(shared.channel, address, topic)
         shared.users += 1
-        stream.users += 1
         try:
-            yield stream
-        except UnavailableError as e:
-            if stream.has_ended and e.reason in _CONNECTION_IS_LOST:
-                self._forget(place, shared)
-            raise
+            stream = shared.streams.get(topic)
+            if stream is None or stream.has_ended:
+                stream = shared.streams[topic] = PublishStream(shared.channel, address, topic)
+            stream.users += 1
+            try:
+                yield stream
+            except UnavailableError as e:
+                if stream.has_ended and e.reason in _CONNECTION_IS_LOST:
+                    self._forget(place, shared)
+                raise
+            finally:
+                stream.users -= 1
+                if not stream.users:
+                    if shared.streams.get(topic) is stream:
+                        del shared.streams[topic]
+                    await stream.close()
         finally:
             shared.users -= 1
-            stream.users -= 1
-            if not stream.users and shared.streams.get(topic) is stream:
-                del shared.streams[topic]
             if not shared.users:
                 self._forget(place, shared)
-            try:
-                if not stream.users:
-                    await stream.close()
-            finally:
-                if not shared.users:
-                    await shared.channel.close()
+                await shared.channel.close()
 
     def _forget(self, place: _Place, shared: _Shared) -> None:
         if self._shared.get(place) is shared:

@@ -78,17 +78,27 @@ class Credentials:
             raise _invalid(e.message, e.hint) from e
 
     @classmethod
-    def from_environment(cls) -> Self:
-        """What the environment says: `SEQDEDUPE_TOKEN`, or `SEQDEDUPE_TOKEN_FILE`, or else `~/.config/seqdedupe/token`
-        if that is there; and `SEQDEDUPE_TLS_CA_FILE`, `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`,
-        `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true`. An empty variable counts as none. Raises INVALID_CREDENTIALS."""
-        token = os.environ.get(TOKEN) or None
+    def from_environment(
+        cls,
+        *,
+        token_file: str | None = None,
+        tls_ca_file: str | None = None,
+        tls_certificate_file: str | None = None,
+        tls_key_file: str | None = None,
+    ) -> Self:
+        """What is given here, and for the rest what the environment says: `SEQDEDUPE_TOKEN`, or `SEQDEDUPE_TOKEN_FILE`,
+        or else `~/.config/seqdedupe/token` if that is there; and `SEQDEDUPE_TLS_CA_FILE`,
+        `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`, `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true`. What is empty
+        counts as not said. Raises INVALID_CREDENTIALS."""
+        token = None if token_file else os.environ.get(TOKEN) or None
+        if token is None:
+            token_file = token_file or os.environ.get(TOKEN_FILE) or _usual_token_file()
         return cls(
             token=token,
-            token_file=None if token else os.environ.get(TOKEN_FILE) or _usual_token_file(),
-            tls_ca_file=os.environ.get(TLS_CA_FILE) or None,
-            tls_certificate_file=os.environ.get(TLS_CERTIFICATE_FILE) or None,
-            tls_key_file=os.environ.get(TLS_KEY_FILE) or None,
+            token_file=token_file,
+            tls_ca_file=tls_ca_file or os.environ.get(TLS_CA_FILE) or None,
+            tls_certificate_file=tls_certificate_file or os.environ.get(TLS_CERTIFICATE_FILE) or None,
+            tls_key_file=tls_key_file or os.environ.get(TLS_KEY_FILE) or None,
             allow_insecure_token=os.environ.get(ALLOW_INSECURE_TOKEN, "").lower() == "true",
         )
 

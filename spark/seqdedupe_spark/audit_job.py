@@ -34,7 +34,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import StoredBatch
-from seqdedupe.command import address_option
+from seqdedupe.command import sidecar_options
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -230,7 +230,7 @@ def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement
 @click.argument("topics", nargs=-1)
 @click.option("--topics-pattern", metavar="REGEX", help="Audit the topics whose whole names, full or short, match.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/spark-audit.md describes it.")
-@address_option
+@sidecar_options
 def main(topics: tuple[str, ...], topics_pattern: str | None, as_json: bool, address: str) -> int:
     """Tell what is doubled, out of order or missing in TOPICS. The exit status is 0 if nothing is, 1 if something is,
     2 if that could not be found out."""

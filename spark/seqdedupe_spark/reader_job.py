@@ -14,7 +14,7 @@ import click
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from seqdedupe.command import FAILED, address_option, say
+from seqdedupe.command import FAILED, say, sidecar_options
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import options
@@ -69,7 +69,7 @@ def _service_options(command: Command) -> Command:
             help="An option pulsar.client.NAME, as authParams=file:///PATH.",
         ),
         click.option("--admin-url", metavar="URL", help="With --address pulsar://…: the cluster's admin URL."),
-        address_option,
+        sidecar_options,
     ):
         command = option(command)
     return command

@@ -58,7 +58,8 @@ class Front:
         self._tls = tls
         self._disowned: Callable[[str], str | None] = lambda _: None
         self._opened: dict[str, publish_pb2.OpenResponse] = {}
-        self._streams: dict[asyncio.Task[None], str] = {}
+        self._streams: dict[asyncio.Task[None], tuple[str, str | None]] = {}
+        """Calls that are under way, with the topic and what they have shown."""
         self._server: grpc.aio.Server | None = None
         self._channel: grpc.aio.Channel | None = None
 
@@ -88,8 +89,14 @@ class Front:
         """No topic is its own any more: `owner` is where they are, as it believes. Or a function: by topic, None if it
         is this one's."""
         self._disowned = owner if callable(owner) else lambda _: owner
-        for task, topic in list(self._streams.items()):
-            if self._disowned(topic) is not None and not self.refuses_frames:
+        for task, (topic, _) in list(self._streams.items()):
+            if topic and self._disowned(topic) is not None and not self.refuses_frames:
+                task.cancel()
+
+    def judge_again(self) -> None:
+        """What is under way ends, if what it has shown is refused by now."""
+        for task, (_, shown) in list(self._streams.items()):
+            if self.judges(shown) is not None:
                 task.cancel()
 
     def own(self) -> None:
@@ -110,27 +117,27 @@ class Front:
         """One call, of any kind: to gRPC a unary call is a stream of one message."""
         name = method.rpartition("/")[2]
         self.calls.append(name)
-        shown = dict(context.invocation_metadata() or ()).get("authorization")
-        self.shown.append(None if shown is None else str(shown))
-        if (refusal := self.judges(self.shown[-1])) is not None:
+        shown = str(dict(context.invocation_metadata() or ()).get("authorization", "")) or None
+        self.shown.append(shown)
+        if (refusal := self.judges(shown)) is not None:
             await context.abort_with_status(status_of(refusal))
         await context.send_initial_metadata(())  # a cancelled write may have sent them, and they would go out twice
         first = await anext(requests)
         topic = getattr(_REQUESTS[name].FromString(first), "topic", "") if name in _REQUESTS else ""
         topic = topic_name(topic) if topic and not is_namespace(topic) else ""
-        if topic and (why := self.not_owner(topic)) is not None:
+        # It may be another judge by now.
+        if (why := self.judges(shown) or (self.not_owner(topic) if topic else None)) is not None:
             await context.abort_with_status(status_of(why))
         task = asyncio.create_task(self._pass_on(method, topic, first, requests, context))
         task.add_done_callback(_noticed)
-        if topic:
-            self._streams[task] = topic
+        self._streams[task] = topic, shown
         try:
             await asyncio.wait({task})
         finally:
             self._streams.pop(task, None)
             task.cancel()
         if task.cancelled():
-            why = self.not_owner(topic)
+            why = self.judges(shown) or self.not_owner(topic)
             await context.abort_with_status(status_of(why or error("OUTCOME_UNKNOWN", "the front was stopped")))
         if isinstance(failure := task.exception(), grpc.aio.AioRpcError):
             metadata = tuple(failure.trailing_metadata())

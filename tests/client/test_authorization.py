@@ -251,3 +251,28 @@ async def test_tls_to_what_speaks_none_says_so(shared_sidecar: Sidecar, tmp_path
             await client.admin.version()
     assert e.value.reason == "TLS_FAILED"
     assert "speaks no TLS" in e.value.hint
+
+
+async def test_replaced_tls_files_are_in_force_with_the_next_connection(
+    shared_sidecar: Sidecar, topic: str, tmp_path: Path
+) -> None:
+    ours, other = Authority(tmp_path), Authority(tmp_path, "other")
+    given = shows(ours, other.issue("own"))
+    tls = tls_of(ours.issue("sidecar", "127.0.0.1"), ours)
+    async with (
+        fronts(shared_sidecar.address, 1, tls) as (front,),
+        Client(front.address, given) as client,
+        Client(shared_sidecar.address) as inside,
+    ):
+        await inside.admin.create_topic(topic)
+        producer, reader = client.producer(topic, "p"), client.reader(topic, follow=True)
+        opening, reading = asyncio.create_task(producer.open()), asyncio.create_task(anext(reader))
+        with pytest.raises(SeqdedupeError, match="UNREACHABLE"):
+            await client.admin.version()
+        ours.issue("own")  # into the same files
+        await client.admin.version()
+        await opening
+        await (await producer.send(b"one"))
+        assert (await reading).payload == b"one"
+        await producer.close()
+        await reader.close()
