@@ -214,6 +214,8 @@ class Config:
         for name in ("token_keys_file", "tls_client_ca_file"):
             if getattr(self, name) and self.authentication == "none":
                 raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
+            if getattr(self, name) and not self.rules_file:
+                raise invalid("rules_file", f"is needed with {name}: whoever shows one may do nothing else")
 
     def _check_metrics_listen(self) -> None:
         if not self.metrics_listen:

@@ -71,7 +71,7 @@ class Sidecar:
         self._repairs = repairs
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
-        self._permissions = Permissions(self._read_rules().rules)
+        self._permissions = Permissions(self._read_rules())
         self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
@@ -170,7 +170,7 @@ class Sidecar:
 
     def reload_rules(self) -> None:
         """The rules file, read again, is in force. Raises INVALID_CONFIGURATION: then nothing has changed."""
-        self._permissions.replace(self._read_rules().rules)
+        self._permissions.replace(self._read_rules())
 
     async def _others_serve(self) -> bool:
         return self._data.peers is None or await self._data.peers.are_serving()

@@ -100,6 +100,7 @@ CALLS = {
         TakeTopic=_topic(_ADMINISTER),
         GetShards=Need(On.EVERYTHING, (_OBSERVE,)),
         GetStatistics=Need(On.EVERYTHING, (_OBSERVE,)),
+        GetStatistics=Need(On.EVERYTHING, (_OBSERVE,)),
         GetVersion=Other.IS_KNOWN,
     ),
     **_of(

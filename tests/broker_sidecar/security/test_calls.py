@@ -45,6 +45,7 @@ NEEDS = {
     "ExportSnapshot": {"observe"},
     "ListSidecars": {"observe"},
     "GetShards": {"observe"},
+    "GetStatistics": {"observe"},
     "Check": {"observe"},
     "Watch": {"observe"},
     "ServerReflectionInfo": {"observe"},
