@@ -13,6 +13,7 @@ from broker_sidecar.peers import Peers
 from broker_sidecar.policies import Policies
 from broker_sidecar.rpc import unary
 from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.trail import Trail
 from broker_sidecar.sidecars import Sidecars
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import Streams
@@ -48,6 +49,7 @@ class AdminService:
         own: Topics[Topic] | None,
         streams: Streams,
         permissions: Permissions,
+        trail: Trail,
         cluster: "Cluster | None",
         peers: Peers | None,
         is_serving: Callable[[], bool],
@@ -57,7 +59,7 @@ class AdminService:
         shards, if there are some."""
         self._topics = topics
         self._permissions = permissions
-        self._transfer = Transfer(topics, streams, permissions)
+        self._transfer = Transfer(topics, streams, permissions, trail)
         self._operate = Operate(own)
         self._peers = peers
         self._policies = Policies(topics, peers)

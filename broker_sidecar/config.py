@@ -90,6 +90,10 @@ class Config:
         "",
         "Where to serve metrics and a page for people over HTTP: `host:port` (port 0: a free one). Left out: nowhere.",
     )
+    audit_file: str = _key(
+        "",
+        "Write down in this file what operators do, and who is refused. Left out: nowhere. A worker adds its number.",
+    )
     log: str = _key(
         "embedded",
         "What holds the messages: `embedded`, the sidecar itself; `pulsar`, a Pulsar cluster; `broker`, a broker that "

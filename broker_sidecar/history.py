@@ -5,12 +5,16 @@ in which nothing happens next to nothing.
 """
 
 import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from broker_sidecar import rpc
 from seqdedupe.topic.counters import Counters
 from seqdedupe.topic.directory import Topics
 from seqdedupe.v1 import admin_pb2
@@ -26,10 +30,11 @@ MAX_HISTORIES = 5_000
 TOPICS_AT_ONCE = 256
 """So many are looked at in one step of the event loop."""
 
-SERIES = ("not_dup", "dup", "unknown", "refused")
-"""Fields of `Activity`. The first ROWS of them count rows."""
+SERIES = ("not_dup", "dup", "unknown", "refused", "stored_bytes")
+"""Fields of `Activity`, and counters of a topic."""
 
-ROWS = 3
+NOT_DUP, DUP, UNKNOWN, REFUSED = range(4)
+"""Places among them."""
 
 _MOST = 2**32 - 1
 _NOTHING = (0,) * len(SERIES)
@@ -39,9 +44,7 @@ _PLACES = INTERVALS + 1
 Counts = tuple[int, ...]
 """By series."""
 
-
-def _counted(counters: Counters) -> Counts:
-    return counters.not_dup, counters.dup, counters.unknown, counters.refused
+_counted: Callable[[Counters], Counts] = attrgetter(*SERIES)
 
 
 @dataclass(slots=True)
@@ -76,6 +79,8 @@ class History:
         self._pasts: dict[str, Past] = {}
         self._before: dict[str, Counts] = {}
         """What was counted at the end of the last one."""
+        self._told: deque[Counter[str]] = deque(maxlen=_PLACES)
+        """What callers were told by the end of each interval, the oldest first."""
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -87,6 +92,7 @@ class History:
     def look(self) -> None:
         """The first interval begins."""
         self._before = {name: _counted(topic.counters) for name, topic in self._topics.live.items()}
+        self._told.append(rpc.refusals.copy())
 
     async def _run(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -119,6 +125,7 @@ class History:
                 past.add(place, counts)
         self._all.add(place, total)
         self._before = seen
+        self._told.append(rpc.refusals.copy())
         self._ended += 1
         for name in [
             name for name, past in self._pasts.items() if name not in seen or past.quiet_intervals > INTERVALS
@@ -137,3 +144,8 @@ class History:
         places = np.arange(self._ended - shown, self._ended) % _PLACES
         values = (past or self._all).ring[:, places].tolist()
         return admin_pb2.Activity(**dict(zip(SERIES, values, strict=True)))
+
+    def refusals(self) -> list[admin_pb2.ReasonCount]:
+        """What callers were told meanwhile, the most frequent first."""
+        since = rpc.refusals - self._told[0] if self._told else Counter[str]()
+        return [admin_pb2.ReasonCount(reason=reason, count=count) for reason, count in since.most_common()]

@@ -16,6 +16,7 @@ from broker_sidecar.rpc import Context, abort, refusals, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
+from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_OPEN_NAMES
@@ -153,10 +154,11 @@ class _Publishing:
 class PublishService:
     """The handlers of PublishService."""
 
-    def __init__(self, all_topics: Topics[Topic], streams: Streams, permissions: Permissions) -> None:
+    def __init__(self, all_topics: Topics[Topic], streams: Streams, permissions: Permissions, trail: Trail) -> None:
         self._topics = all_topics
         self._streams = streams
         self._permissions = permissions
+        self._trail = trail
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
@@ -180,6 +182,9 @@ class PublishService:
         if not epochs:
             self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in names])
         opened = await open_sessions(topic, names, epochs or None)
+        if not epochs:
+            fenced = ((names[place], epoch) for place, epoch in opened.fenced_epochs.items())
+            self._trail.opened(topic.name, topic.log.incarnation, max(opened.epochs), fenced)
         opened = opened.among(len(request.producer_names), denied)
         response = publish_pb2.OpenResponse(
             incarnation=topic.log.incarnation,

@@ -1,12 +1,13 @@
 """How the sidecar does, for people who look at it: what `AdminService.GetStatistics` answers, and the page shows."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from broker_sidecar.history import INTERVAL_SECONDS, ROWS, History, Past
+from broker_sidecar.history import DUP, INTERVAL_SECONDS, NOT_DUP, REFUSED, UNKNOWN, Counts, History, Past
 from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.topics import WORST_FIRST, topic_to_proto
 from seqdedupe.errors import error
@@ -20,26 +21,30 @@ MAX_TOPICS = 500
 """In one answer."""
 
 AnyTopic = TopicBase | Closed
-Key = Callable[[str, AnyTopic, Past], tuple[Any, ...]]
+Key = Callable[[AnyTopic, Past], tuple[Any, ...]]
 
 _NO_PAST = Past()
 
 
-def _by_state(_name: str, topic: AnyTopic, _past: Past) -> tuple[Any, ...]:
+def _rows(counts: Counts) -> int:
+    return counts[NOT_DUP] + counts[DUP] + counts[UNKNOWN]
+
+
+def _by_state(topic: AnyTopic, _past: Past) -> tuple[Any, ...]:
     return (_STATES.index(topic.state),)
 
 
-def _by_snapshot(_name: str, topic: AnyTopic, _past: Past) -> tuple[Any, ...]:
+def _by_snapshot(topic: AnyTopic, _past: Past) -> tuple[Any, ...]:
     return (0 if isinstance(topic, Closed) else topic.snapshot_index - topic.confirmed_index,)
 
 
 _STATES = (*WORST_FIRST, State.SERVING)
 
 _ORDERS: dict[int, Key] = {
-    admin_pb2.STATISTICS_ORDER_RATE: lambda _name, _topic, past: (-sum(past.last[:ROWS]), -sum(past.sums[:ROWS])),
-    admin_pb2.STATISTICS_ORDER_NAME: lambda _name, _topic, _past: (),
+    admin_pb2.STATISTICS_ORDER_RATE: lambda _topic, past: (-_rows(past.last), -_rows(past.sums)),
+    admin_pb2.STATISTICS_ORDER_NAME: lambda _topic, _past: (),
     admin_pb2.STATISTICS_ORDER_STATE: _by_state,
-    admin_pb2.STATISTICS_ORDER_TROUBLE: lambda _name, _topic, past: (-sum(past.sums[ROWS - 1 :]),),
+    admin_pb2.STATISTICS_ORDER_TROUBLE: lambda _topic, past: (-past.sums[UNKNOWN] - past.sums[REFUSED],),
     admin_pb2.STATISTICS_ORDER_SNAPSHOT: _by_snapshot,
 }
 _ORDERS[admin_pb2.STATISTICS_ORDER_UNSPECIFIED] = _ORDERS[admin_pb2.STATISTICS_ORDER_RATE]
@@ -83,6 +88,8 @@ class Statistics:
             topics=[self._topic(name, every[name]) for name in page],
             topics_found=len(names),
             warnings=self._warnings.newest_first(),
+            refusals=self.history.refusals(),
+            replay_left_messages=sum(_replay_left(topic) for topic in every.values()),
         )
 
     def _names(self, request: admin_pb2.GetStatisticsRequest, every: dict[str, AnyTopic]) -> list[str]:
@@ -93,7 +100,7 @@ class Statistics:
         wanted = request.search.casefold()
         key, pasts = _ORDERS[request.order], self.history
         keyed = [
-            (*key(name, topic, pasts.past(name) or _NO_PAST), name)
+            (*key(topic, pasts.past(name) or _NO_PAST), name)
             for name, topic in every.items()
             if wanted in name.casefold()
         ]
@@ -104,7 +111,19 @@ class Statistics:
         return admin_pb2.TopicStatistics(
             topic=topic_to_proto(topic, self._topics.partitions_beside(name)),
             activity=self.history.activity(past) if past is not None else None,
+            replay_left_messages=_replay_left(topic),
+            snapshot_age_ms=_snapshot_age_ms(topic),
         )
+
+
+def _replay_left(topic: AnyTopic) -> int:
+    return 0 if isinstance(topic, Closed) or topic.knows_its_end else topic.readable_index - topic.confirmed_index
+
+
+def _snapshot_age_ms(topic: AnyTopic) -> int:
+    if isinstance(topic, Closed) or topic.confirmed_index <= topic.snapshot_index:
+        return 0
+    return int((asyncio.get_running_loop().time() - topic.snapshotter.durable_at) * 1000)
 
 
 def _check(request: admin_pb2.GetStatisticsRequest) -> None:

@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 from broker_sidecar import directory, kernels, logs
 from broker_sidecar.config import Config
 from broker_sidecar.listening import cannot_listen, family_of
+from broker_sidecar.notify import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
 from broker_sidecar.security import own_token
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import error
@@ -109,7 +110,7 @@ def run(config: Config, count: int, flags: Sequence[str]) -> int:
         metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
         logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
         workers = [
-            _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised, metrics)])
+            _Worker(k, [*flags, *_flags(k, split, config, listen[k], advertised, metrics)])
             for k in range(split.workers)
         ]
         return asyncio.run(_run(workers))
@@ -118,14 +119,14 @@ def run(config: Config, count: int, flags: Sequence[str]) -> int:
 def _flags(
     worker: int,
     split: Split,
-    folder: Path,
+    config: Config,
     listen: SidecarAddress,
     advertised: Sequence[SidecarAddress],
     metrics: Sequence[SidecarAddress],
 ) -> list[str]:
     """What a worker is told beside what the parent was told; the last flag counts."""
     keys = {
-        "data-directory": of_worker(folder, worker),
+        "data-directory": of_worker(Path(config.data_directory), worker),
         "workers": 1,
         "listen": listen,
         "advertised-address": advertised[worker],
@@ -135,6 +136,8 @@ def _flags(
     }
     if metrics:
         keys["metrics-listen"] = metrics[worker]
+    if config.audit_file:
+        keys["audit-file"] = f"{config.audit_file}.{worker}"
     return [text for name, value in keys.items() for text in (f"--{name}", str(value))]
 
 
@@ -198,6 +201,30 @@ class _Worker:
         self._number = number
         self._flags = flags
         self._process: asyncio.subprocess.Process | None = None
+        self._looks = 0
+        self.serves = False
+        """Whether it has said so, which it does only where somebody wants to know."""
+        self.environment: Mapping[str, str] = os.environ
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def told(self, values: Mapping[str, str]) -> None:
+        """It has said this."""
+        self._looks = 0
+        # One that stops says nothing more at its end, and is not to be ended for that.
+        self.serves = (self.serves or "READY" in values) and "STOPPING" not in values
+
+    def look(self) -> None:
+        """To be called at each beat. kill -9, if it serves and has said nothing for as many as it is given: its event
+        loop stands still. Looks are counted, and not time: what was stopped as a whole goes on."""
+        self._looks += 1
+        if self._process is not None and self.serves and self._looks > BEATS_WITHIN_PATIENCE:
+            logger.error("worker stands still", extra={"worker": self._number, "pid": self._process.pid})
+            self.serves = False
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def run(self, stopping: asyncio.Event) -> int:
         """Until it has ended by itself after `stopping`; the exit status."""
@@ -223,35 +250,84 @@ class _Worker:
 
     async def _run_once(self, stopping: asyncio.Event) -> int:
         """From its start to its end; the exit status. Raises OSError if it cannot be started."""
+        self.serves = False
+        command = [sys.executable, "-m", "broker_sidecar", *self._flags]
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "broker_sidecar", *self._flags, preexec_fn=partial(_end_with, os.getpid())
+            *command, env=self.environment, preexec_fn=partial(_end_with, os.getpid())
         )
         self._flags = [flag for flag in self._flags if flag not in _ONCE]
         logger.info("worker started", extra={"worker": self._number, "pid": process.pid})
         if stopping.is_set():
-            self.stop()
+            self.send(signal.SIGTERM)
         return await process.wait()
 
-    def stop(self) -> None:
-        """SIGTERM, if it runs: it drains."""
+    def send(self, number: int) -> None:
+        """Sends it a signal, if it runs."""
         if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
+            self._process.send_signal(number)
 
 
 async def _run(workers: list[_Worker]) -> int:
     stopping = asyncio.Event()
+    manager = Manager(os.environ)
 
     def stop() -> None:
         stopping.set()
-        for worker in workers:
-            worker.stop()
+        manager.tell(STOPPING="1", STATUS="Draining")
+        send(signal.SIGTERM)
 
+    def send(number: int) -> None:
+        for worker in workers:
+            worker.send(number)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, send, signal.SIGHUP)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
+    with _managed(manager, workers):
+        statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
     logger.info("stopped")
     # Of one that was killed it is negative.
     return max(abs(status) for status in statuses)
+
+
+@contextlib.contextmanager
+def _managed(manager: Manager, workers: Sequence[_Worker]) -> Iterator[None]:
+    """During the block the service manager is told what the workers say together, if there is one; and one of them
+    that stands still is ended, to be started again, for the manager sees the parent alone."""
+    if not manager.is_there:
+        yield
+        return
+    is_watched = patience_seconds(os.environ) is not None
+    is_ready = False
+
+    def status() -> str:
+        return f"{sum(worker.serves for worker in workers)} of {len(workers)} workers serve"
+
+    def beat() -> str:
+        if is_watched:
+            for worker in workers:
+                worker.look()
+        return status()
+
+    def told(pid: int, values: dict[str, str]) -> None:
+        nonlocal is_ready
+        for worker in workers:
+            if worker.pid == pid:
+                worker.told(values)
+        if not is_ready and all(worker.serves for worker in workers):
+            is_ready = True
+            manager.tell(READY="1", STATUS=status())
+
+    listener = Listener(told)
+    environment = {name: value for name, value in os.environ.items() if name != PROCESS_VARIABLE}
+    for worker in workers:
+        worker.environment = environment | listener.environment()
+    telling = asyncio.ensure_future(manager.keep_telling(beat))
+    try:
+        yield
+    finally:
+        telling.cancel()
+        listener.close()
 
 
 def _end_with(parent: int) -> None:

@@ -255,6 +255,12 @@ REASONS: dict[str, Reason] = {
         "See why the store refuses writes (is the disk full?); retries go on.",
         250,
     ),
+    "AUDIT_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the audit trail cannot be written (is the disk full?); operators' calls are refused until it can.",
+        1000,
+    ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
     "TLS_FAILED": Reason(
         UnavailableError,
@@ -321,6 +327,10 @@ REASONS: dict[str, Reason] = {
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
     "OLDER_FORMAT": _damaged(
         "Start the version that wrote it. Its data is not converted: publish anew what is still needed."
+    ),
+    "AUDIT_DAMAGED": _damaged(
+        "Find out who could write to the file, and keep it. A sidecar that does not start for it begins a new trail "
+        "once the file is moved away."
     ),
     "STORE_MISSING": _damaged(
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "

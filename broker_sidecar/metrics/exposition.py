@@ -25,6 +25,7 @@ from broker_sidecar.metrics.topics import Looked, TopicsTally
 from broker_sidecar.read import ReadService
 from broker_sidecar.streams import Streams
 from broker_sidecar.web.server import Request, Response, on_loop
+from seqdedupe.errors import REASONS
 
 FRESH_SECONDS = 0.5
 """Who asks again within so long is shown the same: however often it is asked, looking costs little."""
@@ -82,7 +83,8 @@ class Metrics(Collector):
         yield from families.of_topics(on_loop(self._loop, self._look))
         yield from families.of_calls(list(self._from.calls.methods.values()))
         refusals = CounterMetricFamily("seqdedupe_refusals", "Errors that callers were told.", labels=("reason",))
-        yield by_label(refusals, list(rpc.refusals.items()))
+        # Those that nobody was told yet too: what rises from nothing at all, Prometheus does not see rise.
+        yield by_label(refusals, ((reason, rpc.refusals[reason]) for reason in REASONS))
         yield from self._of_clients()
         yield from self._of_readers()
         yield from self._of_the_machine()

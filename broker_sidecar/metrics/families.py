@@ -81,7 +81,7 @@ def of_topics(looked: Looked) -> Iterator[Metric]:
             counter.add_metric((topic,), sums[place[name]])
         yield counter
     for name, (metric, about) in _COUNTED_IN_ALL.items():
-        yield counter_of(metric, about, sum(sums[place[name]] for sums in looked.counted.values()))
+        yield counter_of(metric, about, sum(sums[place[name]] for sums in (looked.gone, *looked.counted.values())))
     for name, (metric, about) in _NOW_BY_TOPIC.items():
         gauge = GaugeMetricFamily(metric, about, labels=("topic",))
         for topic, now in looked.now.items():

@@ -78,8 +78,9 @@ class Looked:
 
     now: dict[str, Now]
     counted: dict[str, list[float]]
-    """In the order of COUNTED, since this process began; without what a topic counted after the look before, when it
-    was gone by this one."""
+    """In the order of COUNTED, since this process began, or since there has been such a topic."""
+    gone: list[float]
+    """What topics counted whose series have ended."""
     states: Counter[str]
 
 
@@ -90,6 +91,7 @@ class TopicsTally:
         self._topics = topics
         self._named: set[str] = set()
         self._sums: dict[str, list[float]] = {}
+        self._gone = [0.0] * len(COUNTED)
         self._seen: dict[str, tuple[object, tuple[float, ...]]] = {}
         """By topic, its counters, and what they said."""
 
@@ -114,12 +116,14 @@ class TopicsTally:
                 _look_at(topic, now.setdefault(series, Now()))
             await asyncio.sleep(0)
         self._seen = {topic.name: self._seen[topic.name] for topic in live}
+        self._end_series()
         for reading in readings:
             one = now.setdefault(self._series(reading.topic.name, False), Now())
             one.max_reader_lag_messages = max(one.max_reader_lag_messages, reading.lag)
         now.setdefault(OTHER, Now())
         self._sums.setdefault(OTHER, [0.0] * len(COUNTED))
-        return Looked(now, {series: list(sums) for series, sums in self._sums.items()}, states)
+        counted_by_series = {series: list(sums) for series, sums in self._sums.items()}
+        return Looked(now, counted_by_series, list(self._gone), states)
 
     def _series(self, topic: str, is_wanted: bool) -> str:
         if topic in self._named:
@@ -128,6 +132,13 @@ class TopicsTally:
             self._named.add(topic)
             return topic
         return OTHER
+
+    def _end_series(self) -> None:
+        """Those of topics that are gone: another one may have one instead."""
+        for name in self._named - self._topics.live.keys() - self._topics.closed.keys():
+            self._named.discard(name)
+            for k, gone in enumerate(self._sums.pop(name, ())):
+                self._gone[k] += gone
 
     def _add(self, series: str, topic: TopicBase, counted: tuple[float, ...]) -> None:
         counters, before = self._seen.get(topic.name, (None, _NOTHING))

@@ -50,7 +50,7 @@ def _of(service: str, **calls: Need | Other) -> dict[str, Need | Other]:
     return {f"/{service}/{name}": need for name, need in calls.items()}
 
 
-CALLS = {
+CALLS: dict[str, Need | Other] = {
     **_of(
         "seqdedupe.v1.PublishService",
         Open=Other.IN_ITS_HANDLER,
@@ -100,7 +100,6 @@ CALLS = {
         TakeTopic=_topic(_ADMINISTER),
         GetShards=Need(On.EVERYTHING, (_OBSERVE,)),
         GetStatistics=Need(On.EVERYTHING, (_OBSERVE,)),
-        GetStatistics=Need(On.EVERYTHING, (_OBSERVE,)),
         GetVersion=Other.IS_KNOWN,
     ),
     **_of(
@@ -113,3 +112,11 @@ CALLS = {
         ServerReflectionInfo=Need(On.ANYTHING, (_OBSERVE,)),
     ),
 }
+
+
+def _is_change(need: Need | Other) -> bool:
+    return isinstance(need, Need) and not {_CREATE, _ADMINISTER}.isdisjoint(need.actions)
+
+
+CHANGES = frozenset(method for method, need in CALLS.items() if _is_change(need))
+"""What operators do, beside the calls whose handlers judge: it stands in the audit trail."""

@@ -22,15 +22,19 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import namespace_name, topic_name
 from seqdedupe.topic.allowing import Allowing, Judge
 
-_OPEN_HEALTH = ("", "shards")
+OPEN_HEALTH = ("", "shards", "configuration")
 """The health of the whole: no topic has such a full name."""
 
 NO_RULES = RulesFile()
 
-Again: TypeAlias = Callable[[], None]
+Again: TypeAlias = Callable[[], object]
 """Judges once more what was allowed; raises NOT_ALLOWED."""
 
+MAX_NAMES_TOLD = 16
+"""Of producers that are denied."""
+
 _allowed: ContextVar[list[Again]] = ContextVar("allowed")
+_rule: ContextVar[str] = ContextVar("rule", default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,11 @@ def allowed_so_far() -> list[Again]:
     """What was allowed in the call that is being handled, to be judged again when the rules change. Of no call,
     nothing."""
     return _allowed.get([])
+
+
+def deciding_rule() -> str:
+    """The name of the rule that has allowed the call that is being handled; empty where none was asked."""
+    return _rule.get()
 
 
 class Permissions:
@@ -76,15 +85,16 @@ class Permissions:
     def check_call(self, method: str, request: Any) -> None:
         """Judges a call by what the table says that it needs. Raises NOT_ALLOWED, and what is wrong with the name."""
         _allowed.set([])
+        _rule.set("")
         need = CALLS.get(method)
         if isinstance(need, Other) or caller().is_unrestricted:
             return
         if need is None:
             raise self._denied(caller(), Action.ADMINISTER, "*", None)
         if need.on in (On.TOPIC, On.NAMESPACE):
-            name = getattr(parse_small(_request_class(method), request), need.field)
+            name = getattr(parse_small(request_class(method), request), need.field)
             if need.field == "service":
-                if name in _OPEN_HEALTH:
+                if name in OPEN_HEALTH:
                     return
             else:
                 name = topic_name(name) if need.on is On.TOPIC else namespace_name(name)
@@ -99,14 +109,16 @@ class Permissions:
     def check(self, need: Need, name: str) -> None:
         """Raises NOT_ALLOWED. What is allowed is remembered for as long as the call lasts."""
         if not (subject := caller()).is_unrestricted:
-            self._judge(subject, need, name)
+            _rule.set(self._judge(subject, need, name))
             allowed_so_far().append(lambda: self._judge(subject, need, name))
 
-    def _judge(self, subject: Subject, need: Need, name: str) -> None:
-        """Raises NOT_ALLOWED unless one of the actions is allowed."""
+    def _judge(self, subject: Subject, need: Need, name: str) -> str:
+        """The name of the rule that allows one of the actions. Raises NOT_ALLOWED."""
         decisions = [self._decide(subject.name, action, need.on, name) for action in need.actions]
-        if not any(decision.is_allowed for decision in decisions):
-            raise self._denied(subject, need.actions[0], name, decisions[0].rule)
+        for decision in decisions:
+            if decision.is_allowed and decision.rule is not None:
+                return decision.rule.name
+        raise self._denied(subject, need.actions[0], name, decisions[0].rule)
 
     def _decide(self, subject: str, action: Action, on: On, name: str) -> Decision:
         if not subject:
@@ -206,7 +218,7 @@ class _Allowing(Allowing):
 
 
 @cache
-def _request_class(method: str) -> Any:
+def request_class(method: str) -> Any:
     """The class of a call's requests."""
     service, _, call = method.removeprefix("/").rpartition("/")
     described: Any = descriptor_pool.Default().FindServiceByName(service)

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.audit import audit
 from seqdedupe.cli.auth import auth
 from seqdedupe.cli.bench import bench
 from seqdedupe.cli.doctor import doctor
@@ -18,6 +19,7 @@ from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.sidecars import sidecars
 from seqdedupe.cli.token import token
+from seqdedupe.cli.top import top
 from seqdedupe.cli.topics import producers, snapshot, topics, version
 from seqdedupe.cli.transfer import export_file, import_file, rebuild_topic
 from seqdedupe.command import run_command, say_failure, says_json
@@ -38,6 +40,7 @@ for _command in (
     read,
     topics,
     sidecars,
+    top,
     policy,
     producers,
     message_state,
@@ -50,8 +53,9 @@ for _command in (
     bench,
     job,
     doctor,
-    auth,
+    audit,
     token,
+    auth,
     version,
 ):
     cli.add_command(_command)

@@ -263,6 +263,20 @@ class Admin:
             request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
         return (await self._calls.call(lambda sidecar: sidecar.admin.MoveTopic, request)).owner_address
 
+    async def statistics(
+        self,
+        *,
+        search: str = "",
+        order: "admin_pb2.StatisticsOrder.ValueType" = admin_pb2.STATISTICS_ORDER_UNSPECIFIED,
+        offset: int = 0,
+        limit: int = 0,
+    ) -> admin_pb2.GetStatisticsResponse:
+        """How one sidecar does, and which of its topics, in this order, are on the page asked for: see
+        `GetStatisticsRequest`. Raises InvalidRequestError."""
+        with _making_a_request():
+            request = admin_pb2.GetStatisticsRequest(search=search, order=order, offset=offset, limit=limit)
+        return await self._calls.call(lambda sidecar: sidecar.admin.GetStatistics, request)
+
     async def version(self) -> admin_pb2.GetVersionResponse:
         """The sidecar's version and limits."""
         return await self._calls.call(lambda sidecar: sidecar.admin.GetVersion, admin_pb2.GetVersionRequest())

@@ -98,7 +98,7 @@ class Receipt(Told):
     _pending: PendingBatch
 
     def __init__(self, pending: PendingBatch, row: int) -> None:
-        super().__init__(pending)
+        self._pending = pending  # one is made for each message
         self._row = row
 
     def __await__(self) -> Generator[Any, None, Published]:

@@ -2204,6 +2204,8 @@ class GetStatisticsResponse(_message.Message):
     TOPICS_FIELD_NUMBER: _builtins.int
     TOPICS_FOUND_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    REPLAY_LEFT_MESSAGES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Of the sidecar, as its package has it."""
     uptime_seconds: _builtins.int
@@ -2216,6 +2218,8 @@ class GetStatisticsResponse(_message.Message):
     """How long an interval is."""
     topics_found: _builtins.int
     """How many there are that match `search`, on this page or not."""
+    replay_left_messages: _builtins.int
+    """So many messages topics have still to read before they serve, as far as their logs' extents are known."""
     @_builtins.property
     def activity(self) -> Global___Activity:
         """What all topics did."""
@@ -2232,6 +2236,10 @@ class GetStatisticsResponse(_message.Message):
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Warning]:
         """The last that it warned of, the newest first, 50 at most."""
 
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReasonCount]:
+        """Which errors callers were told in all intervals, by any call, the most frequent first."""
+
     def __init__(
         self,
         *,
@@ -2245,10 +2253,12 @@ class GetStatisticsResponse(_message.Message):
         topics: _abc.Iterable[Global___TopicStatistics] | None = ...,
         topics_found: _builtins.int = ...,
         warnings: _abc.Iterable[Global___Warning] | None = ...,
+        refusals: _abc.Iterable[Global___ReasonCount] | None = ...,
+        replay_left_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "interval_ms", b"interval_ms", "is_serving", b"is_serving", "now_ms", b"now_ms", "states", b"states", "topics", b"topics", "topics_found", b"topics_found", "uptime_seconds", b"uptime_seconds", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "interval_ms", b"interval_ms", "is_serving", b"is_serving", "now_ms", b"now_ms", "refusals", b"refusals", "replay_left_messages", b"replay_left_messages", "states", b"states", "topics", b"topics", "topics_found", b"topics_found", "uptime_seconds", b"uptime_seconds", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2267,6 +2277,7 @@ class Activity(_message.Message):
     DUP_FIELD_NUMBER: _builtins.int
     UNKNOWN_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def not_dup(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows `NOT_DUP`, which were stored."""
@@ -2283,6 +2294,10 @@ class Activity(_message.Message):
     def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Frames refused."""
 
+    @_builtins.property
+    def stored_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes stored, where the log is not a broker's own."""
+
     def __init__(
         self,
         *,
@@ -2290,14 +2305,41 @@ class Activity(_message.Message):
         dup: _abc.Iterable[_builtins.int] | None = ...,
         unknown: _abc.Iterable[_builtins.int] | None = ...,
         refused: _abc.Iterable[_builtins.int] | None = ...,
+        stored_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "not_dup", b"not_dup", "refused", b"refused", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "not_dup", b"not_dup", "refused", b"refused", "stored_bytes", b"stored_bytes", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Activity: _TypeAlias = Activity  # noqa: Y015
+
+@_typing.final
+class ReasonCount(_message.Message):
+    """How often callers were told an error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """The reason, see docs/errors.md."""
+    count: _builtins.int
+    """How often."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReasonCount: _TypeAlias = ReasonCount  # noqa: Y015
 
 @_typing.final
 class StateCount(_message.Message):
@@ -2333,6 +2375,14 @@ class TopicStatistics(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
+    REPLAY_LEFT_MESSAGES_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_AGE_MS_FIELD_NUMBER: _builtins.int
+    replay_left_messages: _builtins.int
+    """So many messages it has still to read before it serves, as far as its log's extent is known."""
+    snapshot_age_ms: _builtins.int
+    """Where there are messages that no durable snapshot covers: milliseconds since the last one became durable, or since
+    the topic was opened; else 0.
+    """
     @_builtins.property
     def topic(self) -> Global___Topic:
         """As it is now."""
@@ -2346,10 +2396,12 @@ class TopicStatistics(_message.Message):
         *,
         topic: Global___Topic | None = ...,
         activity: Global___Activity | None = ...,
+        replay_left_messages: _builtins.int = ...,
+        snapshot_age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "replay_left_messages", b"replay_left_messages", "snapshot_age_ms", b"snapshot_age_ms", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -113,6 +113,16 @@ class Admin:
     def move_topic(self, topic: str, to: str = "") -> str:
         return self._run(lambda admin: admin.move_topic(topic, to))
 
+    def statistics(
+        self,
+        *,
+        search: str = "",
+        order: "admin_pb2.StatisticsOrder.ValueType" = admin_pb2.STATISTICS_ORDER_UNSPECIFIED,
+        offset: int = 0,
+        limit: int = 0,
+    ) -> admin_pb2.GetStatisticsResponse:
+        return self._run(lambda admin: admin.statistics(search=search, order=order, offset=offset, limit=limit))
+
     def version(self) -> admin_pb2.GetVersionResponse:
         return self._run(lambda admin: admin.version())
 

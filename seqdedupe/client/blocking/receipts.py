@@ -33,7 +33,7 @@ class Receipt(Told):
     _pending: PendingBatch
 
     def __init__(self, pending: PendingBatch, row: int) -> None:
-        super().__init__(pending)
+        self._pending = pending  # one is made for each message
         self._row = row
 
     def result(self, timeout_seconds: float | None = None) -> Published:
