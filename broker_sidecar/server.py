@@ -243,6 +243,11 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     await sidecar.listen()
     loop.add_signal_handler(signal.SIGHUP, sidecar.reload)
     logger.info("listening", extra={"address": str(sidecar.address)})
+    if config.log == "embedded" and not config.retention_was_chosen:
+        logger.warning(
+            "messages are kept for ever, until the disk is full: set default_retention_size_in_mb or "
+            "default_retention_time_in_minutes; -1 says that it is wanted"
+        )
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:
         own_token.tell(own_token.path_of(folder), config.log_format)
