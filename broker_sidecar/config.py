@@ -44,6 +44,8 @@ _WORDS = {
 }
 """What the keys may say that take one of a few words."""
 
+RETENTION = ("default_retention_size_in_mb", "default_retention_time_in_minutes")
+
 _OF_POLICIES = {
     f"default_{name}" if name.startswith("retention_") else name: least for name, least in policy.LEAST.items()
 }
@@ -157,6 +159,8 @@ class Config:
     log_level: str = _key("info", "`debug`, `info`, `warning` or `error`.")
     log_format: str = _key("json", "`json` (one object a line) or `text`.")
     pulsar: PulsarConfig = field(default_factory=PulsarConfig)
+    retention_was_chosen: bool = False
+    """Whether somebody has said how long messages are kept, be it for ever. It is no key."""
 
     def check(self) -> "Config":
         """Raises INVALID_CONFIGURATION or INSECURE_LISTEN."""
@@ -187,7 +191,7 @@ class Config:
             )
         if self.log == "pulsar":
             self.pulsar.check()
-            for name in ("default_retention_size_in_mb", "default_retention_time_in_minutes"):
+            for name in RETENTION:
                 if getattr(self, name) != policy.NO_LIMIT:
                     raise invalid(name, "has no effect with log = 'pulsar': retention is that of the Pulsar topics")
         return self
@@ -218,9 +222,11 @@ class Config:
         ):
             if getattr(self, name) and not getattr(self, other):
                 raise invalid(other, f"is needed with {name}")
-        for name in ("token_keys_file", "tls_client_ca_file"):
+        for name in ("token_keys_file", "tls_client_ca_file", "rules_file"):
             if getattr(self, name) and self.authentication == "none":
                 raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
+            if getattr(self, name) and not self.rules_file:
+                raise invalid("rules_file", f"is needed with {name}: whoever shows one may do nothing else")
 
     def _check_metrics_listen(self) -> None:
         if not self.metrics_listen:
@@ -365,7 +371,9 @@ def _checked(values: Mapping[str, Any]) -> Config:
             raise invalid(name, "is no key of the configuration" + (f": do you mean {near[0]}?" if near else ""))
         table, _, within = name.rpartition(".")
         tables[table][within] = _convert(name, value)
-    return Config(**tables.pop("", {}), pulsar=PulsarConfig(**tables["pulsar"])).check()
+    chosen = any(name in values for name in RETENTION)
+    pulsar = PulsarConfig(**tables["pulsar"])
+    return Config(**tables[""], pulsar=pulsar, retention_was_chosen=chosen).check()
 
 
 def from_process(file: Path | None, flags: Mapping[str, Any]) -> Config:
