@@ -37,6 +37,7 @@ FIGURES = (
     "opening",
     "tag",
     "doctor",
+    "backup",
     "memory",
     "stalled_disk",
     "attached",

@@ -2192,8 +2192,11 @@ class BackupFault(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     WHAT_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
+    """Its full name."""
     incarnation: _builtins.int
+    """Its incarnation."""
     what: _builtins.str
+    """What is wrong, in words."""
     def __init__(
         self,
         *,
