@@ -263,8 +263,9 @@ REASONS: dict[str, Reason] = {
     ),
     "BACKUP_FAILED": Reason(
         UnavailableError,
-        "UNAVAILABLE",
+        "RESOURCE_EXHAUSTED",
         "See why the backup could not be written (is its disk full?), and make another.",
+        1000,
     ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
     "TLS_FAILED": Reason(

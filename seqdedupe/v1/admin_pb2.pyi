@@ -2523,7 +2523,7 @@ class BackupFault(_message.Message):
     incarnation: _builtins.int
     """Its incarnation."""
     what: _builtins.str
-    """What is wrong, and where."""
+    """What is wrong, in words."""
     def __init__(
         self,
         *,
