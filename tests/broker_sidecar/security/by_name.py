@@ -88,9 +88,9 @@ class _Named(
 
 def _serve() -> int:
     # Here, once it is known where kernels are kept: these have some.
-    from broker_sidecar import server
     from broker_sidecar.security.gate import Gate
     from broker_sidecar.security.subject import OPERATOR, Subject
+    from broker_sidecar.sidecar import Sidecar as Served
 
     def believe(self: Gate, method: str, request: Any, context: Any) -> Subject:
         name = dict(context.invocation_metadata()).get("name")
@@ -98,16 +98,16 @@ def _serve() -> int:
             raise error("UNAUTHENTICATED", "no name is said")
         return Subject(name, "token" if name == OPERATOR else "jwt", None, context.peer())
 
-    def reload(sidecar: server.Sidecar) -> None:
+    def reload(sidecar: Served) -> None:
         sidecar.reload()
-        said = str((sidecar._rules and sidecar._rules.problem) or "")
+        said = str((sidecar._guard._rules and sidecar._guard._rules.problem) or "")
         print(json.dumps({"event": "rules", "said": said}), file=sys.stderr)
 
-    async def recover_and_listen(self: server.Sidecar) -> None:
+    async def recover_and_listen(self: Served) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, reload, self)
         await recover(self)
 
-    recover, server.Sidecar.recover = server.Sidecar.recover, recover_and_listen  # type: ignore[method-assign]
+    recover, Served.recover = Served.recover, recover_and_listen  # type: ignore[method-assign]
     Gate._subject = believe  # type: ignore[method-assign]
     return main()
 
