@@ -54,10 +54,11 @@ bench: $(READY)
 bench-peers: $(READY)
 	$(BIN)/python -m bench.compare
 
-# What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports, and
-# faults of a real Pulsar broker, and of three sidecars in front of one.
+# What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports,
+# backups under load, and faults of a real Pulsar broker, and of three sidecars in front of one.
 CASES ?= 100000
 KILLS ?= 300
+BACKUPS ?= 100
 FAULTS ?= 300
 CRASHES ?= 100
 SEED ?= $(shell date +%s)
@@ -66,6 +67,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.format.fuzz batches --cases $(CASES)00 --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)
+	$(BIN)/python -m tests.broker_sidecar.backup_campaign --backups $(BACKUPS) --seed $(SEED)
 	$(BIN)/python -m tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
 	$(BIN)/python -m tests.pulsar.functions_campaign --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.crashes --faults $(CRASHES) --seed $(SEED)

@@ -23,6 +23,7 @@ FIGURES = (
     "flush_policy",
     "dirty_topics",
     "workers",
+    "metrics",
     "single_messages",
     "steady",
     "half_old",

@@ -64,13 +64,16 @@ class Config:
     """All keys, their defaults and meanings. Names are Pulsar's where it has one."""
 
     data_directory: str = _key("", "Folder for the store and the logs. Required. One sidecar owns it.")
+    backup_directory: str = _key(
+        "", "Folder in which `seqdedupe backup` makes backups; it has to be there. Left out: none can be made."
+    )
     listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
     allow_insecure_listen: bool = _key(
         False,
         "Listen on an address that is not loopback, though nothing is encrypted, or nobody is asked who they are.",
     )
     authentication: str = _key(
-        "none",
+        "token",
         "`token`: every call shows the token in the data directory, or what the keys below accept. `none`: whoever can "
         "connect may do everything.",
     )
@@ -233,7 +236,7 @@ class Config:
             raise error(
                 "INSECURE_LISTEN",
                 f"metrics_listen = {self.metrics_listen!r} can be reached from other machines, and nothing is "
-                "encrypted or authenticated yet",
+                "encrypted there, and nobody is asked who they are",
                 key="metrics_listen",
             )
 

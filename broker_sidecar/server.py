@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 
 from broker_sidecar import admin, dedupe, directory, health, logs, publish, read, reflection
+from broker_sidecar.backup import Backup
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
@@ -31,12 +32,13 @@ from broker_sidecar.security.gate import Gate
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules_file import RulesFile
 from broker_sidecar.security.trail import Trail
-from broker_sidecar.security.watching import keep_looking
+from broker_sidecar.security.watching import Watched, Watching
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
 from broker_sidecar.web.pages import Pages
 from broker_sidecar.web.server import Route, WebServer
+from broker_sidecar.web.visitors import Visitors
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.directories import whole_of
@@ -76,7 +78,8 @@ class Sidecar:
         self._warnings = LastWarnings()
         logging.getLogger().addHandler(self._warnings)
         self._trail = Trail(Audit(Path(config.audit_file)) if config.audit_file else None)
-        self._permissions = Permissions(self._read_rules().rules, self._trail.denied)
+        self._rules = self._watched_rules()
+        self._permissions = Permissions(self._rules.value.rules if self._rules else None, self._trail.denied)
         self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
@@ -104,6 +107,7 @@ class Sidecar:
             self._data.peers,
             lambda: self._health.is_serving,
             self._statistics,
+            Backup(self._config, self._data, self._streams),
         )
         try:
             self._authentication = Authentication(self._config, self._streams)
@@ -125,7 +129,8 @@ class Sidecar:
         if self._config.metrics_listen:
             sources = Sources(self._config, self._data, self._streams, self._calls, reading)
             self._metrics = Metrics(sources)
-            pages = Pages(asyncio.get_running_loop(), self._statistics, self._admin, self._config.listen)
+            visitors = Visitors(self._authentication, self._permissions)
+            pages = Pages(self._statistics, self._admin, visitors, self._config.listen)
             routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
             self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
 
@@ -174,15 +179,30 @@ class Sidecar:
             raise cannot_listen(address, e) from e
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
-        self._topics.in_background(keep_looking(self._authentication.watched))
+        self._watching = Watching(
+            [*self._authentication.watched, *([self._rules] if self._rules else [])], self._was_read_again
+        )
+        self._topics.in_background(self._watching.keep_looking())
         await self._server.start()
 
-    def _read_rules(self) -> RulesFile:
-        return rules_file.read(Path(self._config.rules_file)) if self._config.rules_file else RulesFile()
+    def _watched_rules(self) -> Watched[RulesFile] | None:
+        if not self._config.rules_file:
+            return None
+        path = Path(self._config.rules_file)
+        return Watched("the rules file", [path], lambda: rules_file.read(path), self._replace_rules)
 
-    def reload_rules(self) -> None:
-        """The rules file, read again, is in force. Raises INVALID_CONFIGURATION: then nothing has changed."""
-        self._permissions.replace(self._read_rules().rules)
+    def _replace_rules(self) -> None:
+        if self._rules is not None:
+            self._permissions.replace(self._rules.value.rules)
+
+    def reload(self) -> None:
+        """Reads again whatever an operator may replace, and goes on in the file that has the audit trail's name."""
+        self._trail.rotated()
+        self._watching.reload()
+
+    def _was_read_again(self, one: Watched[Any]) -> None:
+        self._trail.read_again(one.what, one.problem)
+        self._health.set(health.CONFIGURATION, health.NOT_SERVING if self._watching.has_problem else health.SERVING)
 
     def status(self) -> str:
         """How far it is, in a line for people."""
@@ -223,6 +243,7 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     manager = Manager(os.environ)
     telling = asyncio.ensure_future(manager.keep_telling(sidecar.status))
     await sidecar.listen()
+    loop.add_signal_handler(signal.SIGHUP, sidecar.reload)
     logger.info("listening", extra={"address": str(sidecar.address)})
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:

@@ -21,6 +21,7 @@ from broker_sidecar.listening import cannot_listen, family_of
 from broker_sidecar.notify import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
 from broker_sidecar.security import own_token
 from seqdedupe.address import SidecarAddress
+from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import error
 from seqdedupe.shards import shards_of_worker, to_text
 from seqdedupe.store import directories
@@ -46,9 +47,10 @@ def count_of(config: Config) -> int:
     """How many workers are to run. 1: the process that asks is the sidecar, as without workers.
 
     Raises INVALID_CONFIGURATION if the data directory is on its way to another number, or is a worker's of one that
-    is, or its topics are on another log; and what `read_split` raises.
+    is, or its topics are on another log, or it is a backup; and what `read_split` raises.
     """
     folder = Path(config.data_directory)
+    _check_is_no_backup(folder)
     if (whole := directories.whole_of(folder)) is not None:
         directories.check_stays(whole)
     split = directories.read_split(folder)
@@ -66,6 +68,18 @@ def count_of(config: Config) -> int:
             key="workers",
         )
     return config.workers or split.to or split.workers
+
+
+def _check_is_no_backup(folder: Path) -> None:
+    """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
+    for part in (folder, *folder.glob("worker-*")):
+        if (part / MANIFEST_FILE).exists():
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"data_directory = {str(folder)!r} is a backup",
+                hint=f"Restore it: seqdedupe restore {folder} DATA_DIRECTORY",
+                key="data_directory",
+            )
 
 
 def divide(config: Config, count: int) -> None:
@@ -258,15 +272,11 @@ class _Worker:
         self._flags = [flag for flag in self._flags if flag not in _ONCE]
         logger.info("worker started", extra={"worker": self._number, "pid": process.pid})
         if stopping.is_set():
-            self.stop()
+            self.send(signal.SIGTERM)
         return await process.wait()
 
-    def stop(self) -> None:
-        """SIGTERM, if it runs: it drains."""
-        self.signal(signal.SIGTERM)
-
-    def signal(self, number: int) -> None:
-        """Sends a signal, if it runs."""
+    def send(self, number: int) -> None:
+        """Sends it a signal, if it runs."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
@@ -278,16 +288,15 @@ async def _run(workers: list[_Worker]) -> int:
     def stop() -> None:
         stopping.set()
         manager.tell(STOPPING="1", STATUS="Draining")
-        for worker in workers:
-            worker.stop()
+        send(signal.SIGTERM)
 
-    def reload() -> None:
+    def send(number: int) -> None:
         for worker in workers:
-            worker.signal(signal.SIGHUP)
+            worker.send(number)
 
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, send, signal.SIGHUP)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     with _managed(manager, workers):
         statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
     logger.info("stopped")

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2
 
 from broker_sidecar.rpc import Context, abort, parse_small
 from broker_sidecar.security.calls import CHANGES
-from broker_sidecar.security.permissions import Permissions, request_class
+from broker_sidecar.security.permissions import OPEN_HEALTH, Permissions, request_class
 from broker_sidecar.security.subject import ANONYMOUS, Subject, set_caller
 from broker_sidecar.security.trail import Trail
 from seqdedupe.errors import SeqdedupeError
@@ -86,6 +86,6 @@ class Gate(grpc.GenericRpcHandler):
 
 def _is_of_the_whole(request: bytes) -> bool:
     try:
-        return not health_pb2.HealthCheckRequest.FromString(request).service
+        return health_pb2.HealthCheckRequest.FromString(request).service in OPEN_HEALTH
     except DecodeError:
         return False

@@ -20,7 +20,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import namespace_name, topic_name
 from seqdedupe.topic.allowing import Allowing, Judge
 
-_OPEN_HEALTH = ("", "shards", "configuration")
+OPEN_HEALTH = ("", "shards", "configuration")
 """The health of the whole: no topic has such a full name."""
 
 Again: TypeAlias = Callable[[], object]
@@ -87,7 +87,7 @@ class Permissions:
         if need.on in (On.TOPIC, On.NAMESPACE):
             name = getattr(parse_small(request_class(method), request), need.field)
             if need.field == "service":
-                if name in _OPEN_HEALTH:
+                if name in OPEN_HEALTH:
                     return
             else:
                 name = topic_name(name) if need.on is On.TOPIC else namespace_name(name)

@@ -55,6 +55,8 @@ class Request:
     """Of several values of one name the last."""
     headers: "Message[str, str]"
     """By name, whatever its case."""
+    client: tuple[str, int]
+    """Its address, as a number, and port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         if route is None:
             return text(f"There is nothing here. There is: {' '.join(self.server.routes)}", HTTPStatus.NOT_FOUND)
         try:
-            return route(Request(url.path, dict(parse_qsl(url.query)), self.headers))
+            return route(Request(url.path, dict(parse_qsl(url.query)), self.headers, self.client_address[:2]))
         except TimeoutError:
             why = f"The sidecar's event loop has not answered for {LOOP_SECONDS:.0f} seconds."
             return text(why, HTTPStatus.SERVICE_UNAVAILABLE)

@@ -1,5 +1,6 @@
 """What all pages for people have around them, and how they are answered."""
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
@@ -21,6 +22,9 @@ HEADERS = {
 }
 """Nothing is loaded from elsewhere, nothing within the page is a script or a style, and nobody frames it."""
 
+NO_HEADERS: Mapping[str, str] = {}
+"""Beside these."""
+
 
 def link_to(path: str, **query: Any) -> str:
     """A path with what is asked for there; what is empty or 0 is left out."""
@@ -28,7 +32,9 @@ def link_to(path: str, **query: Any) -> str:
     return f"{path}?{asked}" if asked else path
 
 
-def page(title: str, *content: Content, status: HTTPStatus = HTTPStatus.OK) -> Response:
+def page(
+    title: str, *content: Content, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] = NO_HEADERS
+) -> Response:
     """A page. The script replaces the content by what it is a moment later."""
     html = tag(
         "html",
@@ -50,7 +56,7 @@ def page(title: str, *content: Content, status: HTTPStatus = HTTPStatus.OK) -> R
         ),
         lang="en",
     )
-    return Response(f"<!doctype html>{html}".encode(), "text/html; charset=utf-8", status, HEADERS)
+    return Response(f"<!doctype html>{html}".encode(), "text/html; charset=utf-8", status, {**HEADERS, **headers})
 
 
 def header(found: admin_pb2.GetStatisticsResponse, address: str) -> Markup:
@@ -64,11 +70,13 @@ def header(found: admin_pb2.GetStatisticsResponse, address: str) -> Markup:
     )
 
 
-def failure(title: str, message: str, hint: str, status: HTTPStatus) -> Response:
+def failure(
+    title: str, message: str, hint: str, status: HTTPStatus, headers: Mapping[str, str] = NO_HEADERS
+) -> Response:
     """Why there is no page."""
     back = tag("p", tag("a", "All topics", href="/"))
-    return page(title, tag("section", tag("h1", title), tag("p", message), tag("p", hint, class_="faint"), back),
-                status=status)  # fmt: skip
+    said = tag("section", tag("h1", title), tag("p", message), tag("p", hint, class_="faint"), back)
+    return page(title, said, status=status, headers=headers)
 
 
 def tile(label: str, value: str, unit: str, drawing: Markup, note: str = "") -> Markup:

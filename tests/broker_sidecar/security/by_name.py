@@ -15,7 +15,7 @@ import grpc
 
 from broker_sidecar import kernels
 from broker_sidecar.__main__ import main
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import error
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2_grpc, publish_pb2_grpc, read_pb2_grpc
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client
@@ -99,11 +99,8 @@ def _serve() -> int:
         return Subject(name, "token" if name == OPERATOR else "jwt", None, context.peer())
 
     def reload(sidecar: server.Sidecar) -> None:
-        try:
-            sidecar.reload_rules()
-            said = ""
-        except SeqdedupeError as e:
-            said = str(e)
+        sidecar.reload()
+        said = str((sidecar._rules and sidecar._rules.problem) or "")
         print(json.dumps({"event": "rules", "said": said}), file=sys.stderr)
 
     async def recover_and_listen(self: server.Sidecar) -> None:
