@@ -38,6 +38,7 @@ FIGURES = (
     "opening",
     "tag",
     "doctor",
+    "backup",
     "memory",
     "stalled_disk",
     "attached",
