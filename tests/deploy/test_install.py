@@ -81,7 +81,7 @@ def test_what_was_installed_serves_as_the_unit_has_it(
     # The interpreter that the program names is where it will be, not where it is.
     first = (root / program[1:]).read_text().splitlines()[0]
     assert first in (f"#!/{LIBRARY}/bin/python", f"#!/{LIBRARY}/bin/python3")
-    command: list[str | Path] = [root / LIBRARY / "bin" / "python", root / program[1:], *words]
+    command = [str(root / LIBRARY / "bin" / "python"), str(root / program[1:]), *words]
     kept = ["--data-directory", str(tmp_path / "data"), "--listen", f"unix:{tmp_path}/s"]
     kept += ["--audit-file", str(tmp_path / "audit.jsonl")]
     with managing() as told:
@@ -95,7 +95,7 @@ def test_what_was_installed_serves_as_the_unit_has_it(
 def test_nothing_says_where_it_was_built(root: Path) -> None:
     """A package is made in another folder than the one where it is installed."""
     texts = [path for path in (root / LIBRARY / "bin").iterdir() if not path.is_symlink()]
-    texts += [root / UNIT, root / LIBRARY / "pyvenv.cfg", *(root / "etc").rglob("*.*")]
+    texts += [root / UNIT, root / LIBRARY / "pyvenv.cfg", root / CONFIGURATION]
     assert len(texts) > 4
     for text in texts:
         assert str(root) not in text.read_text(errors="replace"), text
