@@ -71,7 +71,7 @@ def tiles(activity: admin_pb2.Activity, interval_ms: int) -> Markup:
                 f"{short(sum(values))} in {minutes} min{note}",
             )
             for label, what, values, kind, note in (
-                ("Stored", "messages", activity.not_dup, "plain", f", {_bytes(activity, interval_ms)} now"),
+                ("Stored", "messages", activity.not_dup, "plain", f", {_bytes(activity, interval_ms)}"),
                 ("Duplicates", "messages", activity.dup, "calm", ""),
                 ("Unknown", "messages", activity.unknown, "uneasy", ""),
                 ("Refused", "frames", activity.refused, "bad", ""),
@@ -181,7 +181,7 @@ def name_shown(name: str) -> Markup:
 
 
 def _cell(label: str, value: str, look: str = "") -> Markup:
-    return tag("td", value, data_label=label, class_=f"number {look}".strip())
+    return tag("td", value, data_label=label, class_=f"number {look if value != '0' else 'faint'}".strip())
 
 
 def _pages(found: admin_pb2.GetStatisticsResponse, asked: dict[str, str | int]) -> Content:
