@@ -27,6 +27,7 @@ FIGURES = (
     "steady",
     "half_old",
     "many_names",
+    "rules",
     "many_topics",
     "reading",
     "followers",
