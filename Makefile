@@ -54,10 +54,11 @@ bench: $(READY)
 bench-peers: $(READY)
 	$(BIN)/python -m bench.compare
 
-# What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports, and
-# faults of a real Pulsar broker, and of three sidecars in front of one.
+# What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports,
+# backups under load, and faults of a real Pulsar broker, and of three sidecars in front of one.
 CASES ?= 100000
 KILLS ?= 300
+BACKUPS ?= 100
 FAULTS ?= 300
 CRASHES ?= 100
 SEED ?= $(shell date +%s)
@@ -66,6 +67,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.format.fuzz batches --cases $(CASES)00 --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)
+	$(BIN)/python -m tests.broker_sidecar.backup_campaign --backups $(BACKUPS) --seed $(SEED)
 	$(BIN)/python -m tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
 	$(BIN)/python -m tests.pulsar.functions_campaign --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.crashes --faults $(CRASHES) --seed $(SEED)
@@ -106,7 +108,7 @@ install: dist
 	$(PYTHON) -m venv --clear --without-pip $(DESTDIR)$(LIBRARY)
 	$(INSTALL) --require-hashes -r deploy/requirements.lock
 	$(INSTALL) --no-deps --no-index dist/seqdedupe-*.whl
-	$(DESTDIR)$(LIBRARY)/bin/python -m compileall -q -j 0 -s "$(DESTDIR)" $(DESTDIR)$(LIBRARY)/lib
+	$(DESTDIR)$(LIBRARY)/bin/python -m compileall -q -j 0 -x /tests/ -s "$(DESTDIR)" $(DESTDIR)$(LIBRARY)/lib
 	# What pip wrote says where it is now, and not where it will be.
 	$(if $(DESTDIR),grep -rlIF "$(DESTDIR)" $(DESTDIR)$(LIBRARY)/bin $(DESTDIR)$(LIBRARY)/pyvenv.cfg | xargs -r sed -i "s|$(DESTDIR)||g")
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
@@ -117,6 +119,7 @@ install: dist
 		> $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
 	chmod 644 $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
 	install -m 644 docs/*.md $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
+	install -D -m 644 deploy/logrotate.conf $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
 	test -e $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml || \
 		install -D -m 644 deploy/seqdedupe.toml $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml
 	@echo "Now: systemd-sysusers && systemctl daemon-reload && systemctl enable --now seqdedupe"
@@ -125,7 +128,7 @@ install: dist
 uninstall:
 	rm -rf $(DESTDIR)$(LIBRARY) $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
 	rm -f $(DESTDIR)$(PREFIX)/bin/seqdedupe $(DESTDIR)$(PREFIX)/lib/sysusers.d/seqdedupe.conf \
-		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
+		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

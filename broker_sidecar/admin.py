@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from broker_sidecar.backup import Backup
 from broker_sidecar.listing import Listing
 from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.peers import Peers
@@ -54,6 +55,7 @@ class AdminService:
         peers: Peers | None,
         is_serving: Callable[[], bool],
         statistics: Statistics,
+        backup: Backup,
     ) -> None:
         """`own` are the topics if they are on the sidecar's own log, or on that of a `cluster`. `peers` have the other
         shards, if there are some."""
@@ -61,6 +63,7 @@ class AdminService:
         self._permissions = permissions
         self._transfer = Transfer(topics, streams, permissions, trail)
         self._operate = Operate(own)
+        self._backup = backup
         self._peers = peers
         self._policies = Policies(topics, peers)
         self._sidecars = Sidecars(topics, cluster, peers, is_serving)
@@ -87,9 +90,9 @@ class AdminService:
             ("GetVersion", admin_pb2.GetVersionRequest, self._version),
         )
         methods: dict[str, Any] = {name: unary(kind, call) for name, kind, call in calls}  # type: ignore[arg-type]
-        return grpc.method_handlers_generic_handler(
-            SERVICE, methods | self._operate.methods() | self._transfer.methods() | self._sidecars.methods()
-        )
+        for part in (self._operate, self._transfer, self._sidecars, self._backup):
+            methods |= part.methods()
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
         policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)

@@ -66,13 +66,16 @@ class Config:
     """All keys, their defaults and meanings. Names are Pulsar's where it has one."""
 
     data_directory: str = _key("", "Folder for the store and the logs. Required. One sidecar owns it.")
+    backup_directory: str = _key(
+        "", "Folder in which `seqdedupe backup` makes backups; it has to be there. Left out: none can be made."
+    )
     listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
     allow_insecure_listen: bool = _key(
         False,
         "Listen on an address that is not loopback, though nothing is encrypted, or nobody is asked who they are.",
     )
     authentication: str = _key(
-        "none",
+        "token",
         "`token`: every call shows the token in the data directory, or what the keys below accept. `none`: whoever can "
         "connect may do everything.",
     )
@@ -86,6 +89,16 @@ class Config:
     tls_key_file: str = _key("", "The certificate's key, as PEM.")
     tls_client_ca_file: str = _key(
         "", "Authorities, as PEM: every client needs a certificate of one of them, whose SAN says who it is."
+    )
+    peer_token_file: str = _key(
+        "",
+        "A file with the token that other sidecars are shown, those in `peers` and `sidecars`. Workers of one data "
+        "directory have a token in common, and need none.",
+    )
+    peer_tls_ca_file: str = _key(
+        "",
+        "Authorities, as PEM, of which the certificates of other sidecars are. Left out: those of "
+        "`tls_client_ca_file`, else the public ones. They are shown this sidecar's certificate.",
     )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
     metrics_listen: str = _key(
@@ -216,9 +229,12 @@ class Config:
             ("tls_certificate_file", "tls_key_file"),
             ("tls_key_file", "tls_certificate_file"),
             ("tls_client_ca_file", "tls_certificate_file"),
+            ("peer_tls_ca_file", "tls_certificate_file"),
         ):
             if getattr(self, name) and not getattr(self, other):
                 raise invalid(other, f"is needed with {name}")
+        if self.peer_token_file and not (self.peers or self.sidecars):
+            raise invalid("peer_token_file", "has no use without peers or sidecars: to no others the token goes")
         for name in ("token_keys_file", "tls_client_ca_file", "rules_file"):
             if getattr(self, name) and self.authentication == "none":
                 raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
@@ -239,7 +255,7 @@ class Config:
             raise error(
                 "INSECURE_LISTEN",
                 f"metrics_listen = {self.metrics_listen!r} can be reached from other machines, and nothing is "
-                "encrypted or authenticated yet",
+                "encrypted there, and nobody is asked who they are",
                 key="metrics_listen",
             )
 

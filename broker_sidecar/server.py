@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 
 from broker_sidecar import admin, dedupe, directory, health, logs, publish, read, reflection
+from broker_sidecar.backup import Backup
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
@@ -106,6 +107,7 @@ class Sidecar:
             self._data.peers,
             lambda: self._health.is_serving,
             self._statistics,
+            Backup(self._config, self._data, self._streams),
         )
         try:
             self._authentication = Authentication(self._config, self._streams)

@@ -21,6 +21,7 @@ from broker_sidecar.listening import cannot_listen, family_of
 from broker_sidecar.notify import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
 from broker_sidecar.security import own_token
 from seqdedupe.address import SidecarAddress
+from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import error
 from seqdedupe.shards import shards_of_worker, to_text
 from seqdedupe.store import directories
@@ -46,9 +47,10 @@ def count_of(config: Config) -> int:
     """How many workers are to run. 1: the process that asks is the sidecar, as without workers.
 
     Raises INVALID_CONFIGURATION if the data directory is on its way to another number, or is a worker's of one that
-    is, or its topics are on another log; and what `read_split` raises.
+    is, or its topics are on another log, or it is a backup; and what `read_split` raises.
     """
     folder = Path(config.data_directory)
+    _check_is_no_backup(folder)
     if (whole := directories.whole_of(folder)) is not None:
         directories.check_stays(whole)
     split = directories.read_split(folder)
@@ -66,6 +68,18 @@ def count_of(config: Config) -> int:
             key="workers",
         )
     return config.workers or split.to or split.workers
+
+
+def _check_is_no_backup(folder: Path) -> None:
+    """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
+    for part in (folder, *folder.glob("worker-*")):
+        if (part / MANIFEST_FILE).exists():
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"data_directory = {str(folder)!r} is a backup",
+                hint=f"Restore it: seqdedupe restore {folder} DATA_DIRECTORY",
+                key="data_directory",
+            )
 
 
 def divide(config: Config, count: int) -> None:
@@ -331,7 +345,9 @@ def _managed(manager: Manager, workers: Sequence[_Worker]) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again."""
+    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again. A SIGHUP that
+    comes before there is anything to be read again is for nothing."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(EXIT_ERROR)

@@ -261,6 +261,12 @@ REASONS: dict[str, Reason] = {
         "See why the audit trail cannot be written (is the disk full?); operators' calls are refused until it can.",
         1000,
     ),
+    "BACKUP_FAILED": Reason(
+        UnavailableError,
+        "RESOURCE_EXHAUSTED",
+        "See why the backup could not be written (is its disk full?), and make another.",
+        1000,
+    ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
     "TLS_FAILED": Reason(
         UnavailableError,
@@ -324,6 +330,7 @@ REASONS: dict[str, Reason] = {
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."
     ),
+    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` says which ones are whole."),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
     "OLDER_FORMAT": _damaged(
         "Start the version that wrote it. Its data is not converted: publish anew what is still needed."

@@ -99,6 +99,7 @@ CALLS: dict[str, Need | Other] = {
         MoveTopic=_topic(_ADMINISTER),
         TakeTopic=_topic(_ADMINISTER),
         GetShards=Need(On.EVERYTHING, (_OBSERVE,)),
+        Backup=Need(On.EVERYTHING, (_ADMINISTER,)),
         GetStatistics=Need(On.EVERYTHING, (_OBSERVE,)),
         GetVersion=Other.IS_KNOWN,
     ),

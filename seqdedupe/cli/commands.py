@@ -9,6 +9,7 @@ import click
 
 from seqdedupe.cli.audit import audit
 from seqdedupe.cli.auth import auth
+from seqdedupe.cli.backup import backup, restore, verify
 from seqdedupe.cli.bench import bench
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
@@ -52,6 +53,9 @@ for _command in (
     rebuild_topic,
     bench,
     job,
+    backup,
+    verify,
+    restore,
     doctor,
     audit,
     token,

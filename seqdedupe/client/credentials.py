@@ -91,11 +91,9 @@ class Credentials:
         `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`, `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true`. What is empty
         counts as not said. Raises INVALID_CREDENTIALS."""
         token = None if token_file else os.environ.get(TOKEN) or None
-        if token is None:
-            token_file = token_file or os.environ.get(TOKEN_FILE) or _usual_token_file()
         return cls(
             token=token,
-            token_file=token_file,
+            token_file=None if token else token_file or os.environ.get(TOKEN_FILE) or _usual_token_file(),
             tls_ca_file=tls_ca_file or os.environ.get(TLS_CA_FILE) or None,
             tls_certificate_file=tls_certificate_file or os.environ.get(TLS_CERTIFICATE_FILE) or None,
             tls_key_file=tls_key_file or os.environ.get(TLS_KEY_FILE) or None,

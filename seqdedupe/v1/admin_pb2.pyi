@@ -2419,7 +2419,7 @@ class Warning(_message.Message):
     time_ms: _builtins.int
     """When, in milliseconds since 1970."""
     level: _builtins.str
-    """`WARNING`, `ERROR` or `CRITICAL`."""
+    """How bad it is, as Python names it: warning, error or critical, in capitals."""
     message: _builtins.str
     """What was logged; often it names a reason, see docs/errors.md. It may contain names that users have chosen."""
     def __init__(
@@ -2436,3 +2436,105 @@ class Warning(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Warning: _TypeAlias = Warning  # noqa: Y015
+
+@_typing.final
+class BackupRequest(_message.Message):
+    """See `Backup`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 100 ASCII letters, digits and any of `._-`, of which the first is a letter or digit."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupRequest: _TypeAlias = BackupRequest  # noqa: Y015
+
+@_typing.final
+class BackupResponse(_message.Message):
+    """How far a backup is; the last one says that it is whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    LINKED_BYTES_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    MADE_AT_US_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """So much of logs and store is in it."""
+    linked_bytes: _builtins.int
+    """Of these, so much is shared with an earlier backup."""
+    directory: _builtins.str
+    """Of the last answer: its folder, on the sidecar's machine. Until then empty, as all that follows."""
+    made_at_us: _builtins.int
+    """The moment that it is of, in microseconds since 1970."""
+    topics: _builtins.int
+    """Topics that are in it, those with damage among them."""
+    @_builtins.property
+    def damaged(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupFault]:
+        """Places of logs that are damaged, here as there."""
+
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupFault]:
+        """Topics that are left out, because their logs cannot be read or believed."""
+
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+        linked_bytes: _builtins.int = ...,
+        directory: _builtins.str = ...,
+        made_at_us: _builtins.int = ...,
+        topics: _builtins.int = ...,
+        damaged: _abc.Iterable[Global___BackupFault] | None = ...,
+        left_out: _abc.Iterable[Global___BackupFault] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "damaged", b"damaged", "directory", b"directory", "left_out", b"left_out", "linked_bytes", b"linked_bytes", "made_at_us", b"made_at_us", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupResponse: _TypeAlias = BackupResponse  # noqa: Y015
+
+@_typing.final
+class BackupFault(_message.Message):
+    """A topic that is not whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Its full name."""
+    incarnation: _builtins.int
+    """Its incarnation."""
+    what: _builtins.str
+    """What is wrong, in words."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "topic", b"topic", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupFault: _TypeAlias = BackupFault  # noqa: Y015

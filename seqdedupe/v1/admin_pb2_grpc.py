@@ -170,6 +170,11 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsResponse.FromString,
                 _registered_method=True)
+        self.Backup = channel.unary_stream(
+                '/seqdedupe.v1.AdminService/Backup',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.BackupRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.BackupResponse.FromString,
+                _registered_method=True)
         self.GetVersion = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/GetVersion',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetVersionRequest.SerializeToString,
@@ -414,6 +419,18 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Backup(self, request, context):
+        """Makes a backup of all that the sidecar has, as of one moment, in a new folder of this name below its
+        `backup_directory`, while it serves; says how far it is, and at the end what it holds. Files of logs that the newest
+        backup there has too are linked to it. Nothing is there by the name until all of it is durable; if the call is given
+        up, nothing is left. One is made at a time, the others wait. Errors: `INVALID_REQUEST` for a name that cannot be, or
+        without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is one of that name; `BACKUP_FAILED` if it cannot be
+        written; `STORE_DAMAGED`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVersion(self, request, context):
         """The version of the sidecar and what it has been told.
         """
@@ -558,6 +575,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStatistics,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsResponse.SerializeToString,
+            ),
+            'Backup': grpc.unary_stream_rpc_method_handler(
+                    servicer.Backup,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.BackupRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.BackupResponse.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVersion,
@@ -1295,6 +1317,33 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/GetStatistics',
             seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/Backup',
+            seqdedupe_dot_v1_dot_admin__pb2.BackupRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.BackupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,7 +20,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import BinaryType, DataType, DecimalType, IntegralType, StringType, StructType
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import sidecar_options
+from seqdedupe.command import sidecar_options, told_credentials
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.watermarks import Watermark, write
@@ -170,7 +170,7 @@ def main(
         raise error("INVALID_OPTION", f"OUTPUT: there is no folder {output.parent} for {output.name}")
     try:
         if topic:
-            with Client(address) as client:
+            with Client(address, told_credentials()) as client:
                 count = bootstrap_from_topic(client, topic, output)
         else:
             spark = start_session("seqdedupe bootstrap")

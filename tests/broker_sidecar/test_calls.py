@@ -126,7 +126,7 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
     }
     by_name = {method.name: method for method in methods(reflected)}
     transfers = {"ExportWatermarks", "ImportWatermarks", "ExportSnapshot", "ImportSnapshot"}
-    streams = {"PublishStream", "ReadStream", *transfers}
+    streams = {"PublishStream", "ReadStream", "Backup", *transfers}
     assert set(by_name) == set(requests) | streams | OF_CLUSTERS
     answers: dict[str, Any] = {}
     for name, request in requests.items():

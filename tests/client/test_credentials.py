@@ -48,7 +48,8 @@ def test_the_environment_says_where_the_token_is(home: Path, monkeypatch: pytest
     monkeypatch.setenv("SEQDEDUPE_TOKEN_FILE", str(named))
     assert Credentials.from_environment().token_now() == "named"
     monkeypatch.setenv("SEQDEDUPE_TOKEN", "itself")
-    assert Credentials.from_environment() == Credentials(token="itself")
+    assert Credentials.from_environment(token_file="", tls_ca_file="") == Credentials(token="itself")
+    assert Credentials.from_environment(token_file=str(usual)) == Credentials(token_file=str(usual))
     for variable in ("SEQDEDUPE_TOKEN", "SEQDEDUPE_TOKEN_FILE"):
         monkeypatch.setenv(variable, "")  # as a file for a container's environment leaves it
     assert Credentials.from_environment().token_now() == "usual"

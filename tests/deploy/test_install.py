@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker_sidecar.config import load
-from tests.broker_sidecar.manager import managing
+from tests.broker_sidecar.manager import TIMEOUT_SECONDS, managing
 from tests.deploy.durations import longest_stop_seconds
 from tests.processes import running
 
@@ -73,21 +73,23 @@ def systemd_analyze() -> str:
 def test_what_was_installed_serves_as_the_unit_has_it(
     root: Path, unit: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
-    """Started as systemd starts it, but for what only root may: another folder for the data, and a free port."""
+    """Started as systemd starts it, but for what only root may: another folder for the data, and an address of its own.
+    Kernels are not compiled: that takes half a minute in a new place, and is the same everywhere."""
     program, *words = unit["Service"]["ExecStart"].split()
     assert program == f"/{LIBRARY}/bin/seqdedupe"
     words = [str(root / CONFIGURATION) if word == f"/{CONFIGURATION}" else word for word in words]
     # The interpreter that the program names is where it will be, not where it is.
     first = (root / program[1:]).read_text().splitlines()[0]
     assert first in (f"#!/{LIBRARY}/bin/python", f"#!/{LIBRARY}/bin/python3")
-    command = [root / LIBRARY / "bin" / "python", root / program[1:], *words]
+    command: list[str | Path] = [root / LIBRARY / "bin" / "python", root / program[1:], *words]
     kept = ["--data-directory", str(tmp_path / "data"), "--listen", f"unix:{tmp_path}/s"]
+    kept += ["--audit-file", str(tmp_path / "audit.jsonl")]
     with managing() as told:
-        environment = {"NOTIFY_SOCKET": told.environment["NOTIFY_SOCKET"], "PATH": os.environ["PATH"]}
+        environment = told.environment | {"PATH": os.environ["PATH"], "NUMBA_DISABLE_JIT": "1"}
         with running([*command, *kept], env=environment, cwd="/") as process:
             told.until(lambda line: line == "READY=1")
             process.terminate()
-            assert process.wait(120) == 0
+            assert process.wait(TIMEOUT_SECONDS) == 0
 
 
 def test_nothing_says_where_it_was_built(root: Path) -> None:
@@ -107,6 +109,8 @@ def test_it_is_killed_only_after_it_has_drained(root: Path, unit: dict[str, dict
     assert int(service["TimeoutStopSec"]) > longest_stop_seconds(config.drain_timeout_seconds)
     assert (service["KillSignal"], service["KillMode"], service["Type"]) == ("SIGTERM", "mixed", "notify")
     assert config.data_directory == f"/var/lib/{service['StateDirectory']}"
+    assert Path(config.audit_file).parent == Path("/var/log", service["LogsDirectory"])
+    assert f"{config.audit_file} {config.audit_file}.* {{" in (root / "etc/logrotate.d/seqdedupe").read_text()
     # The kernels are compiled, and made executable, by the process itself.
     assert "MemoryDenyWriteExecute" not in service
 

@@ -21,8 +21,8 @@ EXCEPTIONS = {
     "psycopg-binary": "LGPL-3.0-only",
     "pymmh3": "Common Public License",
 }
-"""The first two are used as they are, by who installs the extra `spark`: anybody may put another version in their place.
-The third is wanted by the functions of Pulsar's client, for tests alone; nothing of it is shipped."""
+"""The first two are used as they are, by who installs the extra `spark`: anybody may put another version in their
+place. The third is wanted by the functions of Pulsar's client, for tests alone; nothing of it is shipped."""
 
 _AS_OTHERS_WRITE_IT = {
     "3-Clause BSD License": "BSD-3-Clause",

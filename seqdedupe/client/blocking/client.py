@@ -123,6 +123,11 @@ class Admin:
     ) -> admin_pb2.GetStatisticsResponse:
         return self._run(lambda admin: admin.statistics(search=search, order=order, offset=offset, limit=limit))
 
+    def backup(
+        self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
+    ) -> list[admin_pb2.BackupResponse]:
+        return self._run(lambda admin: admin.backup(name, told))
+
     def version(self) -> admin_pb2.GetVersionResponse:
         return self._run(lambda admin: admin.version())
 
