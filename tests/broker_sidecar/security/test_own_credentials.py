@@ -40,7 +40,7 @@ def two(stack: ExitStack, folder: Path, **keys: Any) -> list[Sidecar]:
     addresses = ["{}:{}".format(*port.getsockname()) for port in ports]
     both = []
     for k, shards in enumerate(["0-31", "32-63"]):
-        claim: dict[str, Any] = {"shards": shards, "cluster_id": "c", "peers": ",".join(addresses), "listen": addresses[k]}
+        claim = {"shards": shards, "cluster_id": "c", "peers": ",".join(addresses), "listen": addresses[k]}
         both.append(Sidecar(folder / str(k), authentication="token", **claim, **keys))
         both[k].data.mkdir(parents=True)
         (both[k].data / "token").write_text(TOKEN if k else TOKEN[::-1])
