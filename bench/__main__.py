@@ -28,6 +28,7 @@ FIGURES = (
     "steady",
     "half_old",
     "many_names",
+    "rules",
     "many_topics",
     "reading",
     "followers",
