@@ -40,8 +40,8 @@ def two(stack: ExitStack, folder: Path, **keys: Any) -> list[Sidecar]:
     addresses = ["{}:{}".format(*port.getsockname()) for port in ports]
     both = []
     for k, shards in enumerate(["0-31", "32-63"]):
-        claim = {"shards": shards, "cluster_id": "c", "peers": ",".join(addresses), "listen": addresses[k]}
-        both.append(Sidecar(folder / str(k), authentication="token", **claim, **keys))
+        keys |= {"shards": shards, "cluster_id": "c", "peers": ",".join(addresses), "listen": addresses[k]}
+        both.append(Sidecar(folder / str(k), authentication="token", **keys))
         both[k].data.mkdir(parents=True)
         (both[k].data / "token").write_text(TOKEN if k else TOKEN[::-1])
         (both[k].data / "token").chmod(0o600)
