@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -20,22 +21,31 @@ class Timed(Generic[T]):
 
     def __init__(self, tell: Callable[[T], None]) -> None:
         self._tell = tell
-        self._receipts: asyncio.Queue[tuple[Awaitable[object], T] | None] = asyncio.Queue()
+        # An `asyncio.Queue` takes as long for a message as the client's own part in it.
+        self._receipts: deque[tuple[Awaitable[object], T]] = deque()
+        self._is_more = asyncio.Event()
+        self._are_all = False
         self._waiting = asyncio.create_task(self._wait())
 
     def add(self, receipt: Awaitable[object], given: T) -> None:
-        self._receipts.put_nowait((receipt, given))
+        self._receipts.append((receipt, given))
+        self._is_more.set()
 
     async def all(self) -> None:
         """Returns when all that were added are there. Raises what a receipt does."""
-        self._receipts.put_nowait(None)
+        self._are_all = True
+        self._is_more.set()
         await self._waiting
 
     async def _wait(self) -> None:
-        while (item := await self._receipts.get()) is not None:
-            receipt, given = item
-            await receipt
-            self._tell(given)
+        while self._receipts or not self._are_all:
+            while self._receipts:
+                receipt, given = self._receipts.popleft()
+                await receipt
+                self._tell(given)
+            if not self._are_all:
+                self._is_more.clear()
+                await self._is_more.wait()
 
 
 async def publish_batches(

@@ -23,6 +23,8 @@ from seqdedupe.client.stream import FULL_MESSAGE_BYTES
 from seqdedupe.v1 import publish_pb2
 
 LARGE = [("grpc.max_receive_message_length", 1 << 26)]
+APART = [*LARGE, ("grpc.use_local_subchannel_pool", 1)]
+"""Each channel on a connection of its own, with a window of its own."""
 TOPIC = "bench"
 EPOCHS = np.array([1 << 32])
 """For frames that nobody decides about."""

@@ -20,9 +20,6 @@ STREAMS = 20
 STALL_SECONDS = 12
 MOST_BYTES = 200_000_000
 
-# With one subchannel all streams would share a connection, which has a window of its own.
-_OPTIONS = [*setup.LARGE, ("grpc.use_local_subchannel_pool", 1)]
-
 
 async def _send(call: Any, epochs: Any, name: str, rows: int) -> None:
     """Sends frames of so many rows for ever, as many in a message as a client sends."""
@@ -40,7 +37,7 @@ async def _send(call: Any, epochs: Any, name: str, rows: int) -> None:
 async def _added(sidecar: Sidecar, stall: Path, rows: int) -> float:
     """The bytes by which the sidecar has grown when nobody could send more, or the time was over."""
     process = psutil.Process(sidecar.pid)
-    channels = [grpc.aio.insecure_channel(sidecar.address, options=_OPTIONS) for _ in range(STREAMS)]
+    channels = [grpc.aio.insecure_channel(sidecar.address, options=setup.APART) for _ in range(STREAMS)]
     streams = [await setup.opened(channel, [f"p{k}"], f"t{k}") for k, channel in enumerate(channels)]
     before = process.memory_info().rss
     await asyncio.to_thread(stall.touch)

@@ -68,11 +68,11 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     try:
         count = workers.count_of(config)
         workers.divide(config, count)
+        if count > 1:
+            return workers.run(config, count, sys.argv[1:] if argv is None else argv)
     except (SeqdedupeError, OSError) as e:
         print(f"seqdedupe: {e} {getattr(e, 'hint', '')}".rstrip(), file=sys.stderr)
-        return 1
-    if count > 1:
-        return workers.run(config, count, sys.argv[1:] if argv is None else argv)
+        return workers.EXIT_ERROR
     if kernels.prepare(config.data_directory):
         print("seqdedupe: compiling for this machine, which can take a minute", file=sys.stderr, flush=True)
     from broker_sidecar.server import run

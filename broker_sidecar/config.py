@@ -44,6 +44,8 @@ _WORDS = {
 }
 """What the keys may say that take one of a few words."""
 
+RETENTION = ("default_retention_size_in_mb", "default_retention_time_in_minutes")
+
 _OF_POLICIES = {
     f"default_{name}" if name.startswith("retention_") else name: least for name, least in policy.LEAST.items()
 }
@@ -64,13 +66,16 @@ class Config:
     """All keys, their defaults and meanings. Names are Pulsar's where it has one."""
 
     data_directory: str = _key("", "Folder for the store and the logs. Required. One sidecar owns it.")
+    backup_directory: str = _key(
+        "", "Folder in which `seqdedupe backup` makes backups; it has to be there. Left out: none can be made."
+    )
     listen: str = _key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
     allow_insecure_listen: bool = _key(
         False,
         "Listen on an address that is not loopback, though nothing is encrypted, or nobody is asked who they are.",
     )
     authentication: str = _key(
-        "none",
+        "token",
         "`token`: every call shows the token in the data directory, or what the keys below accept. `none`: whoever can "
         "connect may do everything.",
     )
@@ -96,6 +101,14 @@ class Config:
         "`tls_client_ca_file`, else the public ones. They are shown this sidecar's certificate.",
     )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
+    metrics_listen: str = _key(
+        "",
+        "Where to serve metrics and a page for people over HTTP: `host:port` (port 0: a free one). Left out: nowhere.",
+    )
+    audit_file: str = _key(
+        "",
+        "Write down in this file what operators do, and who is refused. Left out: nowhere. A worker adds its number.",
+    )
     log: str = _key(
         "embedded",
         "What holds the messages: `embedded`, the sidecar itself; `pulsar`, a Pulsar cluster; `broker`, a broker that "
@@ -113,6 +126,9 @@ class Config:
     peers: str = _key("", "The addresses of all processes that have shards, this one too, with commas between.")
     cluster_id: str = _key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
     advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
+    rules_file: str = _key(
+        "", "A file of TOML that says who may do what, and how much of the sidecar each may use: docs/rules.md."
+    )
     sidecars: str = _key(
         "",
         "The addresses at which the sidecars of a cluster advertise themselves, this one too, and domains as "
@@ -153,6 +169,8 @@ class Config:
     log_level: str = _key("info", "`debug`, `info`, `warning` or `error`.")
     log_format: str = _key("json", "`json` (one object a line) or `text`.")
     pulsar: PulsarConfig = field(default_factory=PulsarConfig)
+    retention_was_chosen: bool = False
+    """Whether somebody has said how long messages are kept, be it for ever. It is no key."""
 
     def check(self) -> "Config":
         """Raises INVALID_CONFIGURATION or INSECURE_LISTEN."""
@@ -172,6 +190,7 @@ class Config:
             raise invalid("socket_mode", f"is {self.socket_mode!r}: it should be three octal digits, like 660")
         self._check_authentication()
         self._check_listen()
+        self._check_metrics_listen()
         self._check_advertised()
         self._check_sidecars()
         self._check_shards()
@@ -182,7 +201,7 @@ class Config:
             )
         if self.log == "pulsar":
             self.pulsar.check()
-            for name in ("default_retention_size_in_mb", "default_retention_time_in_minutes"):
+            for name in RETENTION:
                 if getattr(self, name) != policy.NO_LIMIT:
                     raise invalid(name, "has no effect with log = 'pulsar': retention is that of the Pulsar topics")
         return self
@@ -216,9 +235,29 @@ class Config:
                 raise invalid(other, f"is needed with {name}")
         if self.peer_token_file and not (self.peers or self.sidecars):
             raise invalid("peer_token_file", "has no use without peers or sidecars: to no others the token goes")
-        for name in ("token_keys_file", "tls_client_ca_file"):
+        for name in ("token_keys_file", "tls_client_ca_file", "rules_file"):
             if getattr(self, name) and self.authentication == "none":
                 raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
+            if getattr(self, name) and not self.rules_file:
+                raise invalid("rules_file", f"is needed with {name}: whoever shows one may do nothing else")
+
+    def _check_metrics_listen(self) -> None:
+        if not self.metrics_listen:
+            return
+        why = f"is {self.metrics_listen!r}: it should be host:port"
+        try:
+            address = SidecarAddress.parse(self.metrics_listen)
+        except SeqdedupeError as e:
+            raise invalid("metrics_listen", why) from e
+        if address.path:
+            raise invalid("metrics_listen", why)
+        if not address.is_local and not self.allow_insecure_listen:
+            raise error(
+                "INSECURE_LISTEN",
+                f"metrics_listen = {self.metrics_listen!r} can be reached from other machines, and nothing is "
+                "encrypted there, and nobody is asked who they are",
+                key="metrics_listen",
+            )
 
     def _check_sidecars(self) -> None:
         if not self.sidecars:
@@ -345,7 +384,9 @@ def _checked(values: Mapping[str, Any]) -> Config:
             raise invalid(name, "is no key of the configuration" + (f": do you mean {near[0]}?" if near else ""))
         table, _, within = name.rpartition(".")
         tables[table][within] = _convert(name, value)
-    return Config(**tables.pop("", {}), pulsar=PulsarConfig(**tables["pulsar"])).check()
+    chosen = any(name in values for name in RETENTION)
+    pulsar = PulsarConfig(**tables["pulsar"])
+    return Config(**tables[""], pulsar=pulsar, retention_was_chosen=chosen).check()
 
 
 def from_process(file: Path | None, flags: Mapping[str, Any]) -> Config:

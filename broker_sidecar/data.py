@@ -14,6 +14,7 @@ from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Logs
+from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
@@ -69,8 +70,8 @@ class Data:
         folder = Path(config.data_directory)
         if config.log != "embedded":
             _check_no_logs(config.log, folder / "logs")
-        self._store = store = Store.open(folder / "store")
-        self._logs: EmbeddedLogs | None = None
+        self.store = store = Store.open(folder / "store")
+        self.logs: EmbeddedLogs | None = None
         self.peers: Peers | None = None
         self.cluster: Cluster | None = None
         self._is_standby = config.standby
@@ -101,7 +102,7 @@ class Data:
             kind, logs = LogKind.PULSAR, self.cluster.logs
         else:
             self.peers = _peers(config, store)
-            self._logs = EmbeddedLogs(
+            self.logs = EmbeddedLogs(
                 folder / "logs",
                 clock_ms=_clock_ms,
                 fatal=fatal,
@@ -109,7 +110,7 @@ class Data:
                 tell_journal=store.tell_journal,
                 gives_up_journal=gives_up_journal,
             )
-            kind, logs = LogKind.EMBEDDED, self._logs
+            kind, logs = LogKind.EMBEDDED, self.logs
         self.topics = Topics(
             store,
             lambda told: PublishedTopics(
@@ -132,11 +133,16 @@ class Data:
             raise RuntimeError("a data directory has topics of one kind")
         return topics
 
+    @property
+    def committer(self) -> Committer | None:
+        """The thread that writes the sidecar's own logs, if it runs by now."""
+        return self.logs.running_committer if self.logs is not None else None
+
     def begin_looking(self) -> None:
         """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics
         and for the state of those of which there is none here."""
-        if self._logs is not None and self._scrub_bytes_per_second:
-            self._logs.scrub(self._scrub_bytes_per_second)
+        if self.logs is not None and self._scrub_bytes_per_second:
+            self.logs.scrub(self._scrub_bytes_per_second)
         if self.cluster is not None:
             self.all_topics.in_background(_keep_looking(self.all_topics))
             fetching = Fetching(self.all_topics, self.cluster.owner_of, self.cluster.neighbours.snapshot_of)
@@ -151,11 +157,11 @@ class Data:
 
     async def close(self) -> None:
         """Lets go of files, locks, connections and threads."""
-        if self._logs is not None:
-            await self._logs.close()
+        if self.logs is not None:
+            await self.logs.close()
         if self.cluster is not None:
             await self.cluster.close()
-        await asyncio.to_thread(self._store.close)
+        await asyncio.to_thread(self.store.close)
 
 
 async def _keep_looking(topics: Topics[Any]) -> None:

@@ -19,6 +19,9 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 ALL_SHARDS = "shards"
 """Of all processes that have topics of the cluster. No topic has such a full name."""
 
+CONFIGURATION = "configuration"
+"""Whether the files that an operator may replace are in force as they are now. Neither has a topic this full name."""
+
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
@@ -39,7 +42,7 @@ class Health:
         self._check_owner = check_owner
         self._others_serve = others_serve
         self._asked = asked
-        self._statuses: dict[str, Any] = {"": NOT_SERVING}
+        self._statuses: dict[str, Any] = {"": NOT_SERVING, CONFIGURATION: SERVING}
         self._watching: dict[str, set[asyncio.Event]] = {}
         self._is_draining = False
 
@@ -58,6 +61,12 @@ class Health:
     def is_serving(self) -> bool:
         """That of the process as a whole."""
         return bool(self._statuses[""] == SERVING)
+
+    def summary(self) -> str:
+        """How far this process is, in a line for people."""
+        what = "Draining" if self._is_draining else "Serving" if self.is_serving else "Recovering"
+        topics = [status for name, status in self._statuses.items() if name]
+        return f"{what}: {topics.count(SERVING)} of {len(topics)} topics ready"
 
     def drain(self) -> None:
         """Everything is NOT_SERVING from now on."""

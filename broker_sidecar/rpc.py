@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -21,6 +22,9 @@ MAX_CALL_BYTES = 1024 * 1024
 """A request, unless it publishes. (gRPC's own limit is one for all calls.)"""
 
 logger = logging.getLogger("seqdedupe.server")
+
+refusals: Counter[str] = Counter()
+"""How often callers were told which reason since the process began, as the status of a call or within a stream."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
@@ -51,6 +55,7 @@ async def abort(context: Context, e: Exception) -> NoReturn:
     if not isinstance(e, SeqdedupeError):
         logger.error("a call failed", exc_info=e)
         e = error("INTERNAL", f"the call failed inside the sidecar: {type(e).__name__}")
+    refusals[e.reason] += 1
     try:
         await context.abort_with_status(status_of(e))
     except grpc.aio.InternalError as over:

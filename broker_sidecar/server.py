@@ -15,17 +15,30 @@ from typing import Any
 import grpc.aio
 
 from broker_sidecar import admin, dedupe, directory, health, logs, publish, read, reflection
+from broker_sidecar.backup import Backup
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.descriptors import connections_within, raise_limit
+from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.memory import give_back_freed_memory, keep_freed_memory
-from broker_sidecar.security import own_token
+from broker_sidecar.metrics.calls import Calls
+from broker_sidecar.metrics.exposition import Metrics, Sources
+from broker_sidecar.notify import Manager
+from broker_sidecar.security import own_token, rules_file
+from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.gate import Gate
-from broker_sidecar.security.watching import keep_looking
+from broker_sidecar.security.permissions import NO_RULES, Permissions
+from broker_sidecar.security.rules_file import RulesFile
+from broker_sidecar.security.trail import Trail
+from broker_sidecar.security.watching import Watched, Watching
+from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.watchdog import Watchdog
+from broker_sidecar.web.pages import Pages
+from broker_sidecar.web.server import Route, WebServer
+from broker_sidecar.web.visitors import Visitors
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.store.directories import whole_of
@@ -62,7 +75,12 @@ class Sidecar:
         self._connections = connections
         self._config = config
         self._repairs = repairs
-        self._streams = Streams(config.max_streams)
+        self._warnings = LastWarnings()
+        logging.getLogger().addHandler(self._warnings)
+        self._trail = Trail(Audit(Path(config.audit_file)) if config.audit_file else None)
+        self._rules = self._watched_rules()
+        self._permissions = Permissions(self._rules.value if self._rules else NO_RULES, self._trail.denied)
+        self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
@@ -70,11 +88,27 @@ class Sidecar:
             others_serve=self._others_serve,
         )
         self.address: SidecarAddress | None = None
+        self._calls = Calls()
+        self._metrics: Metrics | None = None
+        self._web: WebServer | None = None
 
     async def listen(self) -> None:
         """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
+        self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
+        self._admin = admin.AdminService(
+            self._topics,
+            self._data.topics,
+            self._streams,
+            self._permissions,
+            self._trail,
+            self._data.cluster,
+            self._data.peers,
+            lambda: self._health.is_serving,
+            self._statistics,
+            Backup(self._config, self._data, self._streams),
+        )
         try:
             self._authentication = Authentication(self._config, self._streams)
             if self._data.peers is not None:
@@ -82,8 +116,29 @@ class Sidecar:
             await self._topics.open_all()
             await self._listen()
         except BaseException:
+            self._close_web()
             await self._data.close()
             raise
+        if self._web is not None:
+            self._web.begin()
+            self._statistics.history.begin()
+            logger.info("metrics", extra={"address": str(self._web.address)})
+        self._trail.begin()
+
+    def _listen_for_http(self, reading: read.ReadService | None) -> None:
+        if self._config.metrics_listen:
+            sources = Sources(self._config, self._data, self._streams, self._calls, reading)
+            self._metrics = Metrics(sources)
+            visitors = Visitors(self._authentication, self._permissions)
+            pages = Pages(self._statistics, self._admin, visitors, self._config.listen)
+            routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
+            self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
+
+    def _close_web(self) -> None:
+        if self._web is not None:
+            self._web.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
@@ -99,26 +154,22 @@ class Sidecar:
         )
         fixed = (_NO_OTHER_LISTENER, _MAX_REQUEST, *_WINDOW, *_PINGS)
         self._server = grpc.aio.server(options=[*fixed, *limits, *self._authentication.server_options()])
-        streams = self._streams
+        streams, permissions = self._streams, self._permissions
         services: dict[str, Any] = {
-            admin.SERVICE: admin.AdminService(
-                self._topics,
-                self._data.topics,
-                streams,
-                self._data.cluster,
-                self._data.peers,
-                lambda: self._health.is_serving,
-            ),
+            admin.SERVICE: self._admin,
             health.SERVICE: self._health,
         }
+        reading: read.ReadService | None = None
         if (topics := self._data.topics) is not None:
-            services[publish.SERVICE] = publish.PublishService(topics, streams)
-            services[read.SERVICE] = read.ReadService(topics, streams)
+            services[publish.SERVICE] = publish.PublishService(topics, streams, permissions, self._trail)
+            services[read.SERVICE] = reading = read.ReadService(topics, streams)
         if (brokers_topics := self._data.brokers_topics) is not None:
-            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams)
+            services[dedupe.SERVICE] = dedupe.DedupeService(brokers_topics, streams, permissions)
         services[reflection.SERVICE] = reflection.Reflection((*services, reflection.SERVICE), streams)
-        gates = [Gate(service.handlers(), self._authentication) for service in services.values()]
-        self._server.add_generic_rpc_handlers(gates)
+        self._listen_for_http(reading)
+        guards = self._authentication, permissions, self._trail
+        gates = [Gate(service.handlers(), *guards) for service in services.values()]
+        self._server.add_generic_rpc_handlers([self._calls.counted(gate) for gate in gates])
         address = SidecarAddress.parse(self._config.listen)
         try:
             port = self._authentication.add_port(self._server, address)
@@ -128,8 +179,34 @@ class Sidecar:
             raise cannot_listen(address, e) from e
         self.address = address if address.path else replace(address, port=port)
         self._data.listens(self.address)
-        self._topics.in_background(keep_looking(self._authentication.watched))
+        self._watching = Watching(
+            [*self._authentication.watched, *([self._rules] if self._rules else [])], self._was_read_again
+        )
+        self._topics.in_background(self._watching.keep_looking())
         await self._server.start()
+
+    def _watched_rules(self) -> Watched[RulesFile] | None:
+        if not self._config.rules_file:
+            return None
+        path = Path(self._config.rules_file)
+        return Watched("the rules file", [path], lambda: rules_file.read(path), self._replace_rules)
+
+    def _replace_rules(self) -> None:
+        if self._rules is not None:
+            self._permissions.replace(self._rules.value)
+
+    def reload(self) -> None:
+        """Reads again whatever an operator may replace, and goes on in the file that has the audit trail's name."""
+        self._trail.rotated()
+        self._watching.reload()
+
+    def _was_read_again(self, one: Watched[Any]) -> None:
+        self._trail.read_again(one.what, one.problem)
+        self._health.set(health.CONFIGURATION, health.NOT_SERVING if self._watching.has_problem else health.SERVING)
+
+    def status(self) -> str:
+        """How far it is, in a line for people."""
+        return self._health.summary()
 
     async def _others_serve(self) -> bool:
         return self._data.peers is None or await self._data.peers.are_serving()
@@ -149,7 +226,10 @@ class Sidecar:
         finally:
             self._streams.drain()
             await self._server.stop(STOP_GRACE_SECONDS)
+            self._close_web()
         await self._data.close()
+        await self._trail.close()
+        logging.getLogger().removeHandler(self._warnings)
 
 
 async def _serve(config: Config, repairs: dict[str, bool]) -> None:
@@ -160,8 +240,16 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     sidecar = Sidecar(config, connections=connections_within(raise_limit()), **repairs)
     if config.log == "pulsar":
         Watchdog(fatal)
+    manager = Manager(os.environ)
+    telling = asyncio.ensure_future(manager.keep_telling(sidecar.status))
     await sidecar.listen()
+    loop.add_signal_handler(signal.SIGHUP, sidecar.reload)
     logger.info("listening", extra={"address": str(sidecar.address)})
+    if config.log == "embedded" and not config.retention_was_chosen:
+        logger.warning(
+            "messages are kept for ever, until the disk is full: set default_retention_size_in_mb or "
+            "default_retention_time_in_minutes; -1 says that it is wanted"
+        )
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:
         own_token.tell(own_token.path_of(folder), config.log_format)
@@ -172,10 +260,13 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
         recovery.result()
         keep_freed_memory()
         logger.info("serving", extra={"address": str(sidecar.address)})
+        manager.tell(READY="1", STATUS=sidecar.status())
         await stop
     recovery.cancel()
     logger.info("draining")
+    manager.tell(STOPPING="1", STATUS="Draining")
     await sidecar.stop()
+    telling.cancel()
     logger.info("stopped")
 
 

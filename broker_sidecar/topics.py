@@ -44,7 +44,7 @@ def entry_format_of(value: int, log: LogKind) -> str:
     raise error("INVALID_REQUEST", f"entry_format is {value}, which this version does not know")
 
 
-_WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.STANDBY, State.READ_ONLY, State.DRAINING)
+WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.STANDBY, State.READ_ONLY, State.DRAINING)
 
 _SUMMED = (
     "log_bytes",
@@ -80,7 +80,7 @@ def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | N
         setattr(message, name, sum(getattr(part, name) for part in parts))
     message.may_lose_ms = max((part.may_lose_ms for part in parts), default=0)
     message.entry_format = max((part.entry_format for part in parts), default=0)  # type: ignore[assignment]
-    for state in _WORST_FIRST:
+    for state in WORST_FIRST:
         if one := next((part for part in parts if part.state == state.value), None):
             message.state, message.why = one.state, f"{one.name}: {one.why}"
             break

@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,11 @@ from pathlib import Path
 from broker_sidecar import directory, kernels, logs
 from broker_sidecar.config import Config
 from broker_sidecar.listening import cannot_listen, family_of
+from broker_sidecar.notify import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
 from broker_sidecar.security import own_token
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.backup.manifest import MANIFEST_FILE
+from seqdedupe.errors import error
 from seqdedupe.shards import shards_of_worker, to_text
 from seqdedupe.store import directories
 from seqdedupe.store.directories import Claim, Split, of_worker
@@ -45,9 +47,10 @@ def count_of(config: Config) -> int:
     """How many workers are to run. 1: the process that asks is the sidecar, as without workers.
 
     Raises INVALID_CONFIGURATION if the data directory is on its way to another number, or is a worker's of one that
-    is, or its topics are on another log; and what `read_split` raises.
+    is, or its topics are on another log, or it is a backup; and what `read_split` raises.
     """
     folder = Path(config.data_directory)
+    _check_is_no_backup(folder)
     if (whole := directories.whole_of(folder)) is not None:
         directories.check_stays(whole)
     split = directories.read_split(folder)
@@ -65,6 +68,18 @@ def count_of(config: Config) -> int:
             key="workers",
         )
     return config.workers or split.to or split.workers
+
+
+def _check_is_no_backup(folder: Path) -> None:
+    """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
+    for part in (folder, *folder.glob("worker-*")):
+        if (part / MANIFEST_FILE).exists():
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"data_directory = {str(folder)!r} is a backup",
+                hint=f"Restore it: seqdedupe restore {folder} DATA_DIRECTORY",
+                key="data_directory",
+            )
 
 
 def divide(config: Config, count: int) -> None:
@@ -91,37 +106,41 @@ def divide(config: Config, count: int) -> None:
 
 def run(config: Config, count: int, flags: Sequence[str]) -> int:
     """Runs so many workers with these flags, until SIGTERM or SIGINT, and those that end again; returns the exit
-    status, which is 0 if all of them have drained."""
+    status, which is 0 if all of them have drained.
+
+    Raises DIRECTORY_IN_USE, INVALID_CONFIGURATION if it cannot listen, and what `make` raises; OSError.
+    """
     logs.configure(config.log_level, config.log_format)
     os.umask(directory.PRIVATE)
-    try:
-        with contextlib.ExitStack() as held:
-            folder = Path(config.data_directory)
-            directory.prepare(folder)
-            held.enter_context(_locked(folder))
-            split = make(folder, count)
-            if config.authentication == "token":
-                own_token.tell(own_token.make(folder), config.log_format)
-            listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
-            advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
-            logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
-            workers = [
-                _Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised)]) for k in range(split.workers)
-            ]
-            return asyncio.run(_run(workers))
-    except SeqdedupeError as e:
-        print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
-    except OSError as e:
-        print(f"seqdedupe: {e}", file=sys.stderr)
-    return EXIT_ERROR
+    with contextlib.ExitStack() as held:
+        folder = Path(config.data_directory)
+        directory.prepare(folder)
+        held.enter_context(_locked(folder))
+        split = make(folder, count)
+        if config.authentication == "token":
+            own_token.tell(own_token.make(folder), config.log_format)
+        listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
+        advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
+        metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
+        logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
+        workers = [
+            _Worker(k, [*flags, *_flags(k, split, config, listen[k], advertised, metrics)])
+            for k in range(split.workers)
+        ]
+        return asyncio.run(_run(workers))
 
 
 def _flags(
-    worker: int, split: Split, folder: Path, listen: SidecarAddress, advertised: Sequence[SidecarAddress]
+    worker: int,
+    split: Split,
+    config: Config,
+    listen: SidecarAddress,
+    advertised: Sequence[SidecarAddress],
+    metrics: Sequence[SidecarAddress],
 ) -> list[str]:
     """What a worker is told beside what the parent was told; the last flag counts."""
     keys = {
-        "data-directory": of_worker(folder, worker),
+        "data-directory": of_worker(Path(config.data_directory), worker),
         "workers": 1,
         "listen": listen,
         "advertised-address": advertised[worker],
@@ -129,6 +148,10 @@ def _flags(
         "peers": ",".join(map(str, advertised)),
         "cluster-id": split.cluster_id,
     }
+    if metrics:
+        keys["metrics-listen"] = metrics[worker]
+    if config.audit_file:
+        keys["audit-file"] = f"{config.audit_file}.{worker}"
     return [text for name, value in keys.items() for text in (f"--{name}", str(value))]
 
 
@@ -192,6 +215,30 @@ class _Worker:
         self._number = number
         self._flags = flags
         self._process: asyncio.subprocess.Process | None = None
+        self._looks = 0
+        self.serves = False
+        """Whether it has said so, which it does only where somebody wants to know."""
+        self.environment: Mapping[str, str] = os.environ
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def told(self, values: Mapping[str, str]) -> None:
+        """It has said this."""
+        self._looks = 0
+        # One that stops says nothing more at its end, and is not to be ended for that.
+        self.serves = (self.serves or "READY" in values) and "STOPPING" not in values
+
+    def look(self) -> None:
+        """To be called at each beat. kill -9, if it serves and has said nothing for as many as it is given: its event
+        loop stands still. Looks are counted, and not time: what was stopped as a whole goes on."""
+        self._looks += 1
+        if self._process is not None and self.serves and self._looks > BEATS_WITHIN_PATIENCE:
+            logger.error("worker stands still", extra={"worker": self._number, "pid": self._process.pid})
+            self.serves = False
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def run(self, stopping: asyncio.Event) -> int:
         """Until it has ended by itself after `stopping`; the exit status."""
@@ -217,39 +264,90 @@ class _Worker:
 
     async def _run_once(self, stopping: asyncio.Event) -> int:
         """From its start to its end; the exit status. Raises OSError if it cannot be started."""
+        self.serves = False
+        command = [sys.executable, "-m", "broker_sidecar", *self._flags]
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "broker_sidecar", *self._flags, preexec_fn=partial(_end_with, os.getpid())
+            *command, env=self.environment, preexec_fn=partial(_end_with, os.getpid())
         )
         self._flags = [flag for flag in self._flags if flag not in _ONCE]
         logger.info("worker started", extra={"worker": self._number, "pid": process.pid})
         if stopping.is_set():
-            self.stop()
+            self.send(signal.SIGTERM)
         return await process.wait()
 
-    def stop(self) -> None:
-        """SIGTERM, if it runs: it drains."""
+    def send(self, number: int) -> None:
+        """Sends it a signal, if it runs."""
         if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
+            self._process.send_signal(number)
 
 
 async def _run(workers: list[_Worker]) -> int:
     stopping = asyncio.Event()
+    manager = Manager(os.environ)
 
     def stop() -> None:
         stopping.set()
-        for worker in workers:
-            worker.stop()
+        manager.tell(STOPPING="1", STATUS="Draining")
+        send(signal.SIGTERM)
 
+    def send(number: int) -> None:
+        for worker in workers:
+            worker.send(number)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, send, signal.SIGHUP)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
+    with _managed(manager, workers):
+        statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
     logger.info("stopped")
     # Of one that was killed it is negative.
     return max(abs(status) for status in statuses)
 
 
+@contextlib.contextmanager
+def _managed(manager: Manager, workers: Sequence[_Worker]) -> Iterator[None]:
+    """During the block the service manager is told what the workers say together, if there is one; and one of them
+    that stands still is ended, to be started again, for the manager sees the parent alone."""
+    if not manager.is_there:
+        yield
+        return
+    is_watched = patience_seconds(os.environ) is not None
+    is_ready = False
+
+    def status() -> str:
+        return f"{sum(worker.serves for worker in workers)} of {len(workers)} workers serve"
+
+    def beat() -> str:
+        if is_watched:
+            for worker in workers:
+                worker.look()
+        return status()
+
+    def told(pid: int, values: dict[str, str]) -> None:
+        nonlocal is_ready
+        for worker in workers:
+            if worker.pid == pid:
+                worker.told(values)
+        if not is_ready and all(worker.serves for worker in workers):
+            is_ready = True
+            manager.tell(READY="1", STATUS=status())
+
+    listener = Listener(told)
+    environment = {name: value for name, value in os.environ.items() if name != PROCESS_VARIABLE}
+    for worker in workers:
+        worker.environment = environment | listener.environment()
+    telling = asyncio.ensure_future(manager.keep_telling(beat))
+    try:
+        yield
+    finally:
+        telling.cancel()
+        listener.close()
+
+
 def _end_with(parent: int) -> None:
-    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again."""
+    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again. A SIGHUP that
+    comes before there is anything to be read again is for nothing."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(EXIT_ERROR)

@@ -170,6 +170,11 @@ REASONS: dict[str, Reason] = {
         "Send the sidecar's token: SEQDEDUPE_TOKEN, or SEQDEDUPE_TOKEN_FILE with the path of the file `token` in its "
         "data directory. docs/security.md says more.",
     ),
+    "NOT_ALLOWED": Reason(
+        AccessDeniedError,
+        "PERMISSION_DENIED",
+        "Ask the sidecar's operator for a rule; `seqdedupe auth explain` names the one that decides.",
+    ),
     "TOKEN_EXPIRED": Reason(UnavailableError, "UNAUTHENTICATED", "Send a token that is still valid.", 0),
     # Sessions and order.
     "FENCED": Reason(
@@ -232,6 +237,12 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_STREAMS": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Share streams: one carries any number of producers.", 1000
     ),
+    "SHARE_EXCEEDED": Reason(
+        UnavailableError,
+        "RESOURCE_EXHAUSTED",
+        "Use less at once, or ask the sidecar's operator for a larger share; docs/rules.md has all of them.",
+        1000,
+    ),
     "STREAM_IDLE": Reason(
         UnavailableError, "UNAVAILABLE", "Open the stream again when there is something to send or to read.", 1000
     ),
@@ -243,6 +254,18 @@ REASONS: dict[str, Reason] = {
         "UNAVAILABLE",
         "See why the store refuses writes (is the disk full?); retries go on.",
         250,
+    ),
+    "AUDIT_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the audit trail cannot be written (is the disk full?); operators' calls are refused until it can.",
+        1000,
+    ),
+    "BACKUP_FAILED": Reason(
+        UnavailableError,
+        "RESOURCE_EXHAUSTED",
+        "See why the backup could not be written (is its disk full?), and make another.",
+        1000,
     ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
     "TLS_FAILED": Reason(
@@ -307,9 +330,14 @@ REASONS: dict[str, Reason] = {
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."
     ),
+    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` says which ones are whole."),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
     "OLDER_FORMAT": _damaged(
         "Start the version that wrote it. Its data is not converted: publish anew what is still needed."
+    ),
+    "AUDIT_DAMAGED": _damaged(
+        "Find out who could write to the file, and keep it. A sidecar that does not start for it begins a new trail "
+        "once the file is moved away."
     ),
     "STORE_MISSING": _damaged(
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "

@@ -79,6 +79,13 @@ def _producer(address: str, topic: str, **more: object) -> Any:
     return producer
 
 
+def _finish(producer: Any, failures: list[str], load: Load) -> None:
+    """Raises RuntimeError unless all is confirmed."""
+    if producer.flush(300) or failures:
+        raise RuntimeError(f"not all was confirmed: {failures[:1]}")
+    load.finish()
+
+
 def publish(address: str, topic: str, load: Load) -> None:
     failures: list[str] = []
 
@@ -101,9 +108,7 @@ def publish(address: str, topic: str, load: Load) -> None:
                 producer.poll(PAUSE_SECONDS)
         if number % POLL_EVERY == 0:
             producer.poll(0)
-    if producer.flush(300) or failures:
-        raise RuntimeError(f"not all was confirmed: {failures[:1]}")
-    load.finish()
+    _finish(producer, failures, load)
 
 
 def ready(address: str, topic: str, load: Load) -> None:
@@ -117,9 +122,7 @@ def ready(address: str, topic: str, load: Load) -> None:
         if queued != BATCH_MESSAGES:
             raise RuntimeError(f"{queued} of a batch were queued")
         producer.poll(0)
-    if producer.flush(300) or failures:
-        raise RuntimeError(f"not all was confirmed: {failures[:1]}")
-    load.finish()
+    _finish(producer, failures, load)
 
 
 def steady(address: str, topic: str, load: Load) -> None:
@@ -137,9 +140,7 @@ def steady(address: str, topic: str, load: Load) -> None:
             producer.poll(PAUSE_SECONDS)
         else:
             producer.produce(topic, payload(number), on_delivery=answered)
-    if producer.flush(300) or failures:
-        raise RuntimeError(f"not all was confirmed: {failures[:1]}")
-    load.finish()
+    _finish(producer, failures, load)
 
 
 def one_in_flight(address: str, topic: str, load: Load) -> list[float]:

@@ -12,18 +12,30 @@ _SESSION, _USER_TICKS, _SYSTEM_TICKS, _RESIDENT_PAGES = 3, 11, 12, 21
 """Places in `/proc/PID/stat` after the name of the command."""
 
 
+def _stat(process: int | str) -> list[str]:
+    return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+
+
 def _processes(session: int) -> Iterator[list[str]]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            fields = stat.read_text().rsplit(")", 1)[1].split()
+            fields = _stat(folder.name)
             if int(fields[_SESSION]) == session:
                 yield fields
 
 
+def _cpu_seconds(fields: list[str]) -> float:
+    return (int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])) / _TICKS_PER_SECOND
+
+
+def cpu_seconds_of(process: int) -> float:
+    """Processor time that a process has taken so far, to a hundredth of a second."""
+    return _cpu_seconds(_stat(process))
+
+
 def cpu_seconds(session: int) -> float:
-    """What the processes of a session have taken so far, those aside that have ended."""
-    ticks = sum(int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS]) for fields in _processes(session))
-    return ticks / _TICKS_PER_SECOND
+    """The same of the processes of a session, those aside that have ended."""
+    return sum(map(_cpu_seconds, _processes(session)))
 
 
 def resident_bytes(session: int) -> int:

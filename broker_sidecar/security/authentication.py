@@ -14,7 +14,7 @@ from broker_sidecar.security.certificates import Certificates, connection_age, n
 from broker_sidecar.security.gate import anybody
 from broker_sidecar.security.own_token import OwnToken
 from broker_sidecar.security.signed_tokens import SignedTokens
-from broker_sidecar.security.subject import OPERATOR, RESERVED, Subject
+from broker_sidecar.security.subject import ANONYMOUS, OPERATOR, RESERVED, Subject
 from broker_sidecar.security.watching import Watched
 from broker_sidecar.streams import Streams
 from seqdedupe.address import SidecarAddress
@@ -58,9 +58,15 @@ class Authentication:
             subject = Subject(name_in(context.auth_context()), "certificate", None, address)
         else:
             raise error("UNAUTHENTICATED", "the call shows no token")
-        if subject.name in RESERVED and subject.kind != "token":
-            raise error("UNAUTHENTICATED", f"nobody else may have the name {subject.name!r}")
-        return subject
+        return _check_name(subject)
+
+    def of_token(self, token: bytes | None, address: str) -> Subject:
+        """Who shows this token otherwise than in a call of gRPC. Raises as a call."""
+        if self._token is None:
+            return Subject(ANONYMOUS, "nobody", None, address)
+        if token is None:
+            raise error("UNAUTHENTICATED", "no token is shown")
+        return _check_name(self._by_token(self._token, token, address))
 
     def _by_token(self, own: OwnToken, token: bytes, address: str) -> Subject:
         if own.is_shown(token):
@@ -87,6 +93,12 @@ class Authentication:
             return error("TOKEN_EXPIRED", "the sidecar takes other tokens now") if subject.kind == kind else None
 
         return lambda: self._streams.end_where(why)
+
+
+def _check_name(subject: Subject) -> Subject:
+    if subject.name in RESERVED and subject.kind != "token":
+        raise error("UNAUTHENTICATED", f"nobody else may have the name {subject.name!r}")
+    return subject
 
 
 def _token_in(context: Context) -> bytes | None:

@@ -8,8 +8,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar.rpc import Context, abort
+from broker_sidecar.rpc import Context, abort, parse_small
+from broker_sidecar.security.calls import CHANGES
+from broker_sidecar.security.permissions import OPEN_HEALTH, Permissions, request_class
 from broker_sidecar.security.subject import ANONYMOUS, Subject, set_caller
+from broker_sidecar.security.trail import Trail
 from seqdedupe.errors import SeqdedupeError
 
 _HEALTH = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
@@ -25,14 +28,19 @@ def anybody(context: Context) -> Subject:
 
 
 class Gate(grpc.GenericRpcHandler):
-    """A service as `handler` serves it, for callers who are known. `caller` is theirs within its handlers.
+    """A service as `handler` serves it, for callers who are known and may make the call. `caller` is theirs within its
+    handlers.
 
     The health of the whole is told to everybody: what asks for it, such as a probe, has no token.
     """
 
-    def __init__(self, handler: grpc.GenericRpcHandler, authenticate: Authenticate) -> None:
+    def __init__(
+        self, handler: grpc.GenericRpcHandler, authenticate: Authenticate, permissions: Permissions, trail: Trail
+    ) -> None:
         self._handler = handler
         self._authenticate = authenticate
+        self._permissions = permissions
+        self._trail = trail
         self._guarded: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
@@ -53,10 +61,13 @@ class Gate(grpc.GenericRpcHandler):
 
         async def guarded(request: Any, context: Context) -> Any:
             try:
-                subject = self._subject(method, request, context)
+                set_caller(self._subject(method, request, context))
+                self._permissions.check_call(method, request)
+                if method in CHANGES:
+                    async with self._trail.change(method, parse_small(request_class(method), request)):
+                        return await handle(request, context)
             except SeqdedupeError as e:
                 await abort(context, e)
-            set_caller(subject)
             return await handle(request, context)
 
         make: Any = getattr(grpc, f"{shape}_rpc_method_handler")
@@ -66,14 +77,15 @@ class Gate(grpc.GenericRpcHandler):
     def _subject(self, method: str, request: Any, context: Context) -> Subject:
         try:
             return self._authenticate(context)
-        except SeqdedupeError:
+        except SeqdedupeError as e:
             if method in _HEALTH and _is_of_the_whole(request):
                 return Subject("", "nobody", None, context.peer())
+            self._trail.unauthenticated(method, context.peer(), e)
             raise
 
 
 def _is_of_the_whole(request: bytes) -> bool:
     try:
-        return not health_pb2.HealthCheckRequest.FromString(request).service
+        return health_pb2.HealthCheckRequest.FromString(request).service in OPEN_HEALTH
     except DecodeError:
         return False

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import SeqdedupeError
 
@@ -32,6 +33,8 @@ class Watched(Generic[T]):
         """`on_change` is called when the value has become another one. Raises what `load` raises."""
         self.what = what
         self.problem: SeqdedupeError | None = None
+        self.on_tried: Callable[[], None] = lambda: None
+        """Called when the files were read again, whatever came of it."""
         self._paths = paths
         self._load = load
         self._on_change = on_change
@@ -58,11 +61,12 @@ class Watched(Generic[T]):
             self.problem = e
             self._reminds_at = 0.0
             self._remind()
-            return
-        self.problem = None
-        logger.info("%s was read again", self.what)
-        if self.value != former:
-            self._on_change()
+        else:
+            self.problem = None
+            logger.info("%s was read again", self.what)
+            if self.value != former:
+                self._on_change()
+        self.on_tried()
 
     def _remind(self) -> None:
         if self.problem is not None and time.monotonic() >= self._reminds_at:
@@ -82,9 +86,27 @@ def _signature_of(path: Path) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
 
-async def keep_looking(watched: Sequence[Watched[object]]) -> None:
-    """Looks at all of them again and again."""
-    while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        for one in watched:
-            one.look()
+class Watching:
+    """All such files of a sidecar. `on_tried` is told what was read again."""
+
+    def __init__(self, watched: Iterable[Watched[Any]], on_tried: Callable[[Watched[Any]], None]) -> None:
+        self._watched = list(watched)
+        for one in self._watched:
+            one.on_tried = partial(on_tried, one)
+
+    @property
+    def has_problem(self) -> bool:
+        """Whether some of them say something that is not in force."""
+        return any(one.problem is not None for one in self._watched)
+
+    async def keep_looking(self) -> None:
+        """Looks at all of them again and again."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for one in self._watched:
+                one.look()
+
+    def reload(self) -> None:
+        """Reads all of them again, changed or not."""
+        for one in self._watched:
+            one.reload()

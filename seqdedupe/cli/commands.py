@@ -7,6 +7,9 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.audit import audit
+from seqdedupe.cli.auth import auth
+from seqdedupe.cli.backup import backup, restore, verify
 from seqdedupe.cli.bench import bench
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
@@ -17,6 +20,7 @@ from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.sidecars import sidecars
 from seqdedupe.cli.token import token
+from seqdedupe.cli.top import top
 from seqdedupe.cli.topics import producers, snapshot, topics, version
 from seqdedupe.cli.transfer import export_file, import_file, rebuild_topic
 from seqdedupe.command import run_command, say_failure, says_json
@@ -37,6 +41,7 @@ for _command in (
     read,
     topics,
     sidecars,
+    top,
     policy,
     producers,
     message_state,
@@ -48,8 +53,13 @@ for _command in (
     rebuild_topic,
     bench,
     job,
+    backup,
+    verify,
+    restore,
     doctor,
+    audit,
     token,
+    auth,
     version,
 ):
     cli.add_command(_command)

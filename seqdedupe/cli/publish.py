@@ -164,8 +164,8 @@ class _Publishing:
             bar.update(size - bar.pos)
 
     def _count(self, *, only_durable: bool = False) -> None:
-        """Of all, which it waits for, or of those that are durable by now. Raises what one of them failed with."""
-        while self._receipts and (not only_durable or self._receipts[0]._pending.durable):
+        """Of all, which it waits for, or of those that are over by now. Raises what one of them failed with."""
+        while self._receipts and (not only_durable or self._receipts[0].is_over()):
             self._verdicts[self._receipts[0].until_durable().verdict] += 1
             self._receipts.popleft()
 

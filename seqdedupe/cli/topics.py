@@ -7,6 +7,7 @@ import click
 
 from seqdedupe.cli.options import common, connect, connect_to, is_alone, print_json, print_table
 from seqdedupe.command import echo, printable
+from seqdedupe.figures import state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -20,11 +21,6 @@ def position_json(position: Position) -> dict[str, Any]:
         "message_id": None if position.message_id is None else str(position.message_id),
         "ownership": f"{position.ownership:016x}" if position.ownership else None,
     }
-
-
-def state_name(topic: admin_pb2.Topic) -> str:
-    known = topic.state in admin_pb2.TopicState.values()  # a newer sidecar may say more
-    return admin_pb2.TopicState.Name(topic.state).removeprefix("TOPIC_STATE_") if known else str(topic.state)
 
 
 T = TypeVar("T")
@@ -49,7 +45,7 @@ def _messages(topic: admin_pb2.Topic) -> int | None:
 def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
     return {
         "name": topic.name,
-        "state": state_name(topic),
+        "state": state_name(topic.state),
         "why": topic.why or None,
         "partitions": topic.partitions,
         "unused_partitions": topic.unused_partitions,
@@ -87,7 +83,7 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         return
     for name, value in (
         ("topic", topic.name),
-        ("state", state_name(topic) + (f": {topic.why}" if topic.why else "")),
+        ("state", state_name(topic.state) + (f": {topic.why}" if topic.why else "")),
         *(_of_whole(topic) if topic.partitions else _of_one(topic)),
         ("log", _known(topic, f"{topic.log_bytes:,} bytes")),
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since it was opened"),
@@ -195,7 +191,7 @@ def _print_topics(found: list[admin_pb2.Topic]) -> None:
     print_table(
         ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
         [
-            (_title(t), state_name(t), _on_off(t), _messages(t), _of_log(t, t.producers), _known(t, t.log_bytes))
+            (_title(t), state_name(t.state), _on_off(t), _messages(t), _of_log(t, t.producers), _known(t, t.log_bytes))
             for t in found
         ],
     )

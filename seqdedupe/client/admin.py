@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client import transfer
+from seqdedupe.client import backup, transfer
 from seqdedupe.client.calls import Calls, Connection
 from seqdedupe.client.connection import call
-from seqdedupe.errors import error
+from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, topic_name
 from seqdedupe.v1 import admin_pb2
@@ -262,6 +262,42 @@ class Admin:
         with _making_a_request():
             request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
         return (await self._calls.call(lambda sidecar: sidecar.admin.MoveTopic, request)).owner_address
+
+    async def statistics(
+        self,
+        *,
+        search: str = "",
+        order: "admin_pb2.StatisticsOrder.ValueType" = admin_pb2.STATISTICS_ORDER_UNSPECIFIED,
+        offset: int = 0,
+        limit: int = 0,
+    ) -> admin_pb2.GetStatisticsResponse:
+        """How one sidecar does, and which of its topics, in this order, are on the page asked for: see
+        `GetStatisticsRequest`. Raises InvalidRequestError."""
+        with _making_a_request():
+            request = admin_pb2.GetStatisticsRequest(search=search, order=order, offset=offset, limit=limit)
+        return await self._calls.call(lambda sidecar: sidecar.admin.GetStatistics, request)
+
+    async def backup(
+        self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
+    ) -> list[admin_pb2.BackupResponse]:
+        """Makes a backup of this name below the sidecar's `backup_directory`; what each process says at its end, when
+        all is durable. Where topics are spread over processes each makes its own part, and all have to be among the
+        addresses that the client was given.
+
+        `told` gets what each has said last. Raises InvalidRequestError (no `backup_directory`),
+        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not go to;
+        UnavailableError (BACKUP_FAILED), DataLossError.
+        """
+        with _making_a_request():
+            request = admin_pb2.BackupRequest(name=name)
+        return await backup.make(self._calls, await self._spread_over(), request, told)
+
+    async def _spread_over(self) -> list[str]:
+        """The addresses of the processes that topics are spread over; none if they are not."""
+        try:
+            return [one.name for one in await self.sidecars() if one.shards]
+        except InvalidRequestError:
+            return []
 
     async def version(self) -> admin_pb2.GetVersionResponse:
         """The sidecar's version and limits."""

@@ -64,7 +64,29 @@ class SpreadBatch:
         return result
 
 
-class Receipt:
+class Told:
+    """What a receipt, of whichever kind, tells without waiting."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, pending: PendingBatch | SpreadBatch) -> None:
+        self._pending = pending
+
+    def done(self) -> bool:
+        """Whether it is there, or what came instead: nobody would wait for it."""
+        return self._pending.settled
+
+    def is_durable(self) -> bool:
+        """Whether all that it is of is known to be durable: `until_durable` would answer at once. Never, if its
+        producer has ended before that."""
+        return self._pending.durable and not self._pending.failed
+
+    def is_over(self) -> bool:
+        """Whether `until_durable` would not wait: all is durable, or has failed."""
+        return self._pending.durable
+
+
+class Receipt(Told):
     """The receipt of one message. Await it for `Published`; it raises what the message failed with.
 
     Where the topic's flush policy is not to sync every commit, it comes when the message is written: the producer keeps
@@ -72,25 +94,17 @@ class Receipt:
     that can it be lost. `until_durable` waits for more.
     """
 
-    __slots__ = ("_pending", "_row")
+    __slots__ = ("_row",)
+    _pending: PendingBatch
 
     def __init__(self, pending: PendingBatch, row: int) -> None:
-        self._pending = pending
+        self._pending = pending  # one is made for each message
         self._row = row
-
-    def done(self) -> bool:
-        """Whether awaiting it would not wait."""
-        return self._pending.settled
 
     def __await__(self) -> Generator[Any, None, Published]:
         if not self._pending.settled:
             yield from self._pending.wait().__await__()
         return self._pending.published(self._row)
-
-    def is_durable(self) -> bool:
-        """Whether the message is known to be durable: `until_durable` would answer at once. Never, if its producer has
-        ended before that."""
-        return self._pending.durable and not self._pending.failed
 
     async def until_durable(self) -> Published:
         """Waits until the message is durable. If it had to be sent again meanwhile, its index and message ID may be
@@ -99,26 +113,15 @@ class Receipt:
         return self._pending.durable_published(self._row)
 
 
-class BatchReceipt:
+class BatchReceipt(Told):
     """The receipt of a batch. Await it for `BatchResult`; it raises what the batch failed with. See `Receipt`."""
 
-    __slots__ = ("_pending",)
-
-    def __init__(self, pending: PendingBatch | SpreadBatch) -> None:
-        self._pending = pending
-
-    def done(self) -> bool:
-        """Whether awaiting it would not wait."""
-        return self._pending.settled
+    __slots__ = ()
 
     def __await__(self) -> Generator[Any, None, BatchResult]:
         if not self._pending.settled:
             yield from self._pending.wait().__await__()
         return self._pending.result()
-
-    def is_durable(self) -> bool:
-        """As `Receipt.is_durable`, of all messages."""
-        return self._pending.durable and not self._pending.failed
 
     async def until_durable(self) -> BatchResult:
         """As `Receipt.until_durable`, for all messages."""

@@ -85,16 +85,20 @@ class Builder:
         properties: Properties | None,
     ) -> tuple[PendingBatch, int]:
         """Adds a message; the batch that it is in, and its row. Raises before anything is changed."""
-        if sequence_id is None and type(payload) is bytes and key is None and event_time is None and not properties:
+        if type(payload) is bytes and key is None and event_time is None and not properties:
             # The common message, as long as there is room for it: the checks below in one.
+            next_id = self.last_sequence_id + 1 if sequence_id is None else sequence_id
             payloads = self._payloads
             row = len(payloads)
             size_bytes = self._size_bytes + ROW_OVERHEAD_BYTES + len(payload)
-            if size_bytes < self._max_batch_bytes and row < self._last_row and self.last_sequence_id < MAX_SEQUENCE_ID:
+            is_next = type(next_id) is int and self._last_sent < next_id <= MAX_SEQUENCE_ID
+            if is_next and size_bytes < self._max_batch_bytes and row < self._last_row:
                 payloads.append(payload)
                 self._size_bytes = size_bytes
-                self._last_sent = self.last_sequence_id = sequence_id = self.last_sequence_id + 1
-                self._sequence_ids.append(sequence_id)
+                self._last_sent = next_id
+                if next_id > self.last_sequence_id:
+                    self.last_sequence_id = next_id
+                self._sequence_ids.append(next_id)
                 return self.pending, row
         return self._append(payload, sequence_id, key, event_time, properties)
 

@@ -13,7 +13,7 @@ from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, call, che
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.unreachable import was_never_sent
-from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
@@ -75,6 +75,18 @@ class Calls:
         if address not in self._connections:
             self._connections[address] = Connection(address, self._sidecars.new_channel(address))
         return self._connections[address]
+
+    def connection_to(self, text: str) -> Connection:
+        """The one to a sidecar that another one has named. Raises NOT_OWNER if the client may not go there."""
+        address = self._sidecars.allowed(text)
+        if address is None:
+            why = f"the sidecar at {text} has a part of it, and is not among the addresses that the client was given"
+            raise error("NOT_OWNER", why, hint="Give the client the addresses of all sidecars.", owner_address=text)
+        return self.connection(address)
+
+    def first_connection(self) -> Connection:
+        """That to the first address."""
+        return self.connection(self._sidecars.addresses[0])
 
     async def call(self, method: Callable[[Connection], Callable[..., Awaitable[T]]], request: Message) -> T:
         """Makes a unary call, of the request's topic or of the whole. A topic that recovers is waited for.

@@ -11,7 +11,7 @@ class ProducerConfig:
     """How a producer gathers messages into batches and how much it has under way."""
 
     linger_ms: float = 1.0
-    """A batch that is not full goes after so long, or after up to three times as long while 5,000 messages a second or
+    """A batch that is not full goes after so long, or after up to five times as long while 5,000 messages a second or
     more come; one that finds nothing in flight goes at once (as soon as the event loop gets its turn)."""
 
     max_batch_rows: int = 1000

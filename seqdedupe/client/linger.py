@@ -5,7 +5,7 @@ from seqdedupe.client.receipts import PendingBatch
 MANY_A_SECOND = 5_000
 """While so many messages come, a batch waits for more of them: each frame costs both sides as much as a hundred."""
 
-LONGEST_LINGERS = 3
+LONGEST_LINGERS = 5
 """So many times `linger_ms`, at most."""
 
 

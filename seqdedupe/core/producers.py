@@ -95,6 +95,10 @@ class Producers:
         """The names of the producers with these numbers."""
         return self._names.names(numbers)
 
+    def listed(self, numbers: Int64s) -> tuple[Bytes, Int64s2]:
+        """The names of the producers with these numbers in a buffer, and from where to where each stands in it."""
+        return self._names.listed_some(numbers)
+
     def number(self, name: bytes) -> int | None:
         """The producer's number, None if the name never came."""
         return self._names.number(name)

@@ -70,6 +70,11 @@ def seal(key: bytes, body: bytes) -> bytes:
     return crc.to_bytes(4, "little") + checked
 
 
+def incarnation_of(key: bytes) -> int | None:
+    """The incarnation of the topic that a record is of; None if it is none's."""
+    return int.from_bytes(key[1 : _TOPIC.size], "big") if key[:1] in (b"T", b"S") else None
+
+
 def unseal(key: bytes, value: bytes) -> bytes:
     """The body of a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
     if len(value) < _SEAL.size:

@@ -32,6 +32,9 @@ from seqdedupe.topic.waiting import Waiting
 
 logger = logging.getLogger("seqdedupe.topics")
 
+_LEVELS = {State.DAMAGED: logging.ERROR, State.READ_ONLY: logging.WARNING}
+"""Of what is told of a topic's state; else INFO."""
+
 T = TypeVar("T", bound=TopicBase)
 
 
@@ -209,7 +212,8 @@ class Topics(Generic[T]):
         self.on_state(name, closed.state)
 
     def _topic_changed(self, topic: T) -> None:
-        logger.info("topic %s is %s%s", topic.name, topic.state.name, f": {topic.why}" if topic.why else "")
+        level = _LEVELS.get(topic.state, logging.INFO)
+        logger.log(level, "topic %s is %s%s", topic.name, topic.state.name, f": {topic.why}" if topic.why else "")
         if self.live.get(topic.name) is topic:
             self.on_state(topic.name, topic.state)
 

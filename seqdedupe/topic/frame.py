@@ -40,6 +40,7 @@ from seqdedupe.format.columns import (
 )
 from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.topic.allowing import Allowing
 
 _WRONG = {
     layout.NO_ROWS: "it has no rows, or its sequence_ids are not 8 bytes each",
@@ -79,6 +80,18 @@ class NumbersCache:
     """Of the numbers, see `Producers`."""
     stream: int = NO_STREAM
     """The stream's number in its topic; a unary call has none."""
+    allowing: Allowing | None = None
+    """As which producers the client may publish; None: as all."""
+    forbidden: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Those of the numbers as which it may not."""
+    judged: int = 0
+    """The generation of what was judged, see `Allowing`."""
+
+    def is_of(self, names: bytes, producers: Producers) -> bool:
+        """Whether it holds what is known of this list of names."""
+        if names != self.names or self.generation != producers.generation:
+            return False
+        return self.allowing is None or self.judged == self.allowing.generation
 
 
 @dataclass(slots=True)
@@ -115,12 +128,15 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
     if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
     names = encoded[start(at, NAME_OFFSETS) : start(at, NAMES) + size(at, NAMES)]
-    if names != cache.names or cache.generation != producers.generation:
+    if not cache.is_of(names, producers):
         known = producers.known(view, places)
         if known is None:
             raise _wrong_names(view, places, producers)
+        if cache.allowing is not None:
+            cache.forbidden, cache.judged = cache.allowing.forbidden(known), cache.allowing.generation
         cache.names, cache.numbers, cache.generation = names, known, producers.generation
-        producers.activity.use(known, cache.stream)
+        if not len(cache.forbidden):
+            producers.activity.use(known, cache.stream)
     return Frame(encoded, view, places, cache.numbers, at[ROWS], at[COLUMNS_END])
 
 

@@ -201,6 +201,7 @@ class LoggedTopic(TopicBase):
             item.settled()
             return
         self.counters.count(item.receipt, item.frame.rows)
+        self.counters.stored_bytes += len(item.body)
         if item.is_told and item.when_durable is not None:
             item.when_durable()
         else:

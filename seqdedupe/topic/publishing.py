@@ -205,6 +205,7 @@ class Topic(LoggedTopic):
 
     async def _took_over(self) -> bool:
         self._failed_meanwhile = False
+        began = self.now_seconds()
         owner = await recovery.take_over(
             self.log,
             term=self.term + 1,
@@ -223,6 +224,9 @@ class Topic(LoggedTopic):
         self.sessions.begin_term(owner.term)
         self.next_index = self.confirmed_index = owner.next_index
         self.confirmed.tell()
+        self.counters.recoveries += 1
+        self.counters.replayed += owner.replayed
+        self.counters.recovery_seconds += self.now_seconds() - began
         # What the log held is known now; but if it failed again meanwhile, it takes nothing yet.
         return not self._failed_meanwhile
 

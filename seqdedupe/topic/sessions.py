@@ -53,6 +53,8 @@ class Opening:
     numbers: Int64s
     """Theirs when it began."""
     epochs: Int64s
+    earlier_epochs: Int64s
+    """Of the sessions before these; NO_EPOCH where there was none."""
     refusals: dict[int, SeqdedupeError]
     """By place in the call: FENCED, INVALID_EPOCH."""
     is_resume: bool
@@ -69,6 +71,20 @@ class Opened:
     """By place: FENCED, INVALID_EPOCH."""
     forgotten: list[int] = field(default_factory=list)
     """The places of resumed names of which there is nothing, where names were ever forgotten."""
+    fenced_epochs: dict[int, int] = field(default_factory=dict)
+    """By place, of names that another session had before."""
+
+    def among(self, names: int, refusals: dict[int, SeqdedupeError]) -> "Opened":
+        """The same, as the answer to so many names, of which those at these places were refused before."""
+        if not refusals:
+            return self
+        places = [place for place in range(names) if place not in refusals]
+        answer = Opened([0] * names, [-1] * names, [-1] * names, dict(refusals))
+        for place, *columns in zip(places, self.epochs, self.persisted, self.indexes, strict=True):
+            answer.epochs[place], answer.persisted[place], answer.indexes[place] = columns
+        answer.refusals.update((places[k], e) for k, e in self.refusals.items())
+        answer.forgotten.extend(places[k] for k in self.forgotten)
+        return answer
 
 
 class Sessions:
@@ -107,12 +123,18 @@ class Sessions:
         accepted = [encoded[place] for place in places]
         numbers = self._producers.add_all(accepted)
         given = np.array([epochs[place] for place in places], np.int64)
+        earlier = self._producers.numbers[numbers, EPOCH]
         self._producers.open(numbers, given)
-        return Opening(np.array(places, np.int64), accepted, numbers, given, refusals, is_resume)
+        return Opening(np.array(places, np.int64), accepted, numbers, given, earlier, refusals, is_resume)
 
     def opened(self, opening: Opening, names: int) -> Opened:
         """What an Open of so many names answers once all that it waits for has settled."""
         answer = Opened([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
+        if not opening.is_resume:
+            had = np.flatnonzero(opening.earlier_epochs != NO_EPOCH)
+            answer.fenced_epochs.update(
+                zip(opening.places[had].tolist(), opening.earlier_epochs[had].tolist(), strict=True)
+            )
         # Numbers may have changed while it waited.
         numbers = self._producers.add_all(opening.names)
         self._producers.activity.use(numbers)

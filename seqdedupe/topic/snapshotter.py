@@ -40,6 +40,10 @@ class Snapshotter:
         """What the last durable snapshot covers: all messages below this index."""
         self.opaque = b""
         """What the last one that was taken here, and is durable, holds of the log."""
+        self.taken = self.failed = 0
+        """So many have become durable, or not, since the topic was opened."""
+        self.durable_at = asyncio.get_running_loop().time()
+        """When the last one became durable, by the event loop's clock, or when the topic was opened."""
         self._store = store
         self._snapshots = snapshots
         self._producers = producers
@@ -178,11 +182,14 @@ class Snapshotter:
         except BaseException:
             # Whatever it is: a later snapshot must not leave these out.
             self._producers.mark_dirty(changed)
+            self.failed += 1
             self._start_timer()
             raise
         self._names_stored = known
         self._is_renumbered = False
         self.next_index, self.opaque = position.index + 1, opaque
+        self.taken += 1
+        self.durable_at = asyncio.get_running_loop().time()
         self._on_durable()
         if self._compaction is None or self._compaction.done():
             self._compaction = asyncio.ensure_future(self._compact())

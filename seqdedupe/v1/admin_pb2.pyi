@@ -182,6 +182,42 @@ last messages of the topic: it may have been stored, or never sent. Sent now, it
 """
 Global___MessageState: _TypeAlias = MessageState  # noqa: Y015
 
+class _StatisticsOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StatisticsOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StatisticsOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STATISTICS_ORDER_UNSPECIFIED: _StatisticsOrder.ValueType  # 0
+    """As `STATISTICS_ORDER_RATE`."""
+    STATISTICS_ORDER_RATE: _StatisticsOrder.ValueType  # 1
+    """What took the most rows of all verdicts in the last interval comes first, then in all intervals."""
+    STATISTICS_ORDER_NAME: _StatisticsOrder.ValueType  # 2
+    """By name."""
+    STATISTICS_ORDER_STATE: _StatisticsOrder.ValueType  # 3
+    """What does not serve comes first."""
+    STATISTICS_ORDER_TROUBLE: _StatisticsOrder.ValueType  # 4
+    """What had the most rows `UNKNOWN` and frames refused in all intervals comes first."""
+    STATISTICS_ORDER_SNAPSHOT: _StatisticsOrder.ValueType  # 5
+    """What has the most messages that no durable snapshot covers comes first."""
+
+class StatisticsOrder(_StatisticsOrder, metaclass=_StatisticsOrderEnumTypeWrapper):
+    """In which order topics are listed; by name where they are equal in that."""
+
+STATISTICS_ORDER_UNSPECIFIED: StatisticsOrder.ValueType  # 0
+"""As `STATISTICS_ORDER_RATE`."""
+STATISTICS_ORDER_RATE: StatisticsOrder.ValueType  # 1
+"""What took the most rows of all verdicts in the last interval comes first, then in all intervals."""
+STATISTICS_ORDER_NAME: StatisticsOrder.ValueType  # 2
+"""By name."""
+STATISTICS_ORDER_STATE: StatisticsOrder.ValueType  # 3
+"""What does not serve comes first."""
+STATISTICS_ORDER_TROUBLE: StatisticsOrder.ValueType  # 4
+"""What had the most rows `UNKNOWN` and frames refused in all intervals comes first."""
+STATISTICS_ORDER_SNAPSHOT: StatisticsOrder.ValueType  # 5
+"""What has the most messages that no durable snapshot covers comes first."""
+Global___StatisticsOrder: _TypeAlias = StatisticsOrder  # noqa: Y015
+
 @_typing.final
 class TopicPolicy(_message.Message):
     """What an operator may set for a topic, for a namespace and, by its configuration, for a sidecar. For each value that of
@@ -1030,19 +1066,23 @@ class ListProducersRequest(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     offset: _builtins.int
     """0 for the first page, else the `next_offset` of the page before: it is opaque."""
+    limit: _builtins.int
+    """At most so many, up to 1,000; 0: 1,000."""
     def __init__(
         self,
         *,
         topic: _builtins.str = ...,
         offset: _builtins.int = ...,
+        limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "offset", b"offset", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2109,3 +2149,392 @@ class GetVersionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetVersionResponse: _TypeAlias = GetVersionResponse  # noqa: Y015
+
+@_typing.final
+class GetStatisticsRequest(_message.Message):
+    """Which topics' statistics are asked for. Those of the whole are always answered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEARCH_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    search: _builtins.str
+    """Only topics whose full name contains this, in capitals or not; empty: all."""
+    order: Global___StatisticsOrder.ValueType
+    """The order of the topics."""
+    offset: _builtins.int
+    """So many of the topics are left out at the beginning."""
+    limit: _builtins.int
+    """At most so many topics, up to 500; 0: 50."""
+    topic: _builtins.str
+    """Only this topic, see `OpenRequest.topic`; empty: all."""
+    def __init__(
+        self,
+        *,
+        search: _builtins.str = ...,
+        order: Global___StatisticsOrder.ValueType = ...,
+        offset: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "offset", b"offset", "order", b"order", "search", b"search", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatisticsRequest: _TypeAlias = GetStatisticsRequest  # noqa: Y015
+
+@_typing.final
+class GetStatisticsResponse(_message.Message):
+    """Statistics as of one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    IS_SERVING_FIELD_NUMBER: _builtins.int
+    NOW_MS_FIELD_NUMBER: _builtins.int
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    TOPICS_FOUND_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    REPLAY_LEFT_MESSAGES_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Of the sidecar, as its package has it."""
+    uptime_seconds: _builtins.int
+    """Seconds since this process began to serve."""
+    is_serving: _builtins.bool
+    """Whether it serves, as the health of the whole says."""
+    now_ms: _builtins.int
+    """When it was asked, in milliseconds since 1970, by the sidecar's clock."""
+    interval_ms: _builtins.int
+    """How long an interval is."""
+    topics_found: _builtins.int
+    """How many there are that match `search`, on this page or not."""
+    replay_left_messages: _builtins.int
+    """So many messages topics have still to read before they serve, as far as their logs' extents are known."""
+    @_builtins.property
+    def activity(self) -> Global___Activity:
+        """What all topics did."""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCount]:
+        """How many topics there are in each state."""
+
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicStatistics]:
+        """The topics that were asked for."""
+
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Warning]:
+        """The last that it warned of, the newest first, 50 at most."""
+
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReasonCount]:
+        """Which errors callers were told in all intervals, by any call, the most frequent first."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        uptime_seconds: _builtins.int = ...,
+        is_serving: _builtins.bool = ...,
+        now_ms: _builtins.int = ...,
+        interval_ms: _builtins.int = ...,
+        activity: Global___Activity | None = ...,
+        states: _abc.Iterable[Global___StateCount] | None = ...,
+        topics: _abc.Iterable[Global___TopicStatistics] | None = ...,
+        topics_found: _builtins.int = ...,
+        warnings: _abc.Iterable[Global___Warning] | None = ...,
+        refusals: _abc.Iterable[Global___ReasonCount] | None = ...,
+        replay_left_messages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "interval_ms", b"interval_ms", "is_serving", b"is_serving", "now_ms", b"now_ms", "refusals", b"refusals", "replay_left_messages", b"replay_left_messages", "states", b"states", "topics", b"topics", "topics_found", b"topics_found", "uptime_seconds", b"uptime_seconds", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatisticsResponse: _TypeAlias = GetStatisticsResponse  # noqa: Y015
+
+@_typing.final
+class Activity(_message.Message):
+    """What happened in each of the last intervals, the oldest first, 200 of them at most: as many values in each list. The
+    lists are empty before the first interval has ended, of a topic in which nothing has happened in any of them, and of
+    those beyond the first 5,000 in which something has.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOT_DUP_FIELD_NUMBER: _builtins.int
+    DUP_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def not_dup(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows `NOT_DUP`, which were stored."""
+
+    @_builtins.property
+    def dup(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows `DUP`."""
+
+    @_builtins.property
+    def unknown(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows `UNKNOWN`."""
+
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Frames refused."""
+
+    @_builtins.property
+    def stored_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes stored, where the log is not a broker's own."""
+
+    def __init__(
+        self,
+        *,
+        not_dup: _abc.Iterable[_builtins.int] | None = ...,
+        dup: _abc.Iterable[_builtins.int] | None = ...,
+        unknown: _abc.Iterable[_builtins.int] | None = ...,
+        refused: _abc.Iterable[_builtins.int] | None = ...,
+        stored_bytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "not_dup", b"not_dup", "refused", b"refused", "stored_bytes", b"stored_bytes", "unknown", b"unknown"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Activity: _TypeAlias = Activity  # noqa: Y015
+
+@_typing.final
+class ReasonCount(_message.Message):
+    """How often callers were told an error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """The reason, see docs/errors.md."""
+    count: _builtins.int
+    """How often."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReasonCount: _TypeAlias = ReasonCount  # noqa: Y015
+
+@_typing.final
+class StateCount(_message.Message):
+    """How many topics are in a state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    state: Global___TopicState.ValueType
+    """The state."""
+    topics: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        state: Global___TopicState.ValueType = ...,
+        topics: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateCount: _TypeAlias = StateCount  # noqa: Y015
+
+@_typing.final
+class TopicStatistics(_message.Message):
+    """A topic and what happened in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    REPLAY_LEFT_MESSAGES_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_AGE_MS_FIELD_NUMBER: _builtins.int
+    replay_left_messages: _builtins.int
+    """So many messages it has still to read before it serves, as far as its log's extent is known."""
+    snapshot_age_ms: _builtins.int
+    """Where there are messages that no durable snapshot covers: milliseconds since the last one became durable, or since
+    the topic was opened; else 0.
+    """
+    @_builtins.property
+    def topic(self) -> Global___Topic:
+        """As it is now."""
+
+    @_builtins.property
+    def activity(self) -> Global___Activity:
+        """What happened in it."""
+
+    def __init__(
+        self,
+        *,
+        topic: Global___Topic | None = ...,
+        activity: Global___Activity | None = ...,
+        replay_left_messages: _builtins.int = ...,
+        snapshot_age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "topic", b"topic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "replay_left_messages", b"replay_left_messages", "snapshot_age_ms", b"snapshot_age_ms", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicStatistics: _TypeAlias = TopicStatistics  # noqa: Y015
+
+@_typing.final
+class Warning(_message.Message):
+    """Something that the sidecar logged as a warning or worse."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_MS_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    time_ms: _builtins.int
+    """When, in milliseconds since 1970."""
+    level: _builtins.str
+    """How bad it is, as Python names it: warning, error or critical, in capitals."""
+    message: _builtins.str
+    """What was logged; often it names a reason, see docs/errors.md. It may contain names that users have chosen."""
+    def __init__(
+        self,
+        *,
+        time_ms: _builtins.int = ...,
+        level: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "message", b"message", "time_ms", b"time_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Warning: _TypeAlias = Warning  # noqa: Y015
+
+@_typing.final
+class BackupRequest(_message.Message):
+    """See `Backup`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 100 ASCII letters, digits and any of `._-`, of which the first is a letter or digit."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupRequest: _TypeAlias = BackupRequest  # noqa: Y015
+
+@_typing.final
+class BackupResponse(_message.Message):
+    """How far a backup is; the last one says that it is whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    LINKED_BYTES_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    MADE_AT_US_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """So much of logs and store is in it."""
+    linked_bytes: _builtins.int
+    """Of these, so much is shared with an earlier backup."""
+    directory: _builtins.str
+    """Of the last answer: its folder, on the sidecar's machine. Until then empty, as all that follows."""
+    made_at_us: _builtins.int
+    """The moment that it is of, in microseconds since 1970."""
+    topics: _builtins.int
+    """Topics that are in it, those with damage among them."""
+    @_builtins.property
+    def damaged(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupFault]:
+        """Places of logs that are damaged, here as there."""
+
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupFault]:
+        """Topics that are left out, because their logs cannot be read or believed."""
+
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+        linked_bytes: _builtins.int = ...,
+        directory: _builtins.str = ...,
+        made_at_us: _builtins.int = ...,
+        topics: _builtins.int = ...,
+        damaged: _abc.Iterable[Global___BackupFault] | None = ...,
+        left_out: _abc.Iterable[Global___BackupFault] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "damaged", b"damaged", "directory", b"directory", "left_out", b"left_out", "linked_bytes", b"linked_bytes", "made_at_us", b"made_at_us", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupResponse: _TypeAlias = BackupResponse  # noqa: Y015
+
+@_typing.final
+class BackupFault(_message.Message):
+    """A topic that is not whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Its full name."""
+    incarnation: _builtins.int
+    """Its incarnation."""
+    what: _builtins.str
+    """What is wrong, in words."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "topic", b"topic", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupFault: _TypeAlias = BackupFault  # noqa: Y015

@@ -120,12 +120,13 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
         "ResetProducer": lambda: {"topic": topic, "producerName": "p", "persisted": "0"},
         "Snapshot": lambda: {"topic": topic},
         "RebuildTopic": lambda: {"topic": topic},
+        "GetStatistics": lambda: {"topic": topic},
         "GetVersion": dict,
         "DeleteTopic": lambda: {"topic": topic},
     }
     by_name = {method.name: method for method in methods(reflected)}
     transfers = {"ExportWatermarks", "ImportWatermarks", "ExportSnapshot", "ImportSnapshot"}
-    streams = {"PublishStream", "ReadStream", *transfers}
+    streams = {"PublishStream", "ReadStream", "Backup", *transfers}
     assert set(by_name) == set(requests) | streams | OF_CLUSTERS
     answers: dict[str, Any] = {}
     for name, request in requests.items():

@@ -1,7 +1,6 @@
 """A flush policy over the wire: early receipts, what readers see, kill -9, and who never gets one."""
 
 import asyncio
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,8 +21,6 @@ NEVER_BY_ITSELF: dict[str, Any] = {"log_flush_interval_messages": 2**31 - 1, "lo
 TIMEOUT_SECONDS = 120
 ONE_BY_ONE = ProducerConfig(max_batch_rows=1)
 
-_topics = itertools.count()
-
 
 def patient(folder: Path) -> Sidecar:
     """A sidecar that takes any interval, and syncs nothing for being idle: no test depends on how long it takes."""
@@ -43,12 +40,6 @@ def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
 def mortal(tmp_path: Path) -> Iterator[Sidecar]:
     with patient(tmp_path / "mortal") as sidecar:
         yield sidecar
-
-
-@pytest.fixture
-def topic() -> str:
-    """The name of one that is not there."""
-    return f"t{next(_topics)}"
 
 
 def create(sidecar: Sidecar, topic: str, **policy: Any) -> tuple[Caller, admin_pb2.Topic]:

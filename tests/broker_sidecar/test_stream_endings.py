@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 
 from broker_sidecar.rpc import Context, abort
+from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 
@@ -72,7 +73,7 @@ async def _code_of(handler: Any, lost: bool) -> grpc.StatusCode:
 @pytest.mark.parametrize("make", [_as_it_is, _without_metadata])
 async def test_a_stream_that_fails_while_its_first_message_is_written_says_why(make: Any) -> None:
     lost = make is _without_metadata
-    code = await _code_of(make(Streams(10)), lost)
+    code = await _code_of(make(Streams(10, Permissions())), lost)
     assert code is (grpc.StatusCode.DEADLINE_EXCEEDED if lost else grpc.StatusCode.INVALID_ARGUMENT)
 
 
@@ -106,5 +107,5 @@ def _with_metadata_given_up(_streams: Streams) -> Any:
 async def test_a_stream_that_is_ended_before_it_has_begun_says_why(make: Any) -> None:
     """As one that gives way on a connection that takes nothing for a while."""
     lost = make is _with_metadata_given_up
-    code = await _code_of(make(Streams(10)), lost)
+    code = await _code_of(make(Streams(10, Permissions())), lost)
     assert code is (grpc.StatusCode.DEADLINE_EXCEEDED if lost else grpc.StatusCode.UNAVAILABLE)

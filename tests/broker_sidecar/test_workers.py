@@ -302,5 +302,5 @@ async def test_a_worker_of_which_there_can_be_no_process_is_tried_again(
     new.rename(program)
     await until(lambda: worker._process is not None)
     stopping.set()
-    worker.stop()
+    worker.send(signal.SIGTERM)
     assert await running == -signal.SIGTERM

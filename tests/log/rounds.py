@@ -1,6 +1,7 @@
 """Rounds of several logs, made for certain; and a disk that loses any page that was not synced."""
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from seqdedupe.log.contract import Log
 from seqdedupe.log.embedded.commit import Committer, Work
 from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.log.embedded.writer import Writer, Written
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import Owner, replayed
 from tests.log.power import Disk
@@ -105,6 +107,37 @@ class Rounds:
         """How many messages of each log were acknowledged."""
         before, now = dict(self._acknowledged), list(self.owners.items())
         return before | {incarnation: before.get(incarnation, 0) + owner.stored for incarnation, owner in now}
+
+
+def path_of(fd: int) -> str:
+    """That of an open file."""
+    return os.readlink(f"/proc/self/fd/{fd}")
+
+
+def failing_syncs(monkeypatch: pytest.MonkeyPatch, fails: Callable[[str], bool]) -> None:
+    """From now on the sync of a file fails of whose path this is true."""
+    really = os.fdatasync
+
+    def sync(fd: int) -> None:
+        if fails(path_of(fd)):
+            raise OSError(errno.EIO, "the disk failed")
+        really(fd)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+
+
+def naming_as_synced(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """From now on records name this place of their writer as what was synced before them."""
+    really = Writer._pack
+
+    def pack(self: Writer, *arguments: Any) -> Written:
+        synced, self._synced = self._synced, getattr(self, place)
+        try:
+            return really(self, *arguments)
+        finally:
+            self._synced = synced
+
+    monkeypatch.setattr(Writer, "_pack", pack)
 
 
 def logs_in(folder: Path, fatal: Callable[[str], None] = pytest.fail, **keys: Any) -> EmbeddedLogs:

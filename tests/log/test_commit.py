@@ -3,7 +3,7 @@
 import asyncio
 import os
 import resource
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,8 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.writer import GROUP_APPENDS, Opening, Writer, Written
 from tests.log.batches import SECRET, TOPIC, encoded_batch
 from tests.log.conformance import LIMIT_SECONDS, Owner, replayed, what
+from tests.log.conftest import MakeLogs
 from tests.log.test_embedded import Gate
-
-MakeLogs = Callable[[], EmbeddedLogs]
-
-
-@pytest.fixture
-def fatal() -> list[str]:
-    """Why the process should have ended."""
-    return []
-
-
-@pytest.fixture
-async def make_logs(tmp_path: Path, fatal: list[str]) -> AsyncIterator[MakeLogs]:
-    made: list[EmbeddedLogs] = []
-
-    def make() -> EmbeddedLogs:
-        made.append(EmbeddedLogs(tmp_path / "logs", clock_ms=lambda: 1_000, fatal=fatal.append))
-        return made[-1]
-
-    yield make
-    for logs in made:
-        await logs.close()
 
 
 async def opened(logs: EmbeddedLogs, incarnation: int) -> Owner:

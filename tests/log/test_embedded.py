@@ -6,7 +6,7 @@ import os
 import resource
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from seqdedupe.log.embedded.segment import SCAN_BYTES, Segment
 from seqdedupe.log.embedded.writer import GROUP_APPENDS
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import LIMIT_SECONDS, Owner, parsed, replayed, what
+from tests.log.conftest import MakeLogs
+from tests.log.rounds import ids_in, path_of
 
 INCARNATION = 1_700_000_000_000_000
-MakeLogs = Callable[..., EmbeddedLogs]
 
 
 class Gate:
@@ -53,37 +54,9 @@ class Gate:
         assert await asyncio.to_thread(self.arrived.acquire, True, LIMIT_SECONDS)
 
 
-def path_of(fd: int) -> str:
-    return os.readlink(f"/proc/self/fd/{fd}")
-
-
-@pytest.fixture
-def fatal() -> list[str]:
-    """Why the process should have ended."""
-    return []
-
-
-@pytest.fixture
-async def make_logs(tmp_path: Path, fatal: list[str]) -> AsyncIterator[MakeLogs]:
-    made: list[EmbeddedLogs] = []
-
-    def make(folder: Path | None = None, **keys: Any) -> EmbeddedLogs:
-        keys = {"clock_ms": lambda: 1_000, "fatal": fatal.append} | keys
-        made.append(EmbeddedLogs(folder or tmp_path / "logs", **keys))
-        return made[-1]
-
-    yield make
-    for logs in made:
-        await logs.close()
-
-
 async def new_log(logs: EmbeddedLogs, incarnation: int = INCARNATION) -> EmbeddedLog:
     await logs.create(incarnation, TOPIC, SECRET)
     return await logs.open(incarnation, 0)
-
-
-async def ids_in(log: EmbeddedLog) -> list[int]:
-    return [i for r in await replayed(log, log.first_index) if r.rows for i in r.batch.sequence_ids]
 
 
 def files(folder: Path, incarnation: int = INCARNATION) -> dict[int, int]:

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,15 +13,13 @@ from seqdedupe.log.contract import Failure, FlushInterval, Outcome
 from seqdedupe.log.embedded import commit, writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.writer import Writer
 from tests.log.batches import SECRET, TOPIC
-from tests.log.conformance import LIMIT_SECONDS, Owner, replayed
-from tests.log.rounds import LosingDisk, found_in, put
+from tests.log.conformance import LIMIT_SECONDS, Owner
+from tests.log.conftest import MakeLogs
+from tests.log.rounds import LosingDisk, failing_syncs, found_in, ids_in, naming_as_synced, put
 
 INCARNATION = 77
 NEVER_BY_ITSELF = FlushInterval(2**31 - 1, 2**31 - 1)
-
-MakeLogs = Callable[..., EmbeddedLogs]
 
 
 class Early(Owner):
@@ -51,24 +48,6 @@ class Early(Owner):
                 await self._heard.wait()
 
 
-@pytest.fixture
-def fatal() -> list[str]:
-    return []
-
-
-@pytest.fixture
-async def make_logs(tmp_path: Path, fatal: list[str]) -> AsyncIterator[MakeLogs]:
-    made: list[EmbeddedLogs] = []
-
-    def make(folder: Path = tmp_path / "data" / "logs", **keys: Any) -> EmbeddedLogs:
-        made.append(EmbeddedLogs(folder, clock_ms=lambda: 1_000, fatal=fatal.append, **keys))
-        return made[-1]
-
-    yield make
-    for logs in made:
-        await logs.close()
-
-
 async def opened(
     logs: EmbeddedLogs, interval: FlushInterval = NEVER_BY_ITSELF, incarnation: int = INCARNATION
 ) -> tuple[EmbeddedLog, Early]:
@@ -78,10 +57,6 @@ async def opened(
     owner = Early(log)
     await owner.open()
     return log, owner
-
-
-async def ids_in(log: EmbeddedLog) -> list[int]:
-    return [i for r in await replayed(log, log.first_index) if r.rows for i in r.batch.sequence_ids]
 
 
 async def append(owner: Early, first: int, count: int, rows: int = 1) -> None:
@@ -261,11 +236,8 @@ async def test_a_sync_that_fails_later_is_fatal_and_confirms_nothing(
     log, owner = await opened(make_logs())
     await append(owner, 0, 5)
 
-    def broken(_fd: int) -> None:
-        raise OSError(errno.EIO, "input/output error")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", broken)
+        failing_syncs(patch, lambda path: True)
         log.flush()
         async with asyncio.timeout(LIMIT_SECONDS):
             while not fatal:  # noqa: ASYNC110 (the thread tells nobody else)
@@ -284,7 +256,7 @@ async def cut_at_random(make_logs: MakeLogs, tmp_path: Path, monkeypatch: pytest
     loses any part of what was not synced. How many messages the cuts took that were told as written."""
     random = Random(seed)
     disk = LosingDisk(tmp_path / "data", monkeypatch)
-    logs = make_logs(segment_bytes=3_000)
+    logs = make_logs(disk.folder / "logs", segment_bytes=3_000)
     both = [await opened(logs, incarnation=INCARNATION + k) for k in range(2)]
     both[1][0].flush_every(random.choice((NEVER_BY_ITSELF, FlushInterval(), FlushInterval(4, 2**31 - 1))))
     sent = [0, 0]
@@ -325,7 +297,7 @@ async def test_control_a_power_cut_takes_what_was_only_written(
 ) -> None:
     """Whoever takes what is written for durable loses it: all of it, here, and no more than it."""
     disk = LosingDisk(tmp_path / "data", monkeypatch)
-    log, owner = await opened(make_logs())
+    log, owner = await opened(make_logs(disk.folder / "logs"))
     await append(owner, 0, 5)
     log.flush()
     await owner.until_stored(5)
@@ -338,7 +310,7 @@ async def test_control_a_power_cut_takes_what_was_only_written(
 async def a_cut_among_what_waits(make_logs: MakeLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A power cut that leaves the last record of those that were only written, and not those before it."""
     disk = LosingDisk(tmp_path / "data", monkeypatch)
-    log, owner = await opened(make_logs())
+    log, owner = await opened(make_logs(disk.folder / "logs"))
     await append(owner, 0, 2)
     log.flush()
     await owner.until_stored(2)
@@ -346,7 +318,7 @@ async def a_cut_among_what_waits(make_logs: MakeLogs, tmp_path: Path, monkeypatc
     await owner.until_told(3)
     owner.append(3, 1, 10)
     await owner.until_told(4)
-    (path,) = (tmp_path / "data" / "logs" / str(INCARNATION)).glob("*.log")
+    (path,) = (disk.folder / "logs" / str(INCARNATION)).glob("*.log")
     raw = path.read_bytes()
     image = disk.image(None)
     (segment,) = (at for at in image if at.suffix == ".log" and at.parent.name == str(INCARNATION))
@@ -366,16 +338,7 @@ async def test_what_stands_above_the_last_sync_is_a_torn_tail(
 async def test_control_a_record_that_names_more_than_is_synced_makes_it_damage(
     make_logs: MakeLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = Writer._pack
-
-    def pack(self: Writer, *args: Any) -> Any:
-        synced, self._synced = self._synced, self._end
-        try:
-            return really(self, *args)
-        finally:
-            self._synced = synced
-
-    monkeypatch.setattr(Writer, "_pack", pack)
+    naming_as_synced(monkeypatch, "_end")
     with pytest.raises(Exception, match="LOG_DAMAGED"):
         await a_cut_among_what_waits(make_logs, tmp_path, monkeypatch)
 
@@ -385,7 +348,7 @@ async def test_a_round_of_the_journal_leaves_out_what_waits(
 ) -> None:
     """A topic of which something waits syncs its own file, in company too: a journal would have its last part alone."""
     disk = LosingDisk(tmp_path / "data", monkeypatch)
-    logs = make_logs()
+    logs = make_logs(disk.folder / "logs")
     both = [await opened(logs, incarnation=INCARNATION + k) for k in range(3)]
     for log, _ in both[1:]:
         log.flush_every(FlushInterval())

@@ -19,11 +19,11 @@ from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.segment import Identity, segment_path
 from seqdedupe.log.embedded.syncing import LeftFile, Syncer
-from seqdedupe.log.embedded.writer import Writer, Written
+from seqdedupe.log.embedded.writer import Writer
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import Owner
 from tests.log.power import Disk
-from tests.log.rounds import Rounds, found_in, ids_in, logs_in, put
+from tests.log.rounds import Rounds, failing_syncs, found_in, ids_in, logs_in, naming_as_synced, path_of, put
 
 ALL = [1, 2, 3]
 FLIPPED_EVERY = 37
@@ -34,10 +34,6 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 @pytest.fixture
 def make_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Rounds]:
     return lambda: Rounds(tmp_path / "data" / "logs", monkeypatch)
-
-
-def path_of(fd: int) -> str:
-    return os.readlink(f"/proc/self/fd/{fd}")
 
 
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -297,16 +293,7 @@ async def test_control_a_lost_journal_taken_for_a_torn_tail(
     make_rounds: Callable[[], Rounds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records name what their own file was synced up to, not what the journal has."""
-    really = Writer._pack
-
-    def pack(self: Writer, *arguments: Any) -> Written:
-        synced, self._synced = self._synced, self._file_synced
-        try:
-            return really(self, *arguments)
-        finally:
-            self._synced = synced
-
-    monkeypatch.setattr(Writer, "_pack", pack)
+    naming_as_synced(monkeypatch, "_file_synced")
     assert await a_lost_journal(make_rounds(), tmp_path / "killed") == {1: []}
 
 
@@ -367,14 +354,7 @@ async def a_refused_round_that_survives(
     with monkeypatch.context() as patch:
         patch.setattr(journal, "forget", lambda *arguments: (_ for _ in ()).throw(OSError("not now")))
         with patch.context() as failing:
-            really = os.fdatasync
-
-            def sync(fd: int) -> None:
-                if "/journal/" in path_of(fd):
-                    raise OSError(errno.EIO, "the disk failed")
-                really(fd)
-
-            failing.setattr(os, "fdatasync", sync)
+            failing_syncs(failing, lambda path: "/journal/" in path)
             await rounds.together(1, 2)
         await rounds.forget()
         await rounds.together(1, 2, size=500)
@@ -539,14 +519,7 @@ async def a_background_sync_that_fails(
         disk = Disk(tmp_path / "data", patch)
         await rounds.begin()
         await rounds.together(1, 2, 3)
-        really = os.fdatasync
-
-        def sync(fd: int) -> None:
-            if "/logs/1/" in path_of(fd):
-                raise OSError(errno.EIO, "the disk failed")
-            really(fd)
-
-        patch.setattr(os, "fdatasync", sync)
+        failing_syncs(patch, lambda path: "/logs/1/" in path)
         await rounds.forget()
         await rounds.end()
     return await found_in(disk.after_a_power_cut(tmp_path / "cut") / "logs", ALL)

@@ -19,8 +19,8 @@ from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.syncing import Syncer
 from tests.log.power import Disk
-from tests.log.rounds import Cuts, LosingDisk, Rounds, found_in, logs_in, put
-from tests.log.test_journal import ALL, a_background_sync_that_fails, cut, files_in, journal_of, killed, path_of
+from tests.log.rounds import Cuts, LosingDisk, Rounds, failing_syncs, found_in, logs_in, put
+from tests.log.test_journal import ALL, a_background_sync_that_fails, cut, files_in, journal_of, killed
 
 WHOLE = {i: [0, 1, 2] for i in ALL}
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -287,15 +287,14 @@ async def a_journal_that_fails_later(
         await rounds.forget()
         await rounds.open(3, term=2)
         await rounds.together(1, 2, 3)
-        really = os.fdatasync
 
-        def sync(fd: int) -> None:
-            if path_of(fd).endswith(".journal"):
-                disk.ruin(Path(path_of(fd)))
-                raise OSError(errno.EIO, "the disk failed")
-            really(fd)
+        def is_ruined(path: str) -> bool:
+            if not path.endswith(".journal"):
+                return False
+            disk.ruin(Path(path))
+            return True
 
-        patch.setattr(os, "fdatasync", sync)
+        failing_syncs(patch, is_ruined)
         await rounds.together(1, 2)
         found = disk.after_a_power_cut(tmp_path / "cut") / "logs"
         await rounds.end()

@@ -15,8 +15,9 @@ from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.writer import Writer
 from tests.log.batches import SECRET, TOPIC
-from tests.log.conformance import Owner, replayed
+from tests.log.conformance import Owner
 from tests.log.power import Disk
+from tests.log.rounds import ids_in
 
 INCARNATION = 77
 MakeLogs = Callable[[Path], EmbeddedLogs]
@@ -36,10 +37,6 @@ async def make_logs() -> AsyncIterator[MakeLogs]:
     yield make
     for logs in made:
         await logs.close()
-
-
-async def ids_in(log: EmbeddedLog) -> list[int]:
-    return [i for r in await replayed(log, log.first_index) if r.rows for i in r.batch.sequence_ids]
 
 
 async def what_survives(make_logs: MakeLogs, disk: Disk, to: Path, covered_index: int) -> list[int]:

@@ -113,6 +113,21 @@ class Admin:
     def move_topic(self, topic: str, to: str = "") -> str:
         return self._run(lambda admin: admin.move_topic(topic, to))
 
+    def statistics(
+        self,
+        *,
+        search: str = "",
+        order: "admin_pb2.StatisticsOrder.ValueType" = admin_pb2.STATISTICS_ORDER_UNSPECIFIED,
+        offset: int = 0,
+        limit: int = 0,
+    ) -> admin_pb2.GetStatisticsResponse:
+        return self._run(lambda admin: admin.statistics(search=search, order=order, offset=offset, limit=limit))
+
+    def backup(
+        self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
+    ) -> list[admin_pb2.BackupResponse]:
+        return self._run(lambda admin: admin.backup(name, told))
+
     def version(self) -> admin_pb2.GetVersionResponse:
         return self._run(lambda admin: admin.version())
 

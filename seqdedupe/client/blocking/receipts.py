@@ -2,7 +2,7 @@
 
 import threading
 
-from seqdedupe.client.awaited import SpreadBatch
+from seqdedupe.client.awaited import SpreadBatch, Told
 from seqdedupe.client.blocking.loop import check_is_there
 from seqdedupe.client.receipts import BatchResult, PendingBatch, Published
 from seqdedupe.errors import error
@@ -26,28 +26,20 @@ def _wait(pending: PendingBatch | SpreadBatch, timeout_seconds: float | None, *,
         )
 
 
-class Receipt:
+class Receipt(Told):
     """The receipt of one message."""
 
-    __slots__ = ("_pending", "_row")
+    __slots__ = ("_row",)
+    _pending: PendingBatch
 
     def __init__(self, pending: PendingBatch, row: int) -> None:
-        self._pending = pending
+        self._pending = pending  # one is made for each message
         self._row = row
-
-    def done(self) -> bool:
-        """Whether `result` would not wait."""
-        return self._pending.settled
 
     def result(self, timeout_seconds: float | None = None) -> Published:
         """Waits for it. Raises what the message failed with, or OutcomeUnknownError if there is nothing yet."""
         _wait(self._pending, timeout_seconds)
         return self._pending.published(self._row)
-
-    def is_durable(self) -> bool:
-        """Whether the message is known to be durable: `until_durable` would answer at once. Never, if its producer has
-        ended before that."""
-        return self._pending.durable and not self._pending.failed
 
     def until_durable(self, timeout_seconds: float | None = None) -> Published:
         """As `result`, when the message is durable: see `Receipt.until_durable` of the producer for asyncio."""
@@ -55,26 +47,15 @@ class Receipt:
         return self._pending.durable_published(self._row)
 
 
-class BatchReceipt:
+class BatchReceipt(Told):
     """The receipt of a batch."""
 
-    __slots__ = ("_pending",)
-
-    def __init__(self, pending: PendingBatch | SpreadBatch) -> None:
-        self._pending = pending
-
-    def done(self) -> bool:
-        """Whether `result` would not wait."""
-        return self._pending.settled
+    __slots__ = ()
 
     def result(self, timeout_seconds: float | None = None) -> BatchResult:
         """Waits for it. Raises what the batch failed with, or OutcomeUnknownError if there is nothing yet."""
         _wait(self._pending, timeout_seconds)
         return self._pending.result()
-
-    def is_durable(self) -> bool:
-        """As `Receipt.is_durable`, of all messages."""
-        return self._pending.durable and not self._pending.failed
 
     def until_durable(self, timeout_seconds: float | None = None) -> BatchResult:
         """As `Receipt.until_durable`, for all messages."""

@@ -55,7 +55,9 @@ def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     folder = tmp_path_factory.mktemp("mutual")
     keys = tls_keys(folder / "tls", of_server(AUTHORITY))
     OF_CLIENTS.cert_pem.write_to_path(folder / "tls" / "clients.pem")
-    with Sidecar(folder, authentication="token", tls_client_ca_file=folder / "tls" / "clients.pem", **keys) as sidecar:
+    (folder / "rules.toml").touch()
+    keys |= {"tls_client_ca_file": folder / "tls" / "clients.pem", "rules_file": folder / "rules.toml"}
+    with Sidecar(folder, authentication="token", **keys) as sidecar:
         yield sidecar
 
 
