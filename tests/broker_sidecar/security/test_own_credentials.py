@@ -75,9 +75,7 @@ def test_over_machines_it_is_a_token_that_both_take_over_tls(tmp_path: Path) -> 
     with ExitStack() as stack:
         first, second = two(stack, tmp_path, **keys)
         # The first takes another token, and asks the second with that of the file.
-        client = stack.enter_context(
-            Client(first.address, Credentials(None, first.token_file, authority.ca_file))
-        )
+        client = stack.enter_context(Client(first.address, Credentials(None, first.token_file, authority.ca_file)))
         assert client.admin.topics() == []
         client = stack.enter_context(Client(second.address, Credentials(TOKEN, None, authority.ca_file)))
         with pytest.raises(UnavailableError, match="not this sidecar's"):
