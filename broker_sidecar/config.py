@@ -91,14 +91,11 @@ class Config:
         "", "Authorities, as PEM: every client needs a certificate of one of them, whose SAN says who it is."
     )
     peer_token_file: str = _key(
-        "",
-        "A file with the token that other sidecars are shown, those in `peers` and `sidecars`. Workers of one data "
-        "directory have a token in common, and need none.",
+        "", "A file with the token that those in `peers` and `sidecars` are shown. Workers of one directory need none."
     )
     peer_tls_ca_file: str = _key(
         "",
-        "Authorities, as PEM, of which the certificates of other sidecars are. Left out: those of "
-        "`tls_client_ca_file`, else the public ones. They are shown this sidecar's certificate.",
+        "Authorities, as PEM, of other sidecars' certificates. Left out: `tls_client_ca_file`, else the public ones.",
     )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
     metrics_listen: str = _key(
