@@ -88,6 +88,16 @@ class Config:
     tls_client_ca_file: str = _key(
         "", "Authorities, as PEM: every client needs a certificate of one of them, whose SAN says who it is."
     )
+    peer_token_file: str = _key(
+        "",
+        "A file with the token that other sidecars are shown, those in `peers` and `sidecars`. Workers of one data "
+        "directory have a token in common, and need none.",
+    )
+    peer_tls_ca_file: str = _key(
+        "",
+        "Authorities, as PEM, of which the certificates of other sidecars are. Left out: those of "
+        "`tls_client_ca_file`, else the public ones. They are shown this sidecar's certificate.",
+    )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
     metrics_listen: str = _key(
         "",
@@ -215,9 +225,12 @@ class Config:
             ("tls_certificate_file", "tls_key_file"),
             ("tls_key_file", "tls_certificate_file"),
             ("tls_client_ca_file", "tls_certificate_file"),
+            ("peer_tls_ca_file", "tls_certificate_file"),
         ):
             if getattr(self, name) and not getattr(self, other):
                 raise invalid(other, f"is needed with {name}")
+        if self.peer_token_file and not (self.peers or self.sidecars):
+            raise invalid("peer_token_file", "has no use without peers or sidecars: to no others the token goes")
         for name in ("token_keys_file", "tls_client_ca_file"):
             if getattr(self, name) and self.authentication == "none":
                 raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")

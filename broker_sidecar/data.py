@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker_sidecar.config import Config
 from broker_sidecar.peers import Peers, claim_of
+from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Logs
@@ -144,7 +145,7 @@ class Data:
             self.logs.scrub(self._scrub_bytes_per_second)
         if self.cluster is not None:
             self.all_topics.in_background(_keep_looking(self.all_topics))
-            fetching = Fetching(self.all_topics, self.cluster.owner_of, self.cluster.snapshot_of)
+            fetching = Fetching(self.all_topics, self.cluster.owner_of, self.cluster.neighbours.snapshot_of)
             self.all_topics.in_background(fetching.run())
 
     def listens(self, address: SidecarAddress) -> None:
@@ -180,7 +181,7 @@ def _peers(config: Config, store: Store) -> Peers | None:
     claim, is_said = claim_of(config)
     if claim is None:
         return None
-    peers = Peers(claim, config.peers)
+    peers = Peers(claim, listed(config, config.peers))
     peers.check_found(record.name for record in store.topics())
     if not is_said:
         directories.write(Path(config.data_directory), claim)

@@ -41,12 +41,17 @@ _TLS_HINTS = {
 
 def unreachable(address: SidecarAddress, details: str) -> SeqdedupeError:
     """The error for what gRPC says of a connection that could not be made, or is lost: TLS_FAILED or UNREACHABLE."""
-    for sign, hint in _TLS_HINTS.items():
-        if sign in details:
-            return error("TLS_FAILED", f"no TLS connection to the sidecar at {address}: {details}", hint=hint)
+    if is_of_tls(details):
+        hint = next(hint for sign, hint in _TLS_HINTS.items() if sign in details)
+        return error("TLS_FAILED", f"no TLS connection to the sidecar at {address}: {details}", hint=hint)
     is_new = any(sign in details for sign in _NEVER_CONNECTED)
     hint = next((hint for sign, hint in _HINTS.items() if is_new and sign in details), None)
     return error("UNREACHABLE", f"no connection to the sidecar at {address}: {details}", hint=hint)
+
+
+def is_of_tls(details: str) -> bool:
+    """Whether somebody is there, and it is TLS that does not come about with them."""
+    return any(sign in details for sign in _TLS_HINTS)
 
 
 def is_of_another_host(details: str) -> bool:
