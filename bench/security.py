@@ -28,9 +28,14 @@ AUDIENCE = "bench"
 RULES = """
 [[allow]]
 subjects = ["bench"]
-actions = ["publish", "create"]
-topics = ["**"]
+actions = ["publish"]
+topics = ["bench"]
 producers = ["p*"]
+
+[[allow]]
+subjects = ["bench"]
+actions = ["create"]
+topics = ["bench"]
 """
 
 _names = itertools.count()
@@ -51,7 +56,7 @@ def _signed(folder: Path) -> tuple[dict[str, object], Credentials]:
     issued.private_key_and_cert_chain_pem.write_to_path(folder / "both.pem")
     public = OKPAlgorithm.to_jwk(key.public_key(), as_dict=True)
     (folder / "keys.json").write_text(json.dumps({"keys": [public | {"kid": "bench"}]}))
-    (folder / "rules.toml").write_text(RULES.replace('producers = ["p*"]\n', "").replace('"publish", ', "") + RULES)
+    (folder / "rules.toml").write_text(RULES)
     claims = {"sub": "bench", "aud": AUDIENCE, "exp": int(time.time()) + 86_400}
     token = jwt.encode(claims, key, "EdDSA", headers={"kid": "bench"})
     keys: dict[str, object] = {
