@@ -39,6 +39,7 @@ FIGURES = (
     "opening",
     "tag",
     "doctor",
+    "backup",
     "memory",
     "stalled_disk",
     "attached",

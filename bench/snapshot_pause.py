@@ -65,6 +65,8 @@ async def _pauses(folder: Path) -> tuple[float, float]:
         producers.numbers[changed, 1] += 1
         producers.mark_dirty(changed)
         index += CHANGED
+        # The beat that the changes themselves kept waiting is none of the snapshot's.
+        await asyncio.sleep(2 * BEAT_SECONDS)
         # A pause counts whole: the beats that come between snapshots would hide it.
         before = len(late)
         await snapshotter.take()

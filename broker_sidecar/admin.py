@@ -60,6 +60,7 @@ class AdminService:
         """`own` are the topics if they are on the sidecar's own log, or on that of a `cluster`. `peers` have the other
         shards, if there are some."""
         self._topics = topics
+        self._permissions = permissions
         self._transfer = Transfer(topics, streams, permissions, trail)
         self._operate = Operate(own)
         self._backup = backup
@@ -96,6 +97,8 @@ class AdminService:
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
         policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
         entry_format = entry_format_of(request.entry_format, self._topics.kind.log)
+        partitions = max(1, request.partitions)
+        self._permissions.check_creates(topic_name(request.topic), self._topics.records, partitions)
         if request.partitions:
             await partitioned.create(self._topics, request.topic, request.partitions, policy, entry_format)
         else:

@@ -44,6 +44,8 @@ _WORDS = {
 }
 """What the keys may say that take one of a few words."""
 
+RETENTION = ("default_retention_size_in_mb", "default_retention_time_in_minutes")
+
 _OF_POLICIES = {
     f"default_{name}" if name.startswith("retention_") else name: least for name, least in policy.LEAST.items()
 }
@@ -89,14 +91,11 @@ class Config:
         "", "Authorities, as PEM: every client needs a certificate of one of them, whose SAN says who it is."
     )
     peer_token_file: str = _key(
-        "",
-        "A file with the token that other sidecars are shown, those in `peers` and `sidecars`. Workers of one data "
-        "directory have a token in common, and need none.",
+        "", "A file with the token that those in `peers` and `sidecars` are shown. Workers of one directory need none."
     )
     peer_tls_ca_file: str = _key(
         "",
-        "Authorities, as PEM, of which the certificates of other sidecars are. Left out: those of "
-        "`tls_client_ca_file`, else the public ones. They are shown this sidecar's certificate.",
+        "Authorities, as PEM, of other sidecars' certificates. Left out: `tls_client_ca_file`, else the public ones.",
     )
     socket_mode: str = _key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
     metrics_listen: str = _key(
@@ -167,6 +166,8 @@ class Config:
     log_level: str = _key("info", "`debug`, `info`, `warning` or `error`.")
     log_format: str = _key("json", "`json` (one object a line) or `text`.")
     pulsar: PulsarConfig = field(default_factory=PulsarConfig)
+    retention_was_chosen: bool = False
+    """Whether somebody has said how long messages are kept, be it for ever. It is no key."""
 
     def check(self) -> "Config":
         """Raises INVALID_CONFIGURATION or INSECURE_LISTEN."""
@@ -197,7 +198,7 @@ class Config:
             )
         if self.log == "pulsar":
             self.pulsar.check()
-            for name in ("default_retention_size_in_mb", "default_retention_time_in_minutes"):
+            for name in RETENTION:
                 if getattr(self, name) != policy.NO_LIMIT:
                     raise invalid(name, "has no effect with log = 'pulsar': retention is that of the Pulsar topics")
         return self
@@ -231,9 +232,11 @@ class Config:
                 raise invalid(other, f"is needed with {name}")
         if self.peer_token_file and not (self.peers or self.sidecars):
             raise invalid("peer_token_file", "has no use without peers or sidecars: to no others the token goes")
-        for name in ("token_keys_file", "tls_client_ca_file"):
+        for name in ("token_keys_file", "tls_client_ca_file", "rules_file"):
             if getattr(self, name) and self.authentication == "none":
                 raise invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
+            if getattr(self, name) and not self.rules_file:
+                raise invalid("rules_file", f"is needed with {name}: whoever shows one may do nothing else")
 
     def _check_metrics_listen(self) -> None:
         if not self.metrics_listen:
@@ -378,7 +381,9 @@ def _checked(values: Mapping[str, Any]) -> Config:
             raise invalid(name, "is no key of the configuration" + (f": do you mean {near[0]}?" if near else ""))
         table, _, within = name.rpartition(".")
         tables[table][within] = _convert(name, value)
-    return Config(**tables.pop("", {}), pulsar=PulsarConfig(**tables["pulsar"])).check()
+    chosen = any(name in values for name in RETENTION)
+    pulsar = PulsarConfig(**tables["pulsar"])
+    return Config(**tables[""], pulsar=pulsar, retention_was_chosen=chosen).check()
 
 
 def from_process(file: Path | None, flags: Mapping[str, Any]) -> Config:

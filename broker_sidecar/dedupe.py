@@ -79,7 +79,7 @@ class DedupeService:
         self._permissions.check_topic(Action.PUBLISH, name)
         await self._topics.waiting.use(name)
         if name not in self._topics.live and name not in self._topics.closed:
-            self._permissions.check_topic(Action.CREATE, name)
+            self._permissions.check_creates(name, self._topics.records)
         return await self._topics.get_or_create(name)
 
 
@@ -147,6 +147,7 @@ class _Hold:
         if request.HasField("register"):
             names = names_of(request.register)
             self._permissions.check_names(topic.name, names, self._stream.subject)
+            self._permissions.check_new_names(topic.name, topic.producers, names)
             attachment.register(request.register.first_handle, names)
         if request.HasField("release"):
             attachment.release(values(request.release.handles, INT32, "handles"))

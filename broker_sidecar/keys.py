@@ -1,6 +1,6 @@
 """What a key of the configuration is: a field of a dataclass, with its default and its meaning."""
 
-from dataclasses import Field, field, fields
+from dataclasses import MISSING, Field, field, fields
 from typing import Any, cast
 
 from seqdedupe.errors import SeqdedupeError, error
@@ -20,7 +20,7 @@ def keys_of(config: type, prefix: str = "") -> dict[str, Field[Any]]:
     for item in fields(config):
         if "about" in item.metadata:
             found[prefix + item.name] = item
-        else:
+        elif item.default_factory is not MISSING:
             found |= keys_of(cast(type, item.default_factory), f"{item.name}.")
     return found
 

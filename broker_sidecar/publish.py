@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+import time
 from collections import deque
 from typing import Any
 
@@ -178,6 +179,8 @@ class PublishService:
         if denied:
             names = [name for place, name in enumerate(names) if place not in denied]
             epochs = [epoch for place, epoch in enumerate(epochs) if place not in denied]
+        if not epochs:
+            self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in names])
         opened = await open_sessions(topic, names, epochs or None)
         if not epochs:
             fenced = ((names[place], epoch) for place, epoch in opened.fenced_epochs.items())
@@ -218,17 +221,21 @@ class PublishService:
             if request.epochs:
                 return await find(self._topics, request.topic)
         encoded_names(names)
-        self._permissions.check_topic(Action.CREATE, topic_name(request.topic))
+        self._permissions.check_creates(topic_name(request.topic), self._topics.records)
         return await find_or_create(self._topics, request.topic)
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:
             name, batch = parse_publish(data)
             self._permissions.check_topic(Action.PUBLISH, topic_name(name))
+            shares = self._permissions.shares
+            shares.check_rate(use := shares.of(caller().name), len(data), time.monotonic())
             topic = await find(self._topics, name)
-            share = Share(self._streams.budget)
-            if not topic.flight.has_room() or not share.fits((1 + ANSWER_FACTOR) * len(batch)):
-                raise error("QUEUE_FULL", f"topic {topic.name}, or all clients together, have too much in flight")
+            share = Share(self._streams.budget, use)
+            why = f"topic {topic.name}, or all clients together, have too much in flight"
+            share.check((1 + ANSWER_FACTOR) * len(batch), why)
+            if not topic.flight.has_room():
+                raise error("QUEUE_FULL", why)
             share.take(len(batch))
             done: asyncio.Future[Receipt | Refusal] = asyncio.get_running_loop().create_future()
 

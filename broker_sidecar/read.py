@@ -8,6 +8,7 @@ import grpc
 
 from broker_sidecar.budget import Share
 from broker_sidecar.rpc import Context, abort, parse_small, unary
+from broker_sidecar.security.subject import caller
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
@@ -95,10 +96,9 @@ class ReadService:
     async def _read(self, data: bytes, context: Context) -> bytes:
         try:
             request = parse_small(read_pb2.ReadRequest, data)
-            share = Share(self._streams.budget)
+            share = Share(self._streams.budget, self._streams.shares.of(caller().name))
             page_bytes = _page_bytes(share)
-            if not share.fits(page_bytes):
-                raise error("QUEUE_FULL", "readers hold all the memory that there is for pages")
+            share.check(page_bytes, "readers hold all the memory that there is for pages")
             topic = await find(self._topics, request.topic)
             index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
             stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)

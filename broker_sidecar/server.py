@@ -29,7 +29,7 @@ from broker_sidecar.security import own_token, rules_file
 from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.gate import Gate
-from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.permissions import NO_RULES, Permissions
 from broker_sidecar.security.rules_file import RulesFile
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.security.watching import Watched, Watching
@@ -79,7 +79,7 @@ class Sidecar:
         logging.getLogger().addHandler(self._warnings)
         self._trail = Trail(Audit(Path(config.audit_file)) if config.audit_file else None)
         self._rules = self._watched_rules()
-        self._permissions = Permissions(self._rules.value.rules if self._rules else None, self._trail.denied)
+        self._permissions = Permissions(self._rules.value if self._rules else NO_RULES, self._trail.denied)
         self._streams = Streams(config.max_streams, self._permissions)
         self._health = health.Health(
             self._streams,
@@ -193,7 +193,7 @@ class Sidecar:
 
     def _replace_rules(self) -> None:
         if self._rules is not None:
-            self._permissions.replace(self._rules.value.rules)
+            self._permissions.replace(self._rules.value)
 
     def reload(self) -> None:
         """Reads again whatever an operator may replace, and goes on in the file that has the audit trail's name."""
@@ -245,6 +245,11 @@ async def _serve(config: Config, repairs: dict[str, bool]) -> None:
     await sidecar.listen()
     loop.add_signal_handler(signal.SIGHUP, sidecar.reload)
     logger.info("listening", extra={"address": str(sidecar.address)})
+    if config.log == "embedded" and not config.retention_was_chosen:
+        logger.warning(
+            "messages are kept for ever, until the disk is full: set default_retention_size_in_mb or "
+            "default_retention_time_in_minutes; -1 says that it is wanted"
+        )
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:
         own_token.tell(own_token.path_of(folder), config.log_format)

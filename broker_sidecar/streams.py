@@ -12,6 +12,7 @@ from broker_sidecar.budget import MAX_HELD_BYTES, Budget, Share
 from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
+from broker_sidecar.security.shares import Shares
 from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.errors import SeqdedupeError, error
 
@@ -31,12 +32,13 @@ CONNECTION_SHARE = 2
 class Stream:
     """One stream that is being served, by a task of its own."""
 
-    def __init__(self, context: Context, budget: Budget, subject: Subject) -> None:
+    def __init__(self, context: Context, budget: Budget, subject: Subject, shares: Shares) -> None:
         self.subject = subject
+        self.use = shares.of(subject.name)
         self.allowed = allowed_so_far()
         """Judged again when the rules change."""
         self.connection: str = context.peer()
-        self.share = Share(budget)
+        self.share = Share(budget, self.use)
         self._method = method_of_call()
         self.frames_in_flight = 0
         self.moved_at = time.monotonic()
@@ -44,6 +46,7 @@ class Stream:
         self.writing_since: float | None = None
         self.ended_because: SeqdedupeError | None = None
         self._context = context
+        self._shares = shares
         self._task: asyncio.Task[None] | None = None
         """Once it has begun."""
 
@@ -60,17 +63,28 @@ class Stream:
         self._task = asyncio.current_task()
 
     async def read(self) -> Any:
-        """The client's next message, or `grpc.aio.EOF`."""
+        """The client's next message, or `grpc.aio.EOF`. Not before it may send more, by its share of bytes a second."""
+        await self._rest()
+        return await self._read()
+
+    async def _rest(self) -> None:
+        if rest_seconds := self._shares.rest_seconds(self.use, time.monotonic()):
+            await asyncio.sleep(rest_seconds)
+
+    async def _read(self) -> Any:
         data = await self._context.read()
         self.moved_at = time.monotonic()
-        self._method.received += data is not grpc.aio.EOF
+        if data is not grpc.aio.EOF:
+            self._method.received += 1
+            self._shares.spend(self.use, len(data), self.moved_at)
         return data
 
     async def read_first(self) -> Any:
         """`read`, for the first message. Raises STREAM_IDLE if it does not come in time."""
+        await self._rest()
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
-                return await self.read()
+                return await self._read()
         except TimeoutError as e:
             raise error(
                 "STREAM_IDLE", f"no message came on this stream within {FIRST_MESSAGE_SECONDS:.0f} seconds"
@@ -108,6 +122,7 @@ class Streams:
     def __init__(self, limit: int, permissions: Permissions) -> None:
         self._limit = limit
         self._open: set[Stream] = set()
+        self.shares = permissions.shares
         permissions.on_replaced.append(self._judge_again)
         self.budget = Budget(self._relieve, MAX_HELD_BYTES)
         self.is_draining = False
@@ -141,7 +156,8 @@ class Streams:
 
     @contextmanager
     def _serving(self, context: Context) -> Iterator[Stream]:
-        stream = Stream(context, self.budget, caller())
+        stream = Stream(context, self.budget, caller(), self.shares)
+        self._make_room_in_share(stream)
         self._make_room(stream.connection)
         self._open.add(stream)
         expiry = _at_expiry(stream)
@@ -152,6 +168,14 @@ class Streams:
             if expiry is not None:
                 expiry.cancel()
             self._open.discard(stream)
+
+    def _make_room_in_share(self, new: Stream) -> None:
+        """Lets another stream of the caller give way if need be. Raises SHARE_EXCEEDED."""
+        own = [stream for stream in self._open if stream.use is new.use]
+        # Of Unix sockets nobody says which connection it is.
+        new.use.check("connections", len({stream.connection for stream in (*own, new)}))
+        if (limit := new.use.limits.streams) is not None and len(own) >= limit and not self._gives_way(own, limit):
+            raise new.use.exceeded("streams", f"{len(own)} streams are open")
 
     def _make_room(self, connection: str) -> None:
         """Lets another stream give way if need be. Raises TOO_MANY_STREAMS."""
@@ -164,13 +188,19 @@ class Streams:
                 most, among = share, own
         if len(self._open) < self._limit and most == self._limit:
             return
+        if not self._gives_way(among, most):
+            raise error("TOO_MANY_STREAMS", f"{most} streams are open: that is the limit", limit=most)
+
+    def _gives_way(self, among: Iterable[Stream], most: int) -> bool:
+        """Ends the one of these that was silent for longest. Whether one could be."""
         until = time.monotonic() - IDLE_SECONDS
         idle = [stream for stream in among if not stream.frames_in_flight and stream.moved_at <= until]
         if not idle:
-            raise error("TOO_MANY_STREAMS", f"{most} streams are open: that is the limit", limit=most)
+            return False
         self.gave_way += 1
         longest = min(idle, key=lambda stream: stream.moved_at)
         self._end(longest, f"this stream gave way to another: {most} are open, and it was silent for longest")
+        return True
 
     def _end(self, stream: Stream, why: str) -> None:
         self._open.discard(stream)

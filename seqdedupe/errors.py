@@ -237,6 +237,12 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_STREAMS": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Share streams: one carries any number of producers.", 1000
     ),
+    "SHARE_EXCEEDED": Reason(
+        UnavailableError,
+        "RESOURCE_EXHAUSTED",
+        "Use less at once, or ask the sidecar's operator for a larger share; docs/rules.md has all of them.",
+        1000,
+    ),
     "STREAM_IDLE": Reason(
         UnavailableError, "UNAVAILABLE", "Open the stream again when there is something to send or to read.", 1000
     ),
@@ -257,8 +263,9 @@ REASONS: dict[str, Reason] = {
     ),
     "BACKUP_FAILED": Reason(
         UnavailableError,
-        "UNAVAILABLE",
+        "RESOURCE_EXHAUSTED",
         "See why the backup could not be written (is its disk full?), and make another.",
+        1000,
     ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
     "TLS_FAILED": Reason(

@@ -1,6 +1,6 @@
 """What callers may do now: the rules that are in force, asked for every call and every frame."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +12,9 @@ from google.protobuf import descriptor_pool, message_factory
 
 from broker_sidecar.rpc import parse_small
 from broker_sidecar.security.calls import CALLS, Need, On, Other
-from broker_sidecar.security.rules import Action, Decision, Rule, Rules
+from broker_sidecar.security.rules import Action, Decision, Rule
+from broker_sidecar.security.rules_file import RulesFile
+from broker_sidecar.security.shares import Shares
 from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.core.names import joined
 from seqdedupe.core.producers import Producers
@@ -22,6 +24,8 @@ from seqdedupe.topic.allowing import Allowing, Judge
 
 OPEN_HEALTH = ("", "shards", "configuration")
 """The health of the whole: no topic has such a full name."""
+
+NO_RULES = RulesFile()
 
 Again: TypeAlias = Callable[[], object]
 """Judges once more what was allowed; raises NOT_ALLOWED."""
@@ -46,8 +50,9 @@ class Denial:
 
 
 def allowed_so_far() -> list[Again]:
-    """What was allowed in the call that is being handled, to be judged again when the rules change."""
-    return _allowed.get()
+    """What was allowed in the call that is being handled, to be judged again when the rules change. Of no call,
+    nothing."""
+    return _allowed.get([])
 
 
 def deciding_rule() -> str:
@@ -56,20 +61,22 @@ def deciding_rule() -> str:
 
 
 class Permissions:
-    """The rules in force. `on_denied` is told whatever is not allowed."""
+    """The rules and shares in force. `on_denied` is told whatever is not allowed."""
 
-    def __init__(self, rules: Rules | None = None, on_denied: Callable[[Denial], None] = lambda denial: None) -> None:
-        self._rules = rules or Rules()
+    def __init__(self, file: RulesFile = NO_RULES, on_denied: Callable[[Denial], None] = lambda denial: None) -> None:
+        self._rules = file.rules
+        self.shares = Shares(file.shares, file.in_all)
         self._on_denied = on_denied
-        self._allowing: WeakValueDictionary[tuple[Subject, int], _Allowing] = WeakValueDictionary()
+        self._allowing: WeakValueDictionary[tuple[str, int], _Allowing] = WeakValueDictionary()
         self.on_replaced: list[Callable[[], None]] = []
         """Whoever holds something that was allowed is told."""
 
-    def replace(self, rules: Rules) -> None:
-        """These rules are in force from now on, for open streams too."""
-        self._rules = rules
+    def replace(self, file: RulesFile) -> None:
+        """These rules and shares are in force from now on, for open streams too."""
+        self._rules = file.rules
+        self.shares.replace(file.shares, file.in_all)
         for allowing in list(self._allowing.values()):
-            allowing.judge_again(self._names_judge(allowing.subject, allowing.topic))
+            allowing.judge_again(self.names_judge(allowing.subject, allowing.topic))
         for tell in self.on_replaced:
             tell()
 
@@ -125,14 +132,25 @@ class Permissions:
                 return self._rules.decide_everything(subject, action)
         return self._rules.decide_anything(subject, action)
 
+    def check_creates(self, topic: str, there: Iterable[str], more: int = 1) -> None:
+        """Raises NOT_ALLOWED if the caller may not create the topic; SHARE_EXCEEDED if it would have created too many
+        with so `more`, had it created all that are `there` and that it might."""
+        self.check_topic(Action.CREATE, topic)
+        subject = caller()
+        use = self.shares.of(subject.name)
+        if use.limits.topics is not None:
+            names = list(there)
+            mine = len(names) if subject.is_unrestricted else self._rules.count(subject.name, Action.CREATE, names)
+            use.check("topics", mine + more)
+
     # -- producer names ----------------------------------------------------------------------------------------
 
     def denied_names(self, topic: str, names: Sequence[bytes], subject: Subject) -> dict[int, SeqdedupeError]:
         """Of these names those as which the subject may not publish to the topic: by place, each with its error."""
         if subject.is_unrestricted:
             return {}
-        places = np.flatnonzero(self._names_judge(subject, topic)(*joined(list(names))) == 0).tolist()
-        return {place: self._deny(subject, topic, [names[place].decode(errors="replace")]) for place in places}
+        places = np.flatnonzero(self.names_judge(subject.name, topic)(*joined(list(names))) == 0).tolist()
+        return {place: self.deny_names(subject, topic, [names[place].decode(errors="replace")]) for place in places}
 
     def check_names(self, topic: str, names: Sequence[bytes], subject: Subject) -> None:
         """Raises NOT_ALLOWED if the subject may not publish to the topic under one of these names."""
@@ -145,15 +163,32 @@ class Permissions:
         if subject.is_unrestricted:
             return None
         # While it is there its producers are, and no others are at that address.
-        key = subject, id(producers)
+        key = subject.name, id(producers)
         if (found := self._allowing.get(key)) is None:
-            found = self._allowing[key] = _Allowing(self, subject, topic, producers)
+            found = self._allowing[key] = _Allowing(self, subject.name, topic, producers)
         return found
 
-    def _names_judge(self, subject: Subject, topic: str) -> Judge:
-        return self._rules.on(subject.name, Action.PUBLISH, topic).are_allowed
+    def check_new_names(self, topic: str, producers: Producers, names: Sequence[bytes]) -> None:
+        """Raises SHARE_EXCEEDED if the topic would know too many names with those of these that are new to it."""
+        use = self.shares.of(caller().name)
+        if use.limits.producer_names is None and self.shares.in_all.limits.producer_names is None:
+            return
+        if new := int(np.count_nonzero(producers.find_all(list(names)) < 0)):
+            self.shares.in_all.check("producer_names", producers.known_count() + new)
+            if use.limits.producer_names is not None:
+                use.check("producer_names", self._count_names(topic, producers) + new)
 
-    def _deny(self, subject: Subject, topic: str, names: list[str]) -> SeqdedupeError:
+    def _count_names(self, topic: str, producers: Producers) -> int:
+        """As how many of the topic's producers the caller may publish."""
+        if (allowing := self.allowing(topic, producers)) is None:
+            return producers.known_count()
+        return len(producers) - len(allowing.forbidden(np.arange(len(producers))))
+
+    def names_judge(self, subject: str, topic: str) -> Judge:
+        """Judges names under which somebody would publish to the topic."""
+        return self._rules.on(subject, Action.PUBLISH, topic).are_allowed
+
+    def deny_names(self, subject: Subject, topic: str, names: list[str]) -> SeqdedupeError:
         rule = self._rules.decide(subject.name, Action.PUBLISH, topic, names[0]).rule
         return self._denied(subject, Action.PUBLISH, topic, rule, names)
 
@@ -170,15 +205,15 @@ class Permissions:
 
 
 class _Allowing(Allowing):
-    """That of one caller, on one topic."""
+    """That of one caller, on one topic. What is denied is of a call that is being handled."""
 
-    def __init__(self, permissions: Permissions, subject: Subject, topic: str, producers: Producers) -> None:
+    def __init__(self, permissions: Permissions, subject: str, topic: str, producers: Producers) -> None:
         self.subject = subject
         self.topic = topic
         super().__init__(
             producers,
-            permissions._names_judge(subject, topic),
-            lambda names: permissions._deny(subject, topic, names),
+            permissions.names_judge(subject, topic),
+            lambda names: permissions.deny_names(caller(), topic, names),
         )
 
 

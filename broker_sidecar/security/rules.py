@@ -6,6 +6,7 @@ from enum import Enum
 
 import numpy as np
 
+from seqdedupe.core.names import joined
 from seqdedupe.core.patterns import Pattern
 from seqdedupe.format.jit import Bytes, Int64s2, Uint8s
 from seqdedupe.names import whole_of
@@ -117,6 +118,15 @@ class Rules:
         """Whether it is allowed under this producer name; None: under some name."""
         granted = self.on(subject, action, topic)
         return granted.under_any() if producer is None else granted.under(producer.encode())
+
+    def count(self, subject: str, action: Action, topics: Sequence[str]) -> int:
+        """On how many of these topics, by full names, it is allowed."""
+        raw, spans = joined([(whole_of(topic) or topic).encode() for topic in topics])
+        denied, allowed = np.zeros(len(spans), np.uint8), np.zeros(len(spans), np.uint8)
+        for rule in self._about(subject, action):
+            for pattern in _patterns(rule.topics, subject):
+                pattern.mark(raw, spans, denied if rule.denies else allowed)
+        return int(np.count_nonzero(allowed > denied))
 
     def decide_namespace(self, subject: str, action: Action, namespace: str) -> Decision:
         """Whether it is allowed on every topic that the namespace has or may have."""

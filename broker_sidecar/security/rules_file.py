@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from broker_sidecar.security.rules import SUBJECT, Action, Rule, Rules
-from broker_sidecar.security.shares import NO_LIMITS, OF_THE_CONFIGURATION, Limits, Share
+from broker_sidecar.security.shares import IN_ALL, NO_LIMITS, Limits, Share
 from seqdedupe.core.patterns import words_in
 from seqdedupe.errors import error
 from seqdedupe.names import whole_of
@@ -109,10 +109,7 @@ def _in_all(tables: Mapping[str, Any]) -> Limits:
         table = tables.get(_ALL, {})
         if not isinstance(table, dict):
             raise _Wrong("it should be one table")
-        for key in table:
-            if (other := OF_THE_CONFIGURATION.get(key)) is not None:
-                raise _Wrong(f"{key} in all is a key of the configuration: {other}")
-        _check_keys(table, _LIMITS)
+        _check_keys(table, IN_ALL)
         return _limits(table)
 
 

@@ -151,6 +151,10 @@ class Making:
         """The backup is whole, durable, and there by its name."""
         store = self._folder / STORE
         for path in sorted(store.iterdir()):
+            if path.name.startswith("LOG"):
+                # RocksDB's notes.
+                path.unlink()
+                continue
             size, crc = path.stat().st_size, checksum(path, lambda _: None)
             path.chmod(0o600)
             with path.open("rb") as file:

@@ -81,6 +81,7 @@ class Credentials:
     def from_environment(
         cls,
         *,
+        token: Token | None = None,
         token_file: str | None = None,
         tls_ca_file: str | None = None,
         tls_certificate_file: str | None = None,
@@ -90,10 +91,13 @@ class Credentials:
         or else `~/.config/seqdedupe/token` if that is there; and `SEQDEDUPE_TLS_CA_FILE`,
         `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`, `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true`. What is empty
         counts as not said. Raises INVALID_CREDENTIALS."""
-        token = None if token_file else os.environ.get(TOKEN) or None
+        if not token and not token_file:
+            token = os.environ.get(TOKEN)
+        if not token and not token_file:
+            token_file = os.environ.get(TOKEN_FILE) or _usual_token_file()
         return cls(
-            token=token,
-            token_file=None if token else token_file or os.environ.get(TOKEN_FILE) or _usual_token_file(),
+            token=token or None,
+            token_file=token_file or None,
             tls_ca_file=tls_ca_file or os.environ.get(TLS_CA_FILE) or None,
             tls_certificate_file=tls_certificate_file or os.environ.get(TLS_CERTIFICATE_FILE) or None,
             tls_key_file=tls_key_file or os.environ.get(TLS_KEY_FILE) or None,

@@ -2419,7 +2419,7 @@ class Warning(_message.Message):
     time_ms: _builtins.int
     """When, in milliseconds since 1970."""
     level: _builtins.str
-    """`WARNING`, `ERROR` or `CRITICAL`."""
+    """How bad it is, as Python names it: warning, error or critical, in capitals."""
     message: _builtins.str
     """What was logged; often it names a reason, see docs/errors.md. It may contain names that users have chosen."""
     def __init__(
@@ -2523,7 +2523,7 @@ class BackupFault(_message.Message):
     incarnation: _builtins.int
     """Its incarnation."""
     what: _builtins.str
-    """What is wrong, and where."""
+    """What is wrong, in words."""
     def __init__(
         self,
         *,

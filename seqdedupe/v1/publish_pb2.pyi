@@ -169,7 +169,7 @@ class OpenRefusal(_message.Message):
     index: _builtins.int
     """The name's place in the request."""
     reason: _builtins.str
-    """The stable reason, see docs/errors.md: `FENCED`, `INVALID_EPOCH`."""
+    """The stable reason, see docs/errors.md: `FENCED`, `INVALID_EPOCH`, `NOT_ALLOWED`."""
     message: _builtins.str
     """One line for a person."""
     current_epoch: _builtins.int

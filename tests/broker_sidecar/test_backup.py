@@ -362,9 +362,9 @@ def test_another_history_of_the_same_length_is_not_taken_for_this_one(at: At, tm
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def damage(path: Path) -> None:
+def damage(path: Path, at: int) -> None:
     raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 0xFF
+    raw[at] ^= 0xFF
     path.write_bytes(raw)
 
 
@@ -373,10 +373,10 @@ def test_damage_where_it_is_taken_is_said_and_the_rest_is_whole(at: At, tmp_path
     at.fill("gone", 0, 20)
     at.fill("others", 0, 20)
     t, gone, _ = incarnations(at.sidecar.data / "logs")
-    damage(min((at.sidecar.data / "logs" / str(t)).glob("*.log")))
+    damage(min((at.sidecar.data / "logs" / str(t)).glob("*.log")), 500)
     at.sidecar.stop()
     for path in (at.sidecar.data / "logs" / str(gone)).glob("*.log"):
-        damage(path)
+        damage(path, 0)
     at.sidecar.start()
     wait_for(lambda: at.client.topic("gone").state == admin_pb2.TOPIC_STATE_DAMAGED)
     last = at.backup("b")

@@ -80,6 +80,11 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "certificates of nobody": ("authentication", TLS | {"authentication": "none", "tls_client_ca_file": "ca.pem"}),
     "TLS on a socket": ("tls_certificate_file", TLS | {"listen": "unix:/run/x.sock"}),
+    "rules for nobody": ("authentication", {"authentication": "none", "rules_file": "rules.toml"}),
+    "keys of tokens without rules": (
+        "rules_file",
+        {"authentication": "token", "token_keys_file": "keys.json", "token_audience": "seqdedupe"},
+    ),
     "no port": ("listen", {"listen": "127.0.0.1"}),
     "no host": ("listen", {"listen": ":6660"}),
     "port of letters": ("listen", {"listen": "127.0.0.1:http"}),
@@ -90,6 +95,19 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "permissions that are none": ("socket_mode", {"socket_mode": "rw-------"}),
     "permissions that are not octal": ("socket_mode", {"socket_mode": "680"}),
 }
+
+
+def test_whoever_says_how_long_messages_are_kept_has_chosen() -> None:
+    def was_chosen(**keys: object) -> bool:
+        return load(None, {}, {"data_directory": "a", **keys}).retention_was_chosen
+
+    assert not was_chosen()
+    assert was_chosen(default_retention_size_in_mb=-1)
+    assert was_chosen(default_retention_time_in_minutes=60)
+    assert load(
+        None, {"SEQDEDUPE_DEFAULT_RETENTION_TIME_IN_MINUTES": "-1"}, {"data_directory": "a"}
+    ).retention_was_chosen
+    assert "retention_was_chosen" not in KEYS
 
 
 OF_POLICIES = (

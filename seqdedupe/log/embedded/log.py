@@ -298,7 +298,9 @@ class EmbeddedLog:
         if self._trimming is not None:
             await asyncio.wait([self._trimming])
 
-    def _has_to_trim(self) -> bool:
+    @property
+    def has_to_trim(self) -> bool:
+        """Whether a hold has kept something."""
         segments = self._reader.segments
         return len(segments) > 1 and segments[1].base_index <= self._trim_below
 
@@ -310,7 +312,7 @@ class EmbeddedLog:
         run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
         segments = self._reader.segments
         try:
-            while self._has_to_trim() and not self._shared.holds:
+            while self.has_to_trim and not self._shared.holds:
                 # What an earlier call removed, and could not make durable.
                 await run(threads, sync_folder, self._folder)
                 self._reader.leaving = segments[0]

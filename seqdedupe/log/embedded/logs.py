@@ -175,7 +175,7 @@ class EmbeddedLogs:
         finally:
             self._shared.holds.discard(hold)
             for log in self._open.values():
-                if not log.is_closed:
+                if log.has_to_trim and not log.is_closed:
                     log.go_on_trimming()
 
     def parts(self) -> "dict[int, Sequence[DurablePart]]":

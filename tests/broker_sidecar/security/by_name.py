@@ -48,7 +48,7 @@ class Ruled(Sidecar):
         folder.mkdir(exist_ok=True)
         self.rules = folder / "rules.toml"
         self.rules.write_text(rules)
-        super().__init__(folder, module=MODULE, rules_file=self.rules, **keys)
+        super().__init__(folder, module=MODULE, rules_file=self.rules, authentication="token", **keys)
 
     def replace(self, rules: str) -> str:
         """Other rules are in force on return; says why not if they are not."""

@@ -45,6 +45,7 @@ NEEDS = {
     "ExportSnapshot": {"observe"},
     "ListSidecars": {"observe"},
     "GetShards": {"observe"},
+    "GetStatistics": {"observe"},
     "Check": {"observe"},
     "Watch": {"observe"},
     "ServerReflectionInfo": {"observe"},
@@ -110,8 +111,8 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool
     folder = tmp_path_factory.mktemp("calls")
     rules = _rules(folder)
     with (
-        Sidecar(folder / "own", module=MODULE, rules_file=rules) as own,
-        Sidecar(folder / "broker", module=MODULE, rules_file=rules, log="broker") as broker,
+        Sidecar(folder / "own", module=MODULE, authentication="token", rules_file=rules) as own,
+        Sidecar(folder / "broker", module=MODULE, authentication="token", rules_file=rules, log="broker") as broker,
     ):
         addresses = {False: own.address, True: broker.address}
         yield cache(lambda is_broker, name: call_as(addresses[is_broker], name))

@@ -40,8 +40,8 @@ def two(stack: ExitStack, folder: Path, **keys: Any) -> list[Sidecar]:
     addresses = ["{}:{}".format(*port.getsockname()) for port in ports]
     both = []
     for k, shards in enumerate(["0-31", "32-63"]):
-        claim = {"shards": shards, "cluster_id": "c", "peers": ",".join(addresses), "listen": addresses[k]}
-        both.append(Sidecar(folder / str(k), authentication="token", **claim, **keys))
+        keys |= {"shards": shards, "cluster_id": "c", "peers": ",".join(addresses), "listen": addresses[k]}
+        both.append(Sidecar(folder / str(k), authentication="token", **keys))
         both[k].data.mkdir(parents=True)
         (both[k].data / "token").write_text(TOKEN if k else TOKEN[::-1])
         (both[k].data / "token").chmod(0o600)
@@ -70,17 +70,14 @@ def test_over_machines_it_is_a_token_that_both_take_over_tls(tmp_path: Path) -> 
         "peer_token_file": tmp_path / "peers",
         "tls_certificate_file": own.certificate_file,
         "tls_key_file": own.key_file,
-        "tls_client_ca_file": authority.ca_file,
+        "peer_tls_ca_file": authority.ca_file,
     }
-    own_files = own.certificate_file, own.key_file
     with ExitStack() as stack:
         first, second = two(stack, tmp_path, **keys)
         # The first takes another token, and asks the second with that of the file.
-        client = stack.enter_context(
-            Client(first.address, Credentials(None, first.token_file, authority.ca_file, *own_files))
-        )
+        client = stack.enter_context(Client(first.address, Credentials(None, first.token_file, authority.ca_file)))
         assert client.admin.topics() == []
-        client = stack.enter_context(Client(second.address, Credentials(TOKEN, None, authority.ca_file, *own_files)))
+        client = stack.enter_context(Client(second.address, Credentials(TOKEN, None, authority.ca_file)))
         with pytest.raises(UnavailableError, match="not this sidecar's"):
             client.admin.topics()
 

@@ -150,7 +150,7 @@ bytes_per_second = 1_000_000
         ('[[share]]\nsubjects = ["*"]\n', "it limits nothing"),
         ('[[share]]\nsubjects = ["*"]\nstreams = 0\n', "share 1 (line 1): streams is 0"),
         ('[[share]]\nsubjects = ["*"]\nstreams = true\n', "streams is True"),
-        ("[all]\nstreams = 5\n", "streams in all is a key of the configuration: max_streams"),
+        ("[all]\nstreams = 5\n", "[all]: 'streams' is no key of it"),
         ("all = 3\n", "it should be one table"),
         ("[all]\nbytes = 3\n", "'bytes' is no key of it"),
     ],

@@ -1,0 +1,181 @@
+"""What each caller may use of a sidecar: what is more is refused or waits, and others notice nothing."""
+
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from broker_sidecar.security.shares import NO_LIMITS, Limits, Share, Shares, Use
+from seqdedupe.errors import UnavailableError
+from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar.calls import NOT_DUP, batch, refused, status, verdicts
+from tests.broker_sidecar.security.by_name import Caller, Ruled
+
+RULES = """
+[[allow]]
+subjects = ["*"]
+actions = ["publish", "create", "read", "observe"]
+topics = ["${sub}-*"]
+"""
+
+SHARES = """
+[[share]]
+subjects = ["streams"]
+streams = 2
+
+[[share]]
+subjects = ["connections"]
+connections = 1
+
+[[share]]
+subjects = ["fast"]
+bytes_per_second = 200_000
+
+[[share]]
+subjects = ["flying"]
+bytes_in_flight = 30_000
+
+[[share]]
+subjects = ["names"]
+producer_names = 3
+
+[[share]]
+subjects = ["topics"]
+topics = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def ruled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ruled]:
+    with Ruled(tmp_path_factory.mktemp("shares"), RULES + SHARES) as sidecar:
+        yield sidecar
+
+
+def test_a_rate_lets_a_second_s_worth_pass_at_once_and_then_as_much_as_it_says() -> None:
+    use = Use("a", Limits(bytes_per_second=100))
+    use.spend(100, 1000.0)
+    assert use.rest_seconds(1000.0) == 0
+    use.spend(50, 1000.0)
+    assert use.rest_seconds(1000.0) == pytest.approx(0.5)
+    assert use.rest_seconds(1000.5) == 0
+    # However long it was silent, no more than a second's worth.
+    use.spend(300, 5000.0)
+    assert use.rest_seconds(5000.0) == pytest.approx(2.0)
+    use.limits = NO_LIMITS
+    assert use.rest_seconds(5000.0) == 0
+
+
+def test_one_thing_may_always_be_in_flight() -> None:
+    use = Use("a", Limits(bytes_in_flight=10))
+    assert use.fits(1000)
+    use.held_bytes = 5
+    assert use.fits(5)
+    assert not use.fits(6)
+
+
+def test_the_first_share_that_is_about_a_caller_counts_and_new_ones_count_at_once() -> None:
+    shares = Shares([Share("1", ("a*",), Limits(streams=1)), Share("2", ("*",), Limits(streams=2))], NO_LIMITS)
+    assert [shares.of(name).limits.streams for name in ("ab", "b")] == [1, 2]
+    shares.replace([Share("3", ("*",), Limits(streams=3))], Limits(bytes_per_second=10))
+    assert [shares.of(name).limits.streams for name in ("ab", "b")] == [3, 3]
+    shares.check_rate(shares.of("b"), 100, 50.0)
+    with pytest.raises(UnavailableError) as raised:
+        shares.check_rate(shares.of("ab"), 1, 50.0)
+    assert raised.value.reason == "SHARE_EXCEEDED"
+    assert raised.value.retry_delay_ms > 8_000
+
+
+def test_more_streams_than_its_share_are_refused_and_others_have_theirs(ruled: Ruled) -> None:
+    caller, other = Caller(ruled.address, "streams"), Caller(ruled.address, "other")
+    epochs = caller.epochs("streams-1", "p")
+    streams = [caller.stream("streams-1") for _ in range(2)]
+    for k, stream in enumerate(streams):
+        stream.receipt(batch([("p", k)], epochs))
+    with pytest.raises(grpc.RpcError) as ended:
+        caller.stream("streams-1").receipt(batch([("p", 2)], epochs))
+    refusal = status(ended.value)
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SHARE_EXCEEDED")
+    assert (refusal.numbers["share"], refusal.numbers["limit"]) == ("streams", "2")
+    assert refusal.retry_delay_ms == 1000
+    theirs = other.epochs("other-1", "p")
+    for k in range(4):
+        other.stream("other-1").receipt(batch([("p", k)], theirs))
+    streams[0].end()
+    caller.stream("streams-1").receipt(batch([("p", 2)], epochs))
+    caller.close()
+    other.close()
+
+
+def test_more_connections_than_its_share_are_refused(ruled: Ruled) -> None:
+    first, second = (Caller(ruled.address, "connections") for _ in range(2))
+    epochs = first.epochs("connections-1", "p")
+    stream = first.stream("connections-1")
+    stream.receipt(batch([("p", 0)], epochs))
+    with pytest.raises(grpc.RpcError) as ended:
+        second.stream("connections-1").receipt(batch([("p", 1)], epochs))
+    assert status(ended.value).numbers["share"] == "connections"
+    first.stream("connections-1").receipt(batch([("p", 1)], epochs))
+    first.close()
+    second.close()
+
+
+def test_a_stream_that_sends_too_fast_is_read_later_and_loses_nothing(ruled: Ruled) -> None:
+    caller = Caller(ruled.address, "fast")
+    epochs = caller.epochs("fast-1", "p")
+    stream = caller.stream("fast-1")
+    payload = b"x" * 50_000
+    began = time.monotonic()
+    frames = [stream.send(batch([("p", k)], epochs, payloads=[payload])) for k in range(10)]
+    for frame in frames:
+        assert not hasattr(stream.answer(frame), "reason")
+    # 500,000 bytes, of which one second's worth may come at once.
+    assert time.monotonic() - began > 1
+    refusal = refused(lambda: [caller.publish_unary("fast-1", batch([("p", 10 + k)], epochs)) for k in range(10_000)])
+    assert (refusal.reason, refusal.numbers["share"]) == ("SHARE_EXCEEDED", "bytes_per_second")
+    assert refusal.retry_delay_ms > 0
+    assert ruled.replace(RULES) == ""
+    try:
+        number = caller.producer("fast-1", "p")[1] + 1
+        assert verdicts(caller.publish_unary("fast-1", batch([("p", number)], epochs)), 1) == [NOT_DUP]
+    finally:
+        ruled.replace(RULES + SHARES)
+    caller.close()
+
+
+def test_what_is_in_flight_is_bounded_and_everything_gets_through(ruled: Ruled) -> None:
+    caller = Caller(ruled.address, "flying")
+    epochs = caller.epochs("flying-1", "p")
+    stream = caller.stream("flying-1")
+    frames = [stream.send(batch([("p", k)], epochs, payloads=[b"x" * 20_000])) for k in range(50)]
+    assert not any(hasattr(stream.answer(frame), "reason") for frame in frames)
+    caller.close()
+
+
+def test_more_producer_names_than_its_share_are_refused(ruled: Ruled) -> None:
+    caller = Caller(ruled.address, "names")
+    caller.open("names-1", "a", "b")
+    refusal = refused(lambda: caller.open("names-1", "b", "c", "d"))
+    assert (refusal.reason, refusal.numbers["share"], refusal.numbers["limit"]) == (
+        "SHARE_EXCEEDED",
+        "producer_names",
+        "3",
+    )
+    caller.open("names-1", "b", "c")
+    # In each topic.
+    caller.open("names-2", "a", "b", "c")
+    caller.close()
+
+
+def test_more_topics_than_its_share_are_refused(ruled: Ruled) -> None:
+    caller, operator = Caller(ruled.address, "topics"), Caller(ruled.address, "operator")
+    operator.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic="topics-1"))
+    caller.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic="topics-2"))
+    assert refused(lambda: caller.open("topics-3", "p")).numbers["share"] == "topics"
+    create = admin_pb2.CreateTopicRequest(topic="topics-4", partitions=2)
+    assert refused(lambda: caller.admin.CreateTopic(create)).reason == "SHARE_EXCEEDED"
+    caller.open("topics-1", "p")
+    operator.admin.DeleteTopic(admin_pb2.DeleteTopicRequest(topic="topics-1"))
+    caller.open("topics-3", "p")
+    caller.close()
+    operator.close()
