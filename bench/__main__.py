@@ -23,6 +23,7 @@ FIGURES = (
     "flush_policy",
     "dirty_topics",
     "workers",
+    "security",
     "metrics",
     "single_messages",
     "steady",

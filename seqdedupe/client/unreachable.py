@@ -14,7 +14,8 @@ _HINTS = {
     "Permission denied": "May this user use the socket?",
     "HTTP": "Something other than a sidecar listens there: is the port right?",
     "Socket closed": "It ends the connection at once. Does the sidecar want TLS (tls_ca_file), or a certificate of the "
-    "client's that is valid and that it knows (tls_certificate_file)? Its log says why.",
+    "client's that is valid and that it knows (tls_certificate_file)? It says why with GRPC_VERBOSITY=INFO in its "
+    "environment.",
 }
 """By what gRPC says."""
 

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from broker_sidecar.security.rules import Action
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, dedupe_pb2, publish_pb2, read_pb2
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Refused, status
@@ -31,6 +33,14 @@ def is_served(method: MethodDescriptor, log: str) -> bool:
     """Whether a sidecar with this log has the call."""
     service = method.containing_service.full_name
     return service not in OF_PUBLISHED if log == "broker" else service != OF_BROKERS
+
+
+def rules_for_all(folder: Path) -> Path:
+    """A file of rules by which everybody may do everything."""
+    path = folder / "rules.toml"
+    actions = [action.value for action in Action]
+    path.write_text(f'[[allow]]\nsubjects = ["**"]\nactions = {actions}\ntopics = ["**"]\n')
+    return path
 
 
 def bearer(token: str) -> Metadata:

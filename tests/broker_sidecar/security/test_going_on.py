@@ -15,7 +15,7 @@ from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, refused
 from tests.broker_sidecar.security.issuing import of_server
-from tests.broker_sidecar.security.showing import bearer, token_of, unary
+from tests.broker_sidecar.security.showing import bearer, rules_for_all, token_of, unary
 from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
 from tests.broker_sidecar.with_constants import MODULE, environment
 from tests.client.helpers import until
@@ -24,6 +24,12 @@ FEW = ProducerConfig(max_batch_rows=5, delivery_timeout_seconds=None)
 ISSUER = Issuer("key")
 ENDINGS = 3
 """So many times something ends under each client."""
+
+
+def signed(folder: Path, keys: Path) -> dict[str, Any]:
+    """The sidecar's keys so that signed tokens are taken."""
+    rules = rules_for_all(folder)
+    return {"authentication": "token", "token_keys_file": keys, "token_audience": AUDIENCE, "rules_file": rules}
 
 
 async def publish_and_follow(address: str, shows: Credentials, is_over: asyncio.Event) -> None:
@@ -60,7 +66,7 @@ async def test_clients_go_on_when_their_tokens_expire(tmp_path: Path) -> None:
             issued.append(ISSUER.token(exp=int(time.time()) + 2 - LEEWAY_SECONDS))
         return issued[-1]
 
-    with Sidecar(tmp_path, authentication="token", token_keys_file=keys, token_audience=AUDIENCE) as sidecar:
+    with Sidecar(tmp_path, **signed(tmp_path, keys)) as sidecar:
         is_over = asyncio.Event()
         working = asyncio.ensure_future(publish_and_follow(sidecar.address, Credentials(token=issue), is_over))
         await until(lambda: len(issued) > ENDINGS or working.done())
@@ -76,8 +82,7 @@ def ends_at(token: str) -> float:
 
 def test_a_stream_ends_with_its_token_and_not_before(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys.json", [ISSUER.jwk()])
-    starting = Sidecar(tmp_path, authentication="token", token_keys_file=keys, token_audience=AUDIENCE)
-    with starting as sidecar, grpc.insecure_channel(sidecar.address) as channel:
+    with Sidecar(tmp_path, **signed(tmp_path, keys)) as sidecar, grpc.insecure_channel(sidecar.address) as channel:
         operator: dict[str, Any] = {"metadata": bearer(token_of(sidecar)), "timeout": TIMEOUT_SECONDS}
         request = admin_pb2.CreateTopicRequest(topic="t").SerializeToString()
         unary(channel, "/seqdedupe.v1.AdminService/CreateTopic")(request, **operator)

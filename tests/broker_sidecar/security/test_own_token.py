@@ -33,6 +33,8 @@ from tests.broker_sidecar.security.showing import (
 LOGS = ("embedded", "broker")
 HEALTH = "grpc.health.v1.Health"
 VERSION = "/seqdedupe.v1.AdminService/GetVersion"
+CREATE = "/seqdedupe.v1.AdminService/CreateTopic"
+TOPICS = "/seqdedupe.v1.AdminService/ListTopics"
 OTHER = "another-token-that-is-long-enough"
 
 
@@ -162,6 +164,23 @@ def test_workers_have_one_which_is_the_parents(tmp_path: Path) -> None:
         assert len([entry for entry in sidecar.log if "export" in entry]) == 1
 
 
+def test_it_stays_when_the_number_of_workers_changes(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, authentication="token") as sidecar:
+        token = token_of(sidecar)
+        with grpc.insecure_channel(sidecar.address) as channel:
+            request = admin_pb2.CreateTopicRequest(topic="t").SerializeToString()
+            unary(channel, CREATE)(request, metadata=bearer(token), timeout=TIMEOUT_SECONDS)
+        assert sidecar.stop() == 0
+    for workers in (2, 1):
+        sidecar = Sidecar(tmp_path, workers=workers, authentication="token")
+        sidecar.keys["workers"] = workers
+        with sidecar:
+            assert token_of(sidecar) == token
+            with grpc.insecure_channel(sidecar.address.split(",")[0]) as channel:
+                assert unary(channel, TOPICS)(b"", metadata=bearer(token), timeout=TIMEOUT_SECONDS)
+            assert sidecar.stop() == 0
+
+
 @pytest.mark.parametrize(
     ("content", "mode", "why"),
     [
@@ -264,7 +283,7 @@ def test_one_that_is_replaced_counts_at_once_and_the_former_has_expired(tmp_path
 def test_open_streams_end_when_it_is_replaced_and_the_new_one_opens_others(tmp_path: Path) -> None:
     with Sidecar(tmp_path, authentication="token") as sidecar, grpc.insecure_channel(sidecar.address) as channel:
         token = token_of(sidecar)
-        unary(channel, "/seqdedupe.v1.AdminService/CreateTopic")(
+        unary(channel, CREATE)(
             admin_pb2.CreateTopicRequest(topic="t").SerializeToString(), metadata=bearer(token), timeout=TIMEOUT_SECONDS
         )
         reading = read_pb2_grpc.ReadServiceStub(channel)
