@@ -30,6 +30,7 @@ FIGURES = (
     "half_old",
     "many_names",
     "rules",
+    "flood",
     "many_topics",
     "reading",
     "followers",

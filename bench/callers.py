@@ -37,9 +37,12 @@ class Ruled:
         return (("authorization", f"Bearer {(self.sidecar.data / 'token').read_text().strip()}"),)
 
     def as_caller(self, name: str) -> Metadata:
+        return (("authorization", f"Bearer {self.token_of(name)}"),)
+
+    def token_of(self, name: str) -> str:
+        """A signed token."""
         claims = {"sub": name, "aud": AUDIENCE, "exp": int(time.time()) + 86_400}
-        token = jwt.encode(claims, self._key, "EdDSA", headers={"kid": "bench"})
-        return (("authorization", f"Bearer {token}"),)
+        return jwt.encode(claims, self._key, "EdDSA", headers={"kid": "bench"})
 
 
 @contextmanager
