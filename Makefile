@@ -61,6 +61,7 @@ KILLS ?= 300
 BACKUPS ?= 100
 FAULTS ?= 300
 CRASHES ?= 100
+BAD_SECONDS ?= 300
 SEED ?= $(shell date +%s)
 campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.property.run --cases $(CASES) --seed $(SEED)
@@ -68,6 +69,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.backup_campaign --backups $(BACKUPS) --seed $(SEED)
+	$(BIN)/python -m tests.broker_sidecar.bad_company --seconds $(BAD_SECONDS) --seed $(SEED)
 	$(BIN)/python -m tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
 	$(BIN)/python -m tests.pulsar.functions_campaign --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.crashes --faults $(CRASHES) --seed $(SEED)
