@@ -12,8 +12,9 @@ from broker_sidecar import event_engine
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 event_engine.turn_off()
 
-from broker_sidecar.config import KEYS, from_process  # noqa: E402
+from broker_sidecar.config import KEYS  # noqa: E402
 from broker_sidecar.keys import flag_of  # noqa: E402
+from broker_sidecar.loading import from_process  # noqa: E402
 from seqdedupe.errors import SeqdedupeError  # noqa: E402
 
 
