@@ -8,8 +8,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from broker_sidecar.rpc import Context, abort, parse_small
-from broker_sidecar.security.calls import CHANGES
-from broker_sidecar.security.permissions import OPEN_HEALTH, Permissions, request_class
+from broker_sidecar.security.calls import CHANGES, HEALTH_OF_THE_WHOLE
+from broker_sidecar.security.permissions import Permissions, request_class
 from broker_sidecar.security.subject import ANONYMOUS, Subject, set_caller
 from broker_sidecar.security.trail import Trail
 from broker_sidecar.wrapping import Handle, Wrapping
@@ -67,6 +67,6 @@ class Gate(Wrapping):
 
 def _is_of_the_whole(request: bytes) -> bool:
     try:
-        return health_pb2.HealthCheckRequest.FromString(request).service in OPEN_HEALTH
+        return health_pb2.HealthCheckRequest.FromString(request).service in HEALTH_OF_THE_WHOLE
     except DecodeError:
         return False
