@@ -11,17 +11,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from broker_sidecar.rpc import Context, abort, parse_small
+from broker_sidecar.security.calls import ALL_SHARDS, CONFIGURATION
 from broker_sidecar.streams import Stream, Streams
 
 SERVICE = "grpc.health.v1.Health"
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
-ALL_SHARDS = "shards"
-"""Of all processes that have topics of the cluster. No topic has such a full name."""
-
-CONFIGURATION = "configuration"
-"""Whether the files that an operator may replace are in force as they are now. Neither has a topic this full name."""
-
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 

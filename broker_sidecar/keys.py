@@ -5,6 +5,8 @@ from typing import Any, cast
 
 from seqdedupe.errors import SeqdedupeError, error
 
+ENVIRONMENT_PREFIX = "SEQDEDUPE_"
+
 SECRET = "secret"
 """Of a key that is given in the environment alone, and is never shown."""
 
@@ -32,7 +34,7 @@ def flag_of(name: str) -> str:
 
 def environment_of(name: str) -> str:
     """The name of a key in the environment."""
-    return "SEQDEDUPE_" + name.replace(".", "_").upper()
+    return ENVIRONMENT_PREFIX + name.replace(".", "_").upper()
 
 
 def invalid(name: str, why: str) -> SeqdedupeError:

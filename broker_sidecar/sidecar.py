@@ -16,6 +16,7 @@ from broker_sidecar.last_warnings import LastWarnings
 from broker_sidecar.listening import cannot_listen
 from broker_sidecar.metrics.calls import Calls
 from broker_sidecar.metrics.exposition import Metrics, Sources
+from broker_sidecar.security.calls import CONFIGURATION
 from broker_sidecar.security.guard import Guard
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
@@ -166,7 +167,7 @@ class Sidecar:
 
     def _files_read_again(self) -> None:
         is_in_force = not self._guard.has_problem
-        self._health.set(health.CONFIGURATION, health.SERVING if is_in_force else health.NOT_SERVING)
+        self._health.set(CONFIGURATION, health.SERVING if is_in_force else health.NOT_SERVING)
 
     def status(self) -> str:
         """How far it is, in a line for people."""

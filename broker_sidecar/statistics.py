@@ -1,6 +1,5 @@
 """How the sidecar does, for people who look at it: what `AdminService.GetStatistics` answers, and the page shows."""
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import Any
 
 from broker_sidecar.history import DUP, INTERVAL_SECONDS, NOT_DUP, REFUSED, UNKNOWN, Counts, History, Past
 from broker_sidecar.last_warnings import LastWarnings
-from broker_sidecar.topics import WORST_FIRST, topic_to_proto
+from broker_sidecar.topics import WORST_FIRST, replay_left_messages, snapshot_age_seconds, topic_to_proto
 from seqdedupe.errors import error
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
@@ -89,7 +88,7 @@ class Statistics:
             topics_found=len(names),
             warnings=self._warnings.newest_first(),
             refusals=self.history.refusals(),
-            replay_left_messages=sum(_replay_left(topic) for topic in every.values()),
+            replay_left_messages=sum(replay_left_messages(topic) for topic in every.values()),
         )
 
     def _names(self, request: admin_pb2.GetStatisticsRequest, every: dict[str, AnyTopic]) -> list[str]:
@@ -111,19 +110,9 @@ class Statistics:
         return admin_pb2.TopicStatistics(
             topic=topic_to_proto(topic, self._topics.partitions_beside(name)),
             activity=self.history.activity(past) if past is not None else None,
-            replay_left_messages=_replay_left(topic),
-            snapshot_age_ms=_snapshot_age_ms(topic),
+            replay_left_messages=replay_left_messages(topic),
+            snapshot_age_ms=int(snapshot_age_seconds(topic) * 1000),
         )
-
-
-def _replay_left(topic: AnyTopic) -> int:
-    return 0 if isinstance(topic, Closed) or topic.knows_its_end else topic.readable_index - topic.confirmed_index
-
-
-def _snapshot_age_ms(topic: AnyTopic) -> int:
-    if isinstance(topic, Closed) or topic.confirmed_index <= topic.snapshot_index:
-        return 0
-    return int((asyncio.get_running_loop().time() - topic.snapshotter.durable_at) * 1000)
 
 
 def _check(request: admin_pb2.GetStatisticsRequest) -> None:

@@ -1,5 +1,6 @@
-"""Topics and policies as the messages of `admin.proto`."""
+"""Topics and policies as the messages of `admin.proto`, and what is told of a topic beside that."""
 
+import asyncio
 from collections.abc import Sequence
 
 from seqdedupe.errors import error
@@ -139,3 +140,15 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         may_lose_ms=0 if interval.is_every_commit else interval.ms,
         not_durable_messages=topic.not_durable,
     )
+
+
+def replay_left_messages(topic: TopicBase | Closed) -> int:
+    """Messages that are known to be in its log, and not read yet by its recovery."""
+    return 0 if isinstance(topic, Closed) or topic.knows_its_end else topic.readable_index - topic.confirmed_index
+
+
+def snapshot_age_seconds(topic: TopicBase | Closed) -> float:
+    """Since its last durable snapshot, or since it was opened; 0 if that covers all messages."""
+    if isinstance(topic, Closed) or topic.confirmed_index <= topic.snapshot_index:
+        return 0.0
+    return asyncio.get_running_loop().time() - topic.snapshotter.durable_at

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from broker_sidecar.read import Reading
+from broker_sidecar.topics import replay_left_messages, snapshot_age_seconds
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.flight import Admitted
 from seqdedupe.topic.logged import LoggedTopic
@@ -154,18 +155,15 @@ class TopicsTally:
 
 
 def _look_at(topic: TopicBase, now: Now) -> None:
-    snapshotter, damage = topic.snapshotter, topic.damage_found
+    damage = topic.damage_found
     now.log_bytes += topic.log_bytes
     now.producers += len(topic.producers)
     now.damaged_places += damage.places
     now.damaged_messages += damage.messages
-    distance = topic.confirmed_index - snapshotter.next_index
-    if distance > 0:
-        age = asyncio.get_running_loop().time() - snapshotter.durable_at
-        now.max_snapshot_distance_messages = max(now.max_snapshot_distance_messages, distance)
-        now.max_snapshot_age_seconds = max(now.max_snapshot_age_seconds, age)
-    if not topic.knows_its_end:
-        now.replay_left_messages += topic.readable_index - topic.confirmed_index
+    distance = max(topic.confirmed_index - topic.snapshot_index, 0)
+    now.max_snapshot_distance_messages = max(now.max_snapshot_distance_messages, distance)
+    now.max_snapshot_age_seconds = max(now.max_snapshot_age_seconds, snapshot_age_seconds(topic))
+    now.replay_left_messages += replay_left_messages(topic)
     if isinstance(topic, LoggedTopic) and (frames := len(topic.flight)):
         now.in_flight_frames += frames
         now.in_flight_bytes += topic.flight.bytes

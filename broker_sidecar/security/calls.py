@@ -5,6 +5,13 @@ from enum import Enum, auto
 
 from broker_sidecar.security.rules import Action
 
+ALL_SHARDS = "shards"
+"""The health of all processes that have topics of the cluster."""
+CONFIGURATION = "configuration"
+"""Whether the files that an operator may replace are in force as they are now."""
+HEALTH_OF_THE_WHOLE = ("", ALL_SHARDS, CONFIGURATION)
+"""What health may be asked of beside topics; no topic has such a full name. "" is this process."""
+
 
 class On(Enum):
     """What a caller has to be allowed something on."""

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from broker_sidecar.config import Config
 from broker_sidecar.security.watching import Watched
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MIN_RSA_BITS
 
 MAX_CONNECTION_AGE_SECONDS = 3600
 """A connection ends after so long, more or less by a tenth: then certificates are shown and judged anew."""
@@ -22,7 +23,6 @@ MAX_CONNECTION_AGE_SECONDS = 3600
 CONNECTION_GRACE_SECONDS = 30
 """So long calls and streams may go on after that."""
 
-MIN_RSA_BITS = 2048
 _CURVES = ("secp256r1", "secp384r1")
 """Those that gRPC has."""
 

@@ -1,7 +1,6 @@
 """The one place that every call passes before its handler: who makes it is found out, or the call ends."""
 
-from collections.abc import Awaitable, Callable
-from inspect import iscoroutinefunction
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -9,17 +8,17 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from broker_sidecar.rpc import Context, abort, parse_small
-from broker_sidecar.security.calls import CHANGES
-from broker_sidecar.security.permissions import OPEN_HEALTH, Permissions, request_class
+from broker_sidecar.security.calls import CHANGES, HEALTH_OF_THE_WHOLE
+from broker_sidecar.security.permissions import Permissions, request_class
 from broker_sidecar.security.subject import ANONYMOUS, Subject, set_caller
 from broker_sidecar.security.trail import Trail
+from broker_sidecar.wrapping import Handle, Wrapping
 from seqdedupe.errors import SeqdedupeError
 
 _HEALTH = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 
 Authenticate = Callable[[Context], Subject]
 """Who makes a call. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
-Handle = Callable[[Any, Context], Awaitable[Any]]
 
 
 def anybody(context: Context) -> Subject:
@@ -27,7 +26,7 @@ def anybody(context: Context) -> Subject:
     return Subject(ANONYMOUS, "nobody", None, context.peer())
 
 
-class Gate(grpc.GenericRpcHandler):
+class Gate(Wrapping):
     """A service as `handler` serves it, for callers who are known and may make the call. `caller` is theirs within its
     handlers.
 
@@ -37,28 +36,12 @@ class Gate(grpc.GenericRpcHandler):
     def __init__(
         self, handler: grpc.GenericRpcHandler, authenticate: Authenticate, permissions: Permissions, trail: Trail
     ) -> None:
-        self._handler = handler
+        super().__init__(handler)
         self._authenticate = authenticate
         self._permissions = permissions
         self._trail = trail
-        self._guarded: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        method = handler_call_details.method
-        if method not in self._guarded:
-            found = self._handler.service(handler_call_details)
-            if found is None:
-                return None
-            self._guarded[method] = self._guard(method, found)
-        return self._guarded[method]
-
-    def _guard(self, method: str, found: Any) -> "grpc.RpcMethodHandler[Any, Any]":
-        kinds = ("stream" if streams else "unary" for streams in (found.request_streaming, found.response_streaming))
-        shape = "_".join(kinds)
-        handle: Handle = getattr(found, shape)
-        if not iscoroutinefunction(handle):
-            raise TypeError(f"the handler of {method} is no coroutine function")
-
+    def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
         async def guarded(request: Any, context: Context) -> Any:
             try:
                 set_caller(self._subject(method, request, context))
@@ -70,9 +53,7 @@ class Gate(grpc.GenericRpcHandler):
                 await abort(context, e)
             return await handle(request, context)
 
-        make: Any = getattr(grpc, f"{shape}_rpc_method_handler")
-        wrapped: grpc.RpcMethodHandler[Any, Any] = make(guarded, found.request_deserializer, found.response_serializer)
-        return wrapped
+        return guarded
 
     def _subject(self, method: str, request: Any, context: Context) -> Subject:
         try:
@@ -86,6 +67,6 @@ class Gate(grpc.GenericRpcHandler):
 
 def _is_of_the_whole(request: bytes) -> bool:
     try:
-        return health_pb2.HealthCheckRequest.FromString(request).service in OPEN_HEALTH
+        return health_pb2.HealthCheckRequest.FromString(request).service in HEALTH_OF_THE_WHOLE
     except DecodeError:
         return False

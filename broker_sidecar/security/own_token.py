@@ -12,6 +12,7 @@ from pathlib import Path
 from broker_sidecar.security.watching import Watched
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
+from seqdedupe.limits import MAX_TOKEN_BYTES
 from seqdedupe.store.directories import whole_of
 
 logger = logging.getLogger("seqdedupe.security")
@@ -21,8 +22,6 @@ TOKEN_BYTES = 32
 """Of chance in a token that is made here. The file has it in 43 letters of base64."""
 
 MIN_TOKEN_LETTERS = 16
-MAX_TOKEN_BYTES = 6 * 1024
-"""gRPC takes 8 KiB for all that comes with a call."""
 
 _UNWANTED = 0o037
 """In the file's mode: its group may read it, if somebody has said so; nobody else."""

@@ -11,7 +11,7 @@ import numpy as np
 from google.protobuf import descriptor_pool, message_factory
 
 from broker_sidecar.rpc import parse_small
-from broker_sidecar.security.calls import CALLS, Need, On, Other
+from broker_sidecar.security.calls import CALLS, HEALTH_OF_THE_WHOLE, Need, On, Other
 from broker_sidecar.security.rules import Action, Decision, Rule
 from broker_sidecar.security.rules_file import RulesFile
 from broker_sidecar.security.shares import Shares
@@ -21,9 +21,6 @@ from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import namespace_name, topic_name
 from seqdedupe.topic.allowing import Allowing, Judge
-
-OPEN_HEALTH = ("", "shards", "configuration")
-"""The health of the whole: no topic has such a full name."""
 
 NO_RULES = RulesFile()
 
@@ -94,7 +91,7 @@ class Permissions:
         if need.on in (On.TOPIC, On.NAMESPACE):
             name = getattr(parse_small(request_class(method), request), need.field)
             if need.field == "service":
-                if name in OPEN_HEALTH:
+                if name in HEALTH_OF_THE_WHOLE:
                     return
             else:
                 name = topic_name(name) if need.on is On.TOPIC else namespace_name(name)

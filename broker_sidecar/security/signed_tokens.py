@@ -10,16 +10,15 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 from broker_sidecar.security.watching import Watched
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MIN_RSA_BITS
 
 ALGORITHMS = {("OKP", "Ed25519"): "EdDSA", ("EC", "P-256"): "ES256", ("RSA", None): "RS256"}
 """By the type and curve of a key: that of a token is its key's, whatever its header says."""
 
-MIN_RSA_BITS = 2048
-
 LEEWAY_SECONDS = 5
 """So far the clocks of who signs and who checks may be apart. A token is taken for so long after its end, too."""
 
-MAX_NAME_BYTES = 255
+MAX_SUBJECT_BYTES = 255
 
 MAX_REMEMBERED = 1024
 """Tokens whose signature need not be checked again."""
@@ -95,8 +94,8 @@ def verify(token: bytes, keys: Keys, audience: str) -> Claims:
     except jwt.PyJWTError as e:
         raise error("UNAUTHENTICATED", f"the token is not valid here: {e}") from e
     subject = claims["sub"]
-    if not subject.isprintable() or not 0 < len(subject.encode()) <= MAX_NAME_BYTES:
-        raise error("UNAUTHENTICATED", f"the token's `sub` is not 1 to {MAX_NAME_BYTES} bytes that can be printed")
+    if not subject.isprintable() or not 0 < len(subject.encode()) <= MAX_SUBJECT_BYTES:
+        raise error("UNAUTHENTICATED", f"the token's `sub` is not 1 to {MAX_SUBJECT_BYTES} bytes that can be printed")
     return Claims(subject, min(int(claims["exp"]), _LATEST_SECONDS) + LEEWAY_SECONDS)
 
 

@@ -15,7 +15,8 @@ from seqdedupe.cli.options import as_json_option, print_json
 from seqdedupe.command import echo, printable
 from seqdedupe.errors import error
 
-MAX_TOKEN_BYTES = 64 * 1024
+MAX_READ_BYTES = 64 * 1024
+"""Of what may be a token."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
@@ -89,7 +90,7 @@ def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: boo
     """Say whose a token is and when it expires, if a sidecar would take it now."""
     with _needs_the_sidecar():
         from broker_sidecar.security.signed_tokens import LEEWAY_SECONDS, read_keys, verify
-    shown = token_file.read(MAX_TOKEN_BYTES)
+    shown = token_file.read(MAX_READ_BYTES)
     claims = verify(shown.strip(), read_keys(keys_file), audience)
     expires_at_seconds = int(claims.expires_at_seconds) - LEEWAY_SECONDS
     if as_json:

@@ -9,6 +9,7 @@ from typing import Self
 import grpc
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MAX_TOKEN_BYTES
 
 TOKEN = "SEQDEDUPE_TOKEN"
 TOKEN_FILE = "SEQDEDUPE_TOKEN_FILE"
@@ -16,13 +17,11 @@ TLS_CA_FILE = "SEQDEDUPE_TLS_CA_FILE"
 TLS_CERTIFICATE_FILE = "SEQDEDUPE_TLS_CERTIFICATE_FILE"
 TLS_KEY_FILE = "SEQDEDUPE_TLS_KEY_FILE"
 ALLOW_INSECURE_TOKEN = "SEQDEDUPE_ALLOW_INSECURE_TOKEN"
-"""The environment's variables."""
+VARIABLES = frozenset((TOKEN, TOKEN_FILE, TLS_CA_FILE, TLS_CERTIFICATE_FILE, TLS_KEY_FILE, ALLOW_INSECURE_TOKEN))
+"""Of the environment."""
 
 USUAL_TOKEN_FILE = "~/.config/seqdedupe/token"
 """Where a token is looked for that nobody names."""
-
-MAX_TOKEN_BYTES = 6 * 1024
-"""Of a token. gRPC takes 8 KiB for all that comes with a call."""
 
 MAX_FILE_BYTES = 1024 * 1024
 """Of any of the files. The certificates of all public authorities are 200 KB."""

@@ -10,15 +10,10 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.config import KEYS, Config, load
-from seqdedupe.client.credentials import (
-    ALLOW_INSECURE_TOKEN,
-    TLS_CA_FILE,
-    TLS_CERTIFICATE_FILE,
-    TLS_KEY_FILE,
-    TOKEN,
-    TOKEN_FILE,
-)
+from broker_sidecar.config import KEYS, Config
+from broker_sidecar.loading import load
+from seqdedupe.client.credentials import VARIABLES
+from seqdedupe.command import ADDRESS_VARIABLE
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import Sidecar
 from seqdedupe.topic.policy import LARGEST, LEAST
@@ -40,8 +35,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
 
 
 def test_what_clients_are_told_is_no_key_of_the_sidecar() -> None:
-    variables = (ALLOW_INSECURE_TOKEN, TLS_CA_FILE, TLS_CERTIFICATE_FILE, TLS_KEY_FILE, TOKEN, TOKEN_FILE)
-    environment = dict.fromkeys(("SEQDEDUPE_ADDRESS", *variables), "something")
+    environment = dict.fromkeys((ADDRESS_VARIABLE, *VARIABLES), "something")
     assert load(None, environment, {"data_directory": "a"}) == load(None, {}, {"data_directory": "a"})
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.client import BrokerClient, Client, Credentials, SeqdedupeError, blocking
-from seqdedupe.client.credentials import MAX_FILE_BYTES, MAX_TOKEN_BYTES
+from seqdedupe.client.credentials import MAX_FILE_BYTES
 from seqdedupe.errors import ConfigurationError
+from seqdedupe.limits import MAX_TOKEN_BYTES
 from tests.certificates import Authority
 
 SECRET = "s3cr3t-t0ken"

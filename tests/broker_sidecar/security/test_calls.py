@@ -60,14 +60,12 @@ NEEDS = {
     "ImportSnapshot": {"administer"},
     "RebuildTopic": {"administer"},
     "ForgetSidecar": {"administer"},
+    "Backup": {"administer"},
     "MoveTopic": {"administer"},
     "TakeTopic": {"administer"},
     "GetVersion": set(ACTIONS),
 }
 """Each of these actions alone is enough."""
-
-WHOLE = {"ListTopics", "ListSidecars", "GetShards", "ForgetSidecar", "GetVersion", "ServerReflectionInfo"}
-"""They name no topic."""
 
 TOPIC = "persistent://public/default/secret-"
 """And the name of the call: of one that makes it, or deletes it, no other one learns."""

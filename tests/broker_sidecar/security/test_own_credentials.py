@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from broker_sidecar.config import Config
+from broker_sidecar.config_checks import check
 from broker_sidecar.neighbours import Neighbours
 from broker_sidecar.security.own_credentials import listed
 from seqdedupe.client import Credentials, UnavailableError
@@ -117,4 +118,4 @@ def test_a_file_that_cannot_be_read_is_an_error_at_the_start(tmp_path: Path, key
 
 def test_a_token_for_nobody_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="peer_token_file"):
-        Config(data_directory=str(tmp_path), peer_token_file="token").check()
+        check(Config(data_directory=str(tmp_path), peer_token_file="token"))
