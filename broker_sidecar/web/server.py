@@ -1,8 +1,8 @@
 """A small HTTP server in threads of its own, beside the event loop: GET and HEAD, one request a connection.
 
 Whoever sends or reads slowly, or says nothing, holds one of MAX_CONNECTIONS threads, and gives it up to whoever comes
-when there are no more. Threads that wait for the event loop end later; while there are MAX_THREADS nobody else is let in.
-Nothing that a client does is waited for by the event loop.
+when there are no more. Threads that wait for the event loop end later; while there are MAX_THREADS nobody else is let
+in. Nothing that a client does is waited for by the event loop.
 """
 
 import asyncio
