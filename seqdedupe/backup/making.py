@@ -110,6 +110,9 @@ class Making:
         if self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._let_go()
+        with suppress(OSError):
+            # The lock found no room.
+            self._folder.rmdir()
 
     def _let_go(self) -> None:
         if self._lock is not None:
