@@ -51,7 +51,7 @@ class Backup:
         # It does not give way to another stream.
         stream.frames_in_flight += 1
         async with self._lock:
-            to, others = self._place(name)
+            to, others = await self._placed(name)
             async with self._making(to) as making:
                 topics = await self._made(making, others, stream)
         answer = _progress(making)
@@ -61,6 +61,13 @@ class Backup:
         extra = {"directory": str(to), "bytes": making.bytes_done, "linked_bytes": making.bytes_linked}
         logger.info("backup made", extra=extra)
         await stream.write(answer.SerializeToString())
+
+    async def _placed(self, name: str) -> tuple[Path, list[Path]]:
+        """As `_place`. A disk that is elsewhere may not answer: then a thread of its own waits, not the event loop."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, name)
+        except OSError as e:
+            raise error("BACKUP_FAILED", f"{self._backup_directory} cannot be read: {e}") from e
 
     async def _made(self, making: Making, others: list[Path], stream: Stream) -> int:
         """Makes it, and says how far it is; how many topics it has."""

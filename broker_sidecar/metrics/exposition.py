@@ -24,7 +24,7 @@ from broker_sidecar.metrics.loop_delay import LoopDelay
 from broker_sidecar.metrics.topics import Looked, TopicsTally
 from broker_sidecar.read import ReadService
 from broker_sidecar.streams import Streams
-from broker_sidecar.web.server import Request, Response, on_loop
+from broker_sidecar.web.server import LOOP_SECONDS, Request, Response, on_loop
 from seqdedupe.errors import REASONS
 
 FRESH_SECONDS = 0.5
@@ -64,11 +64,15 @@ class Metrics(Collector):
     def __call__(self, request: Request) -> Response:
         """What is asked for at `/metrics`. Raises TimeoutError if the event loop stands still."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        with self._one_at_a_time:
+        if not self._one_at_a_time.acquire(timeout=LOOP_SECONDS):
+            raise TimeoutError
+        try:
             made_at, body = self._made.get(content_type, (-FRESH_SECONDS, b""))
             if time.monotonic() - made_at >= FRESH_SECONDS:
                 body = encode(self._registry)
                 self._made[content_type] = time.monotonic(), body
+        finally:
+            self._one_at_a_time.release()
         return Response(body, content_type)
 
     def describe(self) -> list[Metric]:

@@ -1,7 +1,8 @@
 """A small HTTP server in threads of its own, beside the event loop: GET and HEAD, one request a connection.
 
 Whoever sends or reads slowly, or says nothing, holds one of MAX_CONNECTIONS threads, and gives it up to whoever comes
-when there are no more. Nothing that a client does is waited for by the event loop.
+when there are no more. Threads that wait for the event loop end later; while there are MAX_THREADS nobody else is let
+in. Nothing that a client does is waited for by the event loop.
 """
 
 import asyncio
@@ -27,6 +28,9 @@ logger = logging.getLogger("seqdedupe.web")
 
 MAX_CONNECTIONS = 16
 """At once. One more ends the oldest of them."""
+
+MAX_THREADS = 2 * MAX_CONNECTIONS
+"""Of those too whose connections have ended."""
 
 MAX_HEAD_BYTES = 16 * 1024
 """Of a request: its first line and its headers. It has no body that anybody reads."""
@@ -109,6 +113,7 @@ class WebServer:
             raise cannot_listen(address, e, key) from e
         self.address = replace(address, port=self._socket.getsockname()[1])
         self._lock = threading.Lock()
+        self._free = threading.Semaphore(MAX_THREADS)
         self._open: dict[socket.socket, None] = {}
         """The oldest first."""
         self._is_closed = False
@@ -128,11 +133,13 @@ class WebServer:
 
     def _accept_all(self) -> None:
         while not self._is_closed:
+            self._free.acquire()
             try:
                 connection, peer = self._socket.accept()
                 self._make_room(connection)
                 threading.Thread(target=self._serve, args=(connection, peer), name="seqdedupe-web", daemon=True).start()
             except (OSError, RuntimeError) as e:
+                self._free.release()
                 # No descriptor is left, or no thread.
                 if not self._is_closed:
                     logger.warning("a connection was not accepted: %s", e)
@@ -155,6 +162,7 @@ class WebServer:
         finally:
             with self._lock:
                 self._open.pop(connection, None)
+            self._free.release()
 
 
 class _NoRequest(Exception):

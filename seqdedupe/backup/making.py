@@ -1,5 +1,6 @@
 """Writing a backup: the records of a store, the logs, and a manifest when all of it is durable."""
 
+import fcntl
 import os
 import shutil
 import threading
@@ -25,6 +26,8 @@ from seqdedupe.store.topics import TopicRecord
 
 LOGS, STORE = "logs", "store"
 TOKEN_FILE = "token"
+LOCK_FILE = "LOCK"
+"""In a backup while it is written."""
 OF_THE_WHOLE = (WORKERS_FILE, TOKEN_FILE)
 """What a data directory has once, however many workers it is split into."""
 MAX_FAULTS_A_FILE = 100
@@ -60,6 +63,8 @@ class Making:
     def __init__(self, to: Path) -> None:
         self._to = to
         self._folder = to.with_name(to.name + UNFINISHED)
+        self._lock: int | None = None
+        """The descriptor, once nobody else may write there."""
         self._earlier: Earlier | None = None
         self._stopped = threading.Event()
         self.manifest = Manifest(0, version("seqdedupe"))
@@ -69,19 +74,50 @@ class Making:
 
     def begin(self, others: list[Path]) -> None:
         """Files are shared with the newest of these, of those that are backups. What another process has left
-        unfinished under this name goes."""
+        unfinished under this name goes.
+
+        Raises BACKUP_FAILED if another process makes one of this name meanwhile, which goes on.
+        """
         self._earlier = Earlier.newest(others)
-        if self._folder.exists():
-            shutil.rmtree(self._folder)
-        (self._folder / LOGS).mkdir(mode=0o700, parents=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._claim()
+        for left in self._folder.iterdir():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            elif left.name != LOCK_FILE:
+                left.unlink()
+        (self._folder / LOGS).mkdir(mode=0o700)
+
+    def _claim(self) -> None:
+        # A file, since not every file system locks folders.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = os.open(self._folder / LOCK_FILE, flags, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            os.close(lock)
+            if not isinstance(e, BlockingIOError):
+                raise
+            raise error("BACKUP_FAILED", f"another process makes the backup {self._to} at the moment") from e
+        self._lock = lock
 
     def stop(self) -> None:
         """Breaks off what runs. For any thread."""
         self._stopped.set()
 
     def remove(self) -> None:
-        """Nothing is left of it."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Nothing is left of it. What another process makes by its name stays."""
+        if self._lock is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._let_go()
+        with suppress(OSError):
+            # The lock found no room.
+            self._folder.rmdir()
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def add_store(self, rows: Iterator[tuple[bytes, bytes]], at_us: int) -> None:
         """A store of these records, which are of that moment, in microseconds since 1970.
@@ -165,7 +201,10 @@ class Making:
         self._check_goes_on()
         self.manifest.write(self._folder)
         self._folder.rename(self._to)
-        sync_folder(self._to.parent)
+        (self._to / LOCK_FILE).unlink()
+        self._let_go()
+        for folder in (self._to, self._to.parent):
+            sync_folder(folder)
 
     def _pay(self, size: int) -> None:
         self.bytes_done += size

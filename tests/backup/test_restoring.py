@@ -54,7 +54,11 @@ async def made(
         ],
     )
     break_at(making)
-    making.finish()
+    try:
+        making.finish()
+    finally:
+        # As the end of a process does.
+        making._let_go()
     return folder / to
 
 
@@ -186,6 +190,31 @@ async def test_what_the_earlier_one_has_lost_is_copied(tmp_path: Path) -> None:
     links = [path.stat().st_nlink for path in sorted((second / "logs").rglob("*.log"))]
     assert links[:2] == [1, 1]
     assert links[2] == 2
+
+
+async def test_two_that_are_made_at_once_under_one_name(tmp_path: Path) -> None:
+    """By two processes that share the folder: the one that came first has it, whole; the other one touches nothing."""
+
+    def another(_: Making) -> None:
+        second = Making(tmp_path / "backup")
+        with pytest.raises(UnavailableError, match="BACKUP_FAILED"):
+            second.begin([])
+        second.remove()
+
+    backup = await made(tmp_path, break_at=another)
+    check(backup)
+    assert sorted(path.name for path in backup.iterdir()) == [MANIFEST_FILE, "logs", "store"]
+
+
+async def test_what_is_left_unfinished_goes_and_a_link_is_not_followed(tmp_path: Path) -> None:
+    unfinished, elsewhere = tmp_path / "backup.unfinished", tmp_path / "elsewhere"
+    for folder in (unfinished / "logs" / "1", elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+    (unfinished / "link").symlink_to(elsewhere)
+    (unfinished / MANIFEST_FILE).touch()
+    assert sorted(path.name for path in (await made(tmp_path)).iterdir()) == [MANIFEST_FILE, "logs", "store"]
+    assert (elsewhere / "file").exists()
 
 
 async def test_it_can_be_stopped(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ WAIT_SECONDS = 120.0
 
 
 def environment(folder: Path, bug: str = "") -> dict[str, str]:
-    """For `Sidecar(module=MODULE, environment=...)`. The bugs: `nothing kept`, `logs first`."""
+    """For `Sidecar(module=MODULE, environment=...)`. The bugs: `nothing kept`, `logs first`; and `slow folder`, which
+    is none of the sidecar's: there it stops where it looks for earlier backups."""
     return {FOLDER: str(folder), BUG: bug}
 
 
@@ -94,6 +95,15 @@ def _plant(bug: str) -> None:
 
     if bug == "logs first":
         backing_up._moment = logs_first
+    iterdir = Path.iterdir
+
+    def slowly(self: Path) -> Iterator[Path]:
+        if self.name == "backups":
+            _stop(Path(os.environ[FOLDER]))
+        return iterdir(self)
+
+    if bug == "slow folder":
+        Path.iterdir = slowly  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

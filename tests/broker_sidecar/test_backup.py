@@ -253,6 +253,17 @@ def test_a_full_disk_refuses_it_and_disturbs_nobody(
     check(disk / "b")
 
 
+def test_a_folder_that_does_not_answer_holds_up_nobody_else(start_at: Callable[..., At], tmp_path: Path) -> None:
+    at = start_at("slow folder")
+    with paused(tmp_path) as pause:
+        call = at.begin("b")
+        pause.wait()
+        at.fill("t", 0, 3)
+        assert ids(at.client, "t") == [0, 1, 2]
+        pause.go_on()
+        assert [*call][-1].topics == 1
+
+
 def fill_up(file: Path) -> None:
     with file.open("wb", buffering=0) as ballast:
         while True:

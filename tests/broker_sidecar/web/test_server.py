@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from broker_sidecar.web import server
-from broker_sidecar.web.server import MAX_CONNECTIONS, MAX_HEAD_BYTES, Request, Response, WebServer, text
+from broker_sidecar.web.server import MAX_CONNECTIONS, MAX_HEAD_BYTES, MAX_THREADS, Request, Response, WebServer, text
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import ConfigurationError
 
@@ -148,6 +148,31 @@ def test_clients_that_say_nothing_or_read_nothing_keep_nobody_away(web: WebServe
         while _threads() > MAX_CONNECTIONS + 1 and time.monotonic() < until:
             time.sleep(0.01)
         assert _threads() <= MAX_CONNECTIONS + 1
+
+
+def test_those_that_wait_for_the_event_loop_are_not_more_and_more() -> None:
+    """Their connections give way to others; but each has a thread until the event loop answers."""
+    goes_on = threading.Event()
+
+    def waits(_: Request) -> Response:
+        goes_on.wait(WAIT_SECONDS)
+        return text("")
+
+    web = WebServer(LOOPBACK, {"/": _echo, "/waits": waits}, "metrics_listen")
+    web.begin()
+    with closing(web), ExitStack() as clients:
+        for _ in range(2 * MAX_THREADS):
+            clients.enter_context(_connect(web)).sendall(b"GET /waits HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        # And the one that accepts.
+        until = time.monotonic() + WAIT_SECONDS
+        while _threads() < MAX_THREADS + 1:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        for _ in range(50):
+            assert _threads() == MAX_THREADS + 1
+            time.sleep(0.01)
+        goes_on.set()
+        assert _ask(web, "GET", "/")[0] == 200
 
 
 def test_closing_ends_those_that_wait(web: WebServer) -> None:
