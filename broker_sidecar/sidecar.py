@@ -105,7 +105,9 @@ class Sidecar:
 
     def _listen_for_http(self, reading: read.ReadService | None) -> None:
         if self._config.metrics_listen:
-            sources = Sources(self._config, self._data, self._streams, self._calls, reading)
+            sources = Sources(
+                self._config, self._data, self._streams, self._calls, reading, lambda: not self._guard.has_problem
+            )
             self._metrics = Metrics(sources)
             visitors = Visitors(self._guard.authentication, self._guard.permissions)
             pages = Pages(self._statistics, self._admin, visitors, self._config.listen)

@@ -31,6 +31,8 @@ class SeqdedupeError(Exception):
 
     def __init__(self, reason: str, message: str, hint: str, retry_delay_ms: int, numbers: dict[str, str]) -> None:
         super().__init__(message)
+        # What to do stands below the error in a traceback, which is all that the user of a library may see of it.
+        self.add_note(hint)
         self.reason = reason
         self.message = message
         self.hint = hint

@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -41,6 +41,8 @@ class Sources:
     calls: Calls
     reading: ReadService | None
     """None where a broker's own log holds the messages."""
+    is_configuration_in_force: Callable[[], bool]
+    """Whether the files that an operator may replace are in force as they are now."""
 
 
 class Metrics(Collector):
@@ -83,6 +85,11 @@ class Metrics(Collector):
         """All but those of the process, which are not made here."""
         yield InfoMetricFamily(
             "seqdedupe_build", "Which version this is.", {"version": version("seqdedupe"), "log": self._from.config.log}
+        )
+        yield gauge_of(
+            "seqdedupe_configuration_in_force",
+            "Whether the files that may be replaced are in force as they are now: 1, or 0.",
+            self._from.is_configuration_in_force(),
         )
         yield from families.of_topics(on_loop(self._loop, self._look))
         yield from families.of_calls(list(self._from.calls.methods.values()))

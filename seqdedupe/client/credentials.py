@@ -74,7 +74,7 @@ class Credentials:
                 self.token_now()
             self._channel_credentials()
         except SeqdedupeError as e:
-            raise _invalid(e.message, e.hint) from e
+            raise _invalid(e.message) from e
 
     @classmethod
     def from_environment(
@@ -171,5 +171,5 @@ def _checked(token: object, where: str) -> str:
     return stripped
 
 
-def _invalid(message: str, hint: str) -> SeqdedupeError:
+def _invalid(message: str, hint: str | None = None) -> SeqdedupeError:
     return error("INVALID_CREDENTIALS", message, hint=hint)

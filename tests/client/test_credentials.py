@@ -129,6 +129,7 @@ def test_what_cannot_be_is_refused_when_they_are_made(tmp_path: Path, make: Call
         make(tmp_path)
     assert isinstance(e.value, ConfigurationError)
     assert (e.value.reason, e.value.hint != "") == ("INVALID_CREDENTIALS", True)
+    assert "tried again" not in e.value.hint
     assert SECRET not in str(e.value) + repr(e.value)
 
 

@@ -17,6 +17,7 @@ from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.health import health_of
+from tests.broker_sidecar.metrics.scraping import scrape
 from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
 
 TIMEOUT_SECONDS = 120.0
@@ -39,6 +40,7 @@ class Reloading(Sidecar):
             token_audience=AUDIENCE,
             rules_file=self.rules,
             audit_file=self.audit,
+            metrics_listen="127.0.0.1:0",
             workers=workers,
         )
 
@@ -99,10 +101,12 @@ def test_rules_that_cannot_be_read_change_nothing_and_health_says_so(sidecar: Re
             until(lambda: sidecar.health() == health_pb2.HealthCheckResponse.NOT_SERVING)
         producer.send(b"1", 1).result(TIMEOUT_SECONDS)
         assert sidecar.health("") == health_pb2.HealthCheckResponse.SERVING
+        assert scrape(sidecar).value("seqdedupe_configuration_in_force") == 0
         until(lambda: len(sidecar.told("not read again")) >= 2)
         assert "rules.toml" in sidecar.told("not read again")[-1]["why"]
         replace(sidecar.rules, ALLOWED)
         until(lambda: sidecar.health() == health_pb2.HealthCheckResponse.SERVING)
+        until(lambda: scrape(sidecar).value("seqdedupe_configuration_in_force") == 1)
         producer.send(b"2", 2).result(TIMEOUT_SECONDS)
 
 
