@@ -19,7 +19,7 @@ from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.core.names import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.names import namespace_name, topic_name
+from seqdedupe.names import check_name_length, namespace_name, topic_name
 from seqdedupe.topic.allowing import Allowing, Judge
 
 NO_RULES = RulesFile()
@@ -90,12 +90,9 @@ class Permissions:
             raise self._denied(caller(), Action.ADMINISTER, "*", None)
         if need.on in (On.TOPIC, On.NAMESPACE):
             name = getattr(parse_small(request_class(method), request), need.field)
-            if need.field == "service":
-                if name in HEALTH_OF_THE_WHOLE:
-                    return
-            else:
-                name = topic_name(name) if need.on is On.TOPIC else namespace_name(name)
-            self.check(need, name)
+            if need.field == "service" and name in HEALTH_OF_THE_WHOLE:
+                return
+            self.check(need, topic_name(name) if need.on is On.TOPIC else namespace_name(name))
         else:
             self.check(need, "*")
 
@@ -136,16 +133,22 @@ class Permissions:
         subject = caller()
         use = self.shares.of(subject.name)
         if use.limits.topics is not None:
-            names = list(there)
+            # One that is being made already is made once.
+            names = [name for name in there if name != topic]
             mine = len(names) if subject.is_unrestricted else self._rules.count(subject.name, Action.CREATE, names)
             use.check("topics", mine + more)
 
     # -- producer names ----------------------------------------------------------------------------------------
 
     def denied_names(self, topic: str, names: Sequence[bytes], subject: Subject) -> dict[int, SeqdedupeError]:
-        """Of these names those as which the subject may not publish to the topic: by place, each with its error."""
+        """Of these names those as which the subject may not publish to the topic: by place, each with its error.
+
+        Raises INVALID_NAME for one that no producer can have: what is denied is told and written down.
+        """
         if subject.is_unrestricted:
             return {}
+        for name in names:
+            check_name_length(name)
         places = np.flatnonzero(self.names_judge(subject.name, topic)(*joined(list(names))) == 0).tolist()
         return {place: self.deny_names(subject, topic, [names[place].decode(errors="replace")]) for place in places}
 
