@@ -26,6 +26,7 @@ from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.sessions import RANDOM_BYTES
 from seqdedupe.topic.standby import first_of, until_asked, until_free
 from seqdedupe.topic.state import State
 
@@ -221,7 +222,7 @@ class Topic(LoggedTopic):
         self._fail_in_flight(self._not_appended("LOG_REFUSED", "the append failed"))
         self.term = owner.term
         self._own_ownership = owner.ownership
-        self.sessions.begin_term(owner.term)
+        self.sessions.begin_term(owner.term, self._random_bytes(RANDOM_BYTES))
         self.next_index = self.confirmed_index = owner.next_index
         self.confirmed.tell()
         self.counters.recoveries += 1

@@ -1,7 +1,9 @@
 """Who owns a producer name: epochs, given by Open.
 
-An epoch is `term << 32 | n`, where n counts the topic's opens in that term. The newest owns the name. Safety does not
-rest on epochs (watermark and link give it); they keep two processes with one name from fighting for ever.
+An epoch is `term << 32 | n`, where n counts the topic's opens in that term, from a random number on: a log of which an
+older copy was restored has the same terms again, and must not give what the lost history gave. The newest owns the
+name. Safety does not rest on epochs (watermark and link give it); they keep two processes with one name from fighting
+for ever.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +18,9 @@ from seqdedupe.limits import MAX_OPEN_NAMES, NO_EPOCH
 from seqdedupe.names import new_producer_name, producer_name
 
 _TERM_SHIFT = 32
-OPENS_PER_TERM = 2**_TERM_SHIFT - 1
+LAST_OPEN = 2**_TERM_SHIFT - 1
+RANDOM_BYTES = 4
+"""Half of the opens of a term can be skipped: as many are left as there are seconds in 68 years."""
 
 
 def highest_term(epochs: Int64s) -> int:
@@ -95,9 +99,9 @@ class Sessions:
         self._term = 0
         self._opens = 0
 
-    def begin_term(self, term: int) -> None:
-        """The topic has a new owner."""
-        self._term, self._opens = term, 0
+    def begin_term(self, term: int, random: bytes) -> None:
+        """The topic has a new owner. Where its opens begin to count is of RANDOM_BYTES."""
+        self._term, self._opens = term, int.from_bytes(random, "little") >> 1
 
     def open(self, names: list[str], epochs: list[int] | None) -> Opening:
         """Starts new sessions, or resumes those of the given epochs, each by itself. They are in force from now on.
@@ -152,8 +156,8 @@ class Sessions:
         return answer
 
     def _next_epoch(self) -> int:
-        if self._opens >= OPENS_PER_TERM:
-            raise error("INTERNAL", f"the topic was opened {self._opens} times in one term: restart the sidecar")
+        if self._opens >= LAST_OPEN:
+            raise error("INTERNAL", "the topic was opened too many times in one term: restart the sidecar")
         self._opens += 1
         return self._term << _TERM_SHIFT | self._opens
 
@@ -173,8 +177,11 @@ class Sessions:
 
     def _why_not_resumed(self, name: bytes, epoch: int, current: int) -> SeqdedupeError | None:
         shown = name.decode()
-        # Each term begins with n = 0, so an epoch of an earlier term is one that may have been given.
-        if not can_have_been_given(epoch) or epoch > (self._term << _TERM_SHIFT | self._opens):
+        # What was given is known for good, unless it was forgotten: a higher one is of another history of this log, of
+        # which an older copy was restored.
+        is_known = current > NO_EPOCH and not self._producers.has_forgotten
+        newest = current if is_known else self._term << _TERM_SHIFT | self._opens
+        if not can_have_been_given(epoch) or epoch > newest:
             return error(
                 "INVALID_EPOCH",
                 f"this topic never gave the epoch {epoch} with which {shown!r} resumes",
@@ -182,7 +189,7 @@ class Sessions:
                 epoch=epoch,
                 current_epoch=current,
             )
-        if epoch < current or (self._producers.has_forgotten and epoch > current > NO_EPOCH):
+        if epoch < current or epoch > current > NO_EPOCH:
             return _fenced(shown, epoch, current)
         return None
 

@@ -500,6 +500,27 @@ async def test_clients_of_another_history_notice_it(usual: At, tmp_path: Path) -
                 await producer.close()
 
 
+def test_no_session_has_the_epoch_of_one_of_the_lost_history(usual: At) -> None:
+    """The first start on a backup has the term that the start after it had. Who opened its name then, and has lost
+    nothing since, does not get the name of who opened it now."""
+    usual.fill("t", 0, 1)
+    usual.backup("b")
+    usual.sidecar.restart()
+    zombie, term = usual.client.epochs("t", "p", "new"), usual.client.topic("t").term
+    usual.sidecar.kill()
+    shutil.rmtree(usual.sidecar.data)
+    restore(usual.backups / "b", usual.sidecar.data)
+    usual.sidecar.start()
+    epochs = usual.client.epochs("t", "p", "new")
+    assert usual.client.topic("t").term == term
+    for name, epoch in zombie.items():
+        assert epoch != epochs[name]
+        assert usual.client.resume_refused("t", name, epoch).reason in ("FENCED", "INVALID_EPOCH")
+        with pytest.raises(grpc.RpcError):
+            usual.client.publish_unary("t", batch([(name, 1)], zombie, {name: -1}))
+    usual.fill("t", 1, 1, epochs)
+
+
 async def _position(client: AsyncClient, index: int) -> Any:
     async with client.reader("t", start=index) as reader:
         async for message in reader:

@@ -280,7 +280,7 @@ def landed_frames_answered_as_refused(patch: pytest.MonkeyPatch) -> None:
 
 
 def epoch_of_an_earlier_term_taken_for_newer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sessions, "begin_term", lambda self, term: None)
+    patch.setattr(Sessions, "begin_term", lambda self, term, random: None)
 
 
 def reset_does_not_outlast_a_snapshot(patch: pytest.MonkeyPatch) -> None:
