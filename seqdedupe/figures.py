@@ -32,6 +32,12 @@ def per_second(values: Sequence[int], interval_ms: int) -> float:
     return values[-1] * 1000 / interval_ms if values else 0.0
 
 
+def merged(values: Sequence[int], count: int) -> list[int]:
+    """As sums of so many values each; what is left over at the beginning is left out."""
+    first = len(values) % count
+    return [sum(values[at : at + count]) for at in range(first, len(values), count)]
+
+
 def state_name(state: int) -> str:
     """Of a topic."""
     known = state in admin_pb2.TopicState.values()  # a newer sidecar may say more

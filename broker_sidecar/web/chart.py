@@ -12,12 +12,6 @@ _ROOM = 2
 """Above the highest value, for the line."""
 
 
-def merged(values: Sequence[int], count: int) -> list[int]:
-    """As sums of so many values each; what is left over at the beginning is left out."""
-    first = len(values) % count
-    return [sum(values[at : at + count]) for at in range(first, len(values), count)]
-
-
 def chart(values: Sequence[int], intervals: int, label: str, kind: str) -> Markup:
     """A line and the area below it. `intervals` are the whole width; `kind` is a class of the style sheet.
 

@@ -3,11 +3,11 @@
 from datetime import UTC, datetime
 
 from broker_sidecar.history import INTERVALS
-from broker_sidecar.web.chart import chart, merged
+from broker_sidecar.web.chart import chart
 from broker_sidecar.web.markup import Content, Markup, joined, tag
 from broker_sidecar.web.server import Response
 from broker_sidecar.web.shell import header, link_to, page, section, tile
-from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, short, state_name
+from seqdedupe.figures import ORDERS, beyond_snapshot, merged, per_second, short, state_name
 from seqdedupe.v1 import admin_pb2
 
 TOPICS = 50

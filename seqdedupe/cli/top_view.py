@@ -19,7 +19,7 @@ from rich.text import Text
 
 from seqdedupe.command import printable, standard_output
 from seqdedupe.errors import UnavailableError
-from seqdedupe.figures import beyond_snapshot, duration, per_second, short, state_name
+from seqdedupe.figures import beyond_snapshot, duration, merged, per_second, short, state_name
 from seqdedupe.v1 import admin_pb2
 
 WARNINGS = 3
@@ -30,6 +30,8 @@ _LINES_BESIDE = 9 + WARNINGS
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_SHOWN = 25
+_INTERVALS = 200
+"""Of the past that a sidecar tells."""
 _WIDE = 120
 """Columns of a terminal in which all columns of the table have room."""
 _END_KEYS = (b"q", b"Q", b"\x03", b"")
@@ -164,11 +166,9 @@ def _cells(one: admin_pb2.TopicStatistics, interval_ms: int) -> tuple[Text, ...]
     )
 
 
-def _bars(values: Sequence[int], intervals: int = 200) -> str:
+def _bars(values: Sequence[int]) -> str:
     """The past as a line of bars, the newest on the right."""
-    width = intervals // _BARS_SHOWN
-    first = len(values) % width
-    sums = [sum(values[at : at + width]) for at in range(first, len(values), width)]
+    sums = merged(values, _INTERVALS // _BARS_SHOWN)
     highest = max(sums, default=0)
     bars = "".join(_BARS[value * (len(_BARS) - 1) // highest] if value else " " for value in sums)
     return bars.rjust(_BARS_SHOWN)
