@@ -106,7 +106,7 @@ class Sidecar:
         if self._config.metrics_listen:
             sources = Sources(self._config, self._data, self._streams, self._calls, reading)
             self._metrics = Metrics(sources)
-            visitors = Visitors(self._guard.authentication, self._guard.permissions)
+            visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
             pages = Pages(self._statistics, self._admin, visitors, self._config.listen)
             routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
             self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
