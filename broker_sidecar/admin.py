@@ -98,7 +98,7 @@ class AdminService:
         policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
         entry_format = entry_format_of(request.entry_format, self._topics.kind.log)
         partitions = max(1, request.partitions)
-        self._permissions.check_creates(topic_name(request.topic), self._topics.records, partitions)
+        self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names(), partitions)
         if request.partitions:
             await partitioned.create(self._topics, request.topic, request.partitions, policy, entry_format)
         else:

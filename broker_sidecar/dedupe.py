@@ -79,7 +79,7 @@ class DedupeService:
         self._permissions.check_topic(Action.PUBLISH, name)
         await self._topics.waiting.use(name)
         if name not in self._topics.live and name not in self._topics.closed:
-            self._permissions.check_creates(name, self._topics.records)
+            self._permissions.check_creates(name, self._topics.taken_names())
         return await self._topics.get_or_create(name)
 
 

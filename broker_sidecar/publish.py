@@ -179,8 +179,8 @@ class PublishService:
         if denied:
             names = [name for place, name in enumerate(names) if place not in denied]
             epochs = [epoch for place, epoch in enumerate(epochs) if place not in denied]
-        if not epochs:
-            self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in names])
+        # Resuming makes names known too: the epoch of another one is as good as its own.
+        self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in names])
         opened = await open_sessions(topic, names, epochs or None)
         if not epochs:
             fenced = ((names[place], epoch) for place, epoch in opened.fenced_epochs.items())
@@ -221,7 +221,7 @@ class PublishService:
             if request.epochs:
                 return await find(self._topics, request.topic)
         encoded_names(names)
-        self._permissions.check_creates(topic_name(request.topic), self._topics.records)
+        self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names())
         return await find_or_create(self._topics, request.topic)
 
     async def _publish(self, data: bytes, context: Context) -> bytes:

@@ -109,7 +109,7 @@ class Sidecar:
                 self._config, self._data, self._streams, self._calls, reading, lambda: not self._guard.has_problem
             )
             self._metrics = Metrics(sources)
-            visitors = Visitors(self._guard.authentication, self._guard.permissions)
+            visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
             pages = Pages(self._statistics, self._admin, visitors, self._config.listen)
             routes: dict[str, Route] = {"/metrics": self._metrics, **pages.routes()}
             self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from broker_sidecar.config import Config
+from broker_sidecar.security.subject import MAX_NAME_BYTES, can_be_name
 from broker_sidecar.security.watching import Watched
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MIN_RSA_BITS
@@ -70,7 +71,12 @@ def name_in(peer: Mapping[str, Iterable[bytes]]) -> str:
         raise error("UNAUTHENTICATED", "the client's certificate has several URIs: it is not clear whose it is")
     if not uris and not names:
         raise error("UNAUTHENTICATED", "the client's certificate names nobody: it has no URI and no DNS name as SAN")
-    return (uris or names)[0].decode()
+    # What is not UTF-8 cannot be printed either, then.
+    name = (uris or names)[0].decode(errors="surrogateescape")
+    if not can_be_name(name):
+        why = f"its SAN is not 1 to {MAX_NAME_BYTES} bytes that can be printed"
+        raise error("UNAUTHENTICATED", f"the client's certificate names nobody: {why}")
+    return name
 
 
 def _read(certificate: Path, key: Path, authorities: Path | None) -> grpc.ServerCertificateConfiguration:

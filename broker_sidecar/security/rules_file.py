@@ -51,7 +51,8 @@ def read(path: Path) -> RulesFile:
     try:
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:
+        # A number of too many digits is none of the parser's own errors.
         why = e.strerror if isinstance(e, OSError) else e
         raise error("INVALID_CONFIGURATION", f"the rules file {path} cannot be read: {why}", key="rules_file") from e
     try:

@@ -28,6 +28,9 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+OF_NOBODY = Limits(streams=16)
+"""Of those who are not known, all together, whatever the rules say: they watch the health of the whole."""
+
 IN_ALL = ("bytes_per_second", "producer_names")
 """What can be limited for all callers together; the configuration limits the others."""
 
@@ -88,9 +91,11 @@ class Shares:
         self.in_all = Use("all callers together", in_all)
 
     def of(self, subject: str) -> Use:
-        """The use of the caller with this name."""
+        """The use of the caller with this name; empty: of all who are not known."""
         if (use := self._uses.get(subject)) is None:
-            use = self._uses[subject] = Use(repr(subject), self._limits_of(subject))
+            use = self._uses[subject] = Use(
+                repr(subject) if subject else "all who are not known", self._limits_of(subject)
+            )
         return use
 
     def replace(self, shares: Sequence[Share], in_all: Limits) -> None:
@@ -100,7 +105,9 @@ class Shares:
             use.limits = self._limits_of(subject)
 
     def _limits_of(self, subject: str) -> Limits:
-        """Those of the first share that is about this caller."""
+        """Those of the first share that is about this caller; of an empty name, nobody's."""
+        if not subject:
+            return OF_NOBODY
         name = subject.encode(errors="surrogatepass")
         about = (s.limits for s in self._shares if any(Pattern(text).matches(name) for text in s.subjects))
         return next(about, NO_LIMITS)

@@ -11,6 +11,13 @@ ANONYMOUS = "anonymous"
 RESERVED = frozenset({OPERATOR, ANONYMOUS})
 """No other token and no certificate makes a subject of such a name."""
 
+MAX_NAME_BYTES = 255
+
+
+def can_be_name(name: str) -> bool:
+    """Whether somebody may be called so: 1 to 255 bytes that can be printed."""
+    return name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:

@@ -12,8 +12,9 @@ from broker_sidecar.admin import SERVICE
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import Subject, set_caller
+from broker_sidecar.security.trail import Trail
 from broker_sidecar.web.server import Request
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, error
 
 ASK = {"WWW-Authenticate": 'Basic realm="seqdedupe: the password is the token", charset="UTF-8"'}
 """Has a browser ask for it."""
@@ -27,20 +28,29 @@ R = TypeVar("R")
 class Visitors:
     """May a visitor make a call of AdminService? As in that call: by the token, and by the rules for whose it is."""
 
-    def __init__(self, authentication: Authentication, permissions: Permissions) -> None:
+    def __init__(self, authentication: Authentication, permissions: Permissions, trail: Trail) -> None:
         self._authentication = authentication
         self._permissions = permissions
+        self._trail = trail
 
     async def call(self, visitor: Request, name: str, handle: Callable[[M], Awaitable[R]], request: M) -> R:
         """Makes the call of this name as the visitor, on the event loop. Raises UNAUTHENTICATED, TOKEN_EXPIRED,
         NOT_ALLOWED, and what the call raises."""
-        set_caller(self._subject(visitor))
-        self._permissions.check_call(f"/{SERVICE}/{name}", request.SerializeToString())
+        method = f"/{SERVICE}/{name}"
+        set_caller(self._subject(visitor, method))
+        self._permissions.check_call(method, request.SerializeToString())
         return await handle(request)
 
-    def _subject(self, visitor: Request) -> Subject:
+    def _subject(self, visitor: Request, method: str) -> Subject:
         host, port = visitor.client
         address = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+        try:
+            return self._known(visitor, host, address)
+        except SeqdedupeError as e:
+            self._trail.unauthenticated(method, address, e)
+            raise
+
+    def _known(self, visitor: Request, host: str, address: str) -> Subject:
         token = _token_in(visitor)
         if token is not None and not _is_loopback(host):
             # It has been sent already. Whoever tries it once knows not to make a habit of it.

@@ -150,7 +150,10 @@ def test_whoever_has_no_certificate_that_counts_is_not_talked_to(mutual: Sidecar
 def test_the_name_is_the_uri_or_else_the_first_dns_name() -> None:
     assert name_in({"peer_uri": [b"spiffe://a/b"], "peer_dns": [b"c.example"]}) == "spiffe://a/b"
     assert name_in({"peer_dns": [b"c.example", b"d.example"]}) == "c.example"
-    for peer in ({}, {"x509_common_name": [b"c.example"]}, {"peer_uri": [b"a:b", b"c:d"], "peer_dns": [b"e.example"]}):
+    assert name_in({"peer_dns": [b"c" * 255]}) == "c" * 255
+    nobody = [{"peer_dns": [name]} for name in (b"", b"a\nb", b"a\0b", b"\xff", "a\u202eb".encode(), b"c" * 256)]
+    several = {"peer_uri": [b"a:b", b"c:d"], "peer_dns": [b"e.example"]}
+    for peer in ({}, {"x509_common_name": [b"c.example"]}, several, *nobody):
         with pytest.raises(SeqdedupeError, match="client's certificate") as raised:
             name_in(peer)
         assert raised.value.reason == "UNAUTHENTICATED"

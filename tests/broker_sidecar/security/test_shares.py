@@ -2,15 +2,20 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from broker_sidecar.security.shares import NO_LIMITS, Limits, Share, Shares, Use
+from broker_sidecar.security.shares import NO_LIMITS, OF_NOBODY, Limits, Share, Shares, Use
 from seqdedupe.errors import UnavailableError
-from seqdedupe.v1 import admin_pb2
-from tests.broker_sidecar.calls import NOT_DUP, batch, refused, status, verdicts
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2, publish_pb2
+from tests.broker_sidecar.calls import NOT_DUP, TIMEOUT_SECONDS, batch, refused, status, verdicts
 from tests.broker_sidecar.security.by_name import Caller, Ruled
+from tests.broker_sidecar.security.showing import bearer, token_of, wait_until
 
 RULES = """
 [[allow]]
@@ -41,7 +46,7 @@ subjects = ["names"]
 producer_names = 3
 
 [[share]]
-subjects = ["topics"]
+subjects = ["topics", "at-once"]
 topics = 2
 """
 
@@ -163,7 +168,12 @@ def test_more_producer_names_than_its_share_are_refused(ruled: Ruled) -> None:
     )
     caller.open("names-1", "b", "c")
     # In each topic.
-    caller.open("names-2", "a", "b", "c")
+    epochs = caller.open("names-2", "a", "b", "c").epochs
+    # To resume under names that nobody has opened makes them known, too.
+    resume = publish_pb2.OpenRequest(topic="names-2", producer_names=["d", "e"], epochs=epochs[:2])
+    assert refused(lambda: caller.publish.Open(resume)).numbers["share"] == "producer_names"
+    known = publish_pb2.OpenRequest(topic="names-2", producer_names=["a"], epochs=epochs[:1])
+    assert caller.publish.Open(known).epochs == epochs[:1]
     caller.close()
 
 
@@ -179,3 +189,29 @@ def test_more_topics_than_its_share_are_refused(ruled: Ruled) -> None:
     caller.open("topics-3", "p")
     caller.close()
     operator.close()
+
+
+def test_topics_that_are_asked_for_at_once_count_while_they_are_made(ruled: Ruled) -> None:
+    caller = Caller(ruled.address, "at-once")
+    names = [f"at-once-{k}" for k in range(10)]
+    asked = [caller.admin.CreateTopic.future(admin_pb2.CreateTopicRequest(topic=name)) for name in names]
+    shares = [status(e).numbers["share"] for call in asked if (e := call.exception(TIMEOUT_SECONDS)) is not None]
+    assert shares == ["topics"] * 8
+    caller.close()
+
+
+def test_who_is_not_known_leaves_the_streams_to_others(tmp_path: Path) -> None:
+    request, most = health_pb2.HealthCheckRequest(), OF_NOBODY.streams or 0
+    with Sidecar(tmp_path, authentication="token", max_streams=2 * most) as sidecar:
+        watching: Any = health_pb2_grpc.HealthStub(grpc.insecure_channel(sidecar.address))
+        known = watching.Watch(request, metadata=bearer(token_of(sidecar)))
+        next(known)
+        channels = [grpc.insecure_channel(sidecar.address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(4)]
+        others = [health_pb2_grpc.HealthStub(channels[k % 4]).Watch(request) for k in range(3 * most)]
+        # The rest is refused, or makes way for another one of theirs.
+        wait_until(lambda: sum(call.is_active() for call in others) <= most)
+        assert known.is_active()
+        assert {status(call).reason for call in others if not call.is_active()} <= {"SHARE_EXCEEDED", "STREAM_IDLE"}
+        next(watching.Watch(request, metadata=bearer(token_of(sidecar))))
+        for channel in channels:
+            channel.close()

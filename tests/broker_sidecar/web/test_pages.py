@@ -1,6 +1,7 @@
 """The pages as they are served: to whom, with what, and what becomes of names that want to be markup."""
 
 import base64
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from urllib.parse import quote
 import pytest
 
 from broker_sidecar.config import Config
+from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.trail import Trail
 from broker_sidecar.web.overview import overview
 from broker_sidecar.web.visitors import Visitors, asks
 from seqdedupe.errors import SeqdedupeError
@@ -115,6 +118,22 @@ def _visitor(host: str, **headers: str) -> Any:
     return SimpleNamespace(client=(host, 1), headers=headers)
 
 
+async def test_who_tries_tokens_stands_in_the_audit_trail(tmp_path: Path) -> None:
+    streams: Any = None
+    trail = Trail(Audit(tmp_path / "audit.jsonl"))
+    visitors = Visitors(Authentication(Config(data_directory=str(tmp_path)), streams), Permissions(), trail)
+    for password in (b":wrong", b":another"):
+        shown = "Basic " + base64.b64encode(password).decode()
+        with pytest.raises(SeqdedupeError, match="UNAUTHENTICATED"):
+            visitor = _visitor("127.0.0.1", Authorization=shown)
+            await visitors.call(visitor, "GetStatistics", _answer, admin_pb2.GetStatisticsRequest())
+    await trail.close()
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    told = [(line["call"], line["address"]) for line in lines if line["event"] == "unauthenticated"]
+    assert told == [("AdminService/GetStatistics", "ipv4:127.0.0.1")] * 2
+    assert "wrong" not in (tmp_path / "audit.jsonl").read_text()
+
+
 async def _answer(request: admin_pb2.GetStatisticsRequest) -> str:
     return "answered"
 
@@ -133,7 +152,7 @@ async def test_a_token_is_taken_over_loopback_alone(
 ) -> None:
     streams: Any = None
     config = Config(data_directory=str(tmp_path), authentication=authentication)
-    visitors = Visitors(Authentication(config, streams), Permissions())
+    visitors = Visitors(Authentication(config, streams), Permissions(), Trail(None))
     headers = {}
     if authentication == "token":
         password = (tmp_path / "token").read_bytes().strip()
