@@ -1,7 +1,9 @@
 """The example for Kubernetes: what it says fits the configuration, the image and itself."""
 
+import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import yaml
 from broker_sidecar.config import KEYS, Config
 from broker_sidecar.keys import environment_of, flag_of
 from broker_sidecar.loading import load
+from broker_sidecar.security import own_token
 from seqdedupe.shards import SHARDS, from_text
 from tests.deploy.durations import longest_stop_seconds
 
@@ -90,6 +93,34 @@ def test_ports_volumes_and_probes_fit_each_other(objects: dict[str, Object], pod
     assert mounts["/data"] == claim["metadata"]["name"]
     assert Path(config.data_directory).is_relative_to("/data")
     assert set(mounts.values()) == {claim["metadata"]["name"], *(one["name"] for one in pod["volumes"])}
+
+
+def test_all_take_the_token_that_they_show_each_other(pod: Object, sidecar: Object, tmp_path: Path) -> None:
+    """What comes before the command, as its shell runs it: at a first start, and with another token at a later one."""
+    config = config_of(sidecar, 0)
+    assert config.authentication == "token"
+    shown = Path(config.peer_token_file)
+    mounts = {one["mountPath"]: one["name"] for one in sidecar["volumeMounts"]}
+    [secret] = [one["secret"] for one in pod["volumes"] if one["name"] == mounts[str(shown.parent)]]
+    # Its files are root's, and of the group that the pod has.
+    assert (secret["defaultMode"], pod["securityContext"]["fsGroup"]) == (0o440, pod["securityContext"]["runAsGroup"])
+    assert f"secret generic {secret['secretName']} --from-literal={shown.name}=" in (
+        DEPLOY / "kubernetes.yaml"
+    ).read_text()
+    [script] = sidecar["args"]
+    before, exec_, _ = script.partition("exec ")
+    assert exec_
+    data_directory, peer_token_file = tmp_path / "data" / "seqdedupe", tmp_path / shown.name
+    environment = {
+        "HOSTNAME": "seqdedupe-0",
+        "PATH": os.environ["PATH"],
+        environment_of("data_directory"): str(data_directory),
+        environment_of("peer_token_file"): str(peer_token_file),
+    }
+    for token in ("a" * 32, "b" * 32):
+        peer_token_file.write_text(token)
+        subprocess.run(["sh", "-ec", before], env=environment, check=True)
+        assert own_token.read(own_token.path_of(data_directory)) == token.encode()
 
 
 def test_names_select_each_other(objects: dict[str, Object]) -> None:
