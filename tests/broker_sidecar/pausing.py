@@ -103,7 +103,7 @@ def _plant(bug: str) -> None:
         return iterdir(self)
 
     if bug == "slow folder":
-        Path.iterdir = slowly  # type: ignore[method-assign]
+        Path.iterdir = slowly  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -104,9 +104,10 @@ def test_all_take_the_token_that_they_show_each_other(pod: Object, sidecar: Obje
     [secret] = [one["secret"] for one in pod["volumes"] if one["name"] == mounts[str(shown.parent)]]
     # Its files are root's, and of the group that the pod has.
     assert (secret["defaultMode"], pod["securityContext"]["fsGroup"]) == (0o440, pod["securityContext"]["runAsGroup"])
-    assert f"secret generic {secret['secretName']} --from-literal={shown.name}=" in (
-        DEPLOY / "kubernetes.yaml"
-    ).read_text()
+    assert (
+        f"secret generic {secret['secretName']} --from-literal={shown.name}="
+        in (DEPLOY / "kubernetes.yaml").read_text()
+    )
     [script] = sidecar["args"]
     before, exec_, _ = script.partition("exec ")
     assert exec_

@@ -207,7 +207,8 @@ def test_who_is_not_known_leaves_the_streams_to_others(tmp_path: Path) -> None:
         known = watching.Watch(request, metadata=bearer(token_of(sidecar)))
         next(known)
         channels = [grpc.insecure_channel(sidecar.address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(4)]
-        others = [health_pb2_grpc.HealthStub(channels[k % 4]).Watch(request) for k in range(3 * most)]
+        stubs: list[Any] = [health_pb2_grpc.HealthStub(channel) for channel in channels]
+        others = [stubs[k % 4].Watch(request) for k in range(3 * most)]
         # The rest is refused, or makes way for another one of theirs.
         wait_until(lambda: sum(call.is_active() for call in others) <= most)
         assert known.is_active()

@@ -124,8 +124,8 @@ async def test_who_tries_tokens_stands_in_the_audit_trail(tmp_path: Path) -> Non
     visitors = Visitors(Authentication(Config(data_directory=str(tmp_path)), streams), Permissions(), trail)
     for password in (b":wrong", b":another"):
         shown = "Basic " + base64.b64encode(password).decode()
+        visitor = _visitor("127.0.0.1", Authorization=shown)
         with pytest.raises(SeqdedupeError, match="UNAUTHENTICATED"):
-            visitor = _visitor("127.0.0.1", Authorization=shown)
             await visitors.call(visitor, "GetStatistics", _answer, admin_pb2.GetStatisticsRequest())
     await trail.close()
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
