@@ -60,7 +60,7 @@ class Health:
     def summary(self) -> str:
         """How far this process is, in a line for people."""
         what = "Draining" if self._is_draining else "Serving" if self.is_serving else "Recovering"
-        topics = [status for name, status in self._statuses.items() if name]
+        topics = [status for name, status in self._statuses.items() if name not in ("", CONFIGURATION)]
         return f"{what}: {topics.count(SERVING)} of {len(topics)} topics ready"
 
     def drain(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from broker_sidecar.rpc import Context, abort
 from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.subject import Subject, set_caller
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 
@@ -60,7 +61,12 @@ def _without_metadata(streams: Streams) -> Any:
 async def _code_of(handler: Any, lost: bool) -> grpc.StatusCode:
     """With which code a call of this handler ends."""
     server = grpc.aio.server()
-    methods: dict[str, Any] = {"Stream": grpc.stream_stream_rpc_method_handler(handler)}
+
+    async def called(requests: Any, context: Any) -> None:
+        set_caller(Subject("somebody", "token", None, "unix:"))
+        await handler(requests, context)
+
+    methods: dict[str, Any] = {"Stream": grpc.stream_stream_rpc_method_handler(called)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
