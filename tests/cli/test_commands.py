@@ -297,7 +297,10 @@ def test_serve_serves(tmp_path: Path, environment: dict[str, str]) -> None:
     with running(command, env=environment, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         address = next(e["address"] for e in map(json.loads, process.stderr) if e["event"] == "serving")
-        subprocess.run([COMMAND, "topics", "--address", address], check=True, timeout=TIMEOUT_SECONDS)
+        known = environment | {"SEQDEDUPE_TOKEN_FILE": str(tmp_path / "data" / "token")}
+        listing = [COMMAND, "topics", "--address", address]
+        subprocess.run(listing, env=known, check=True, timeout=TIMEOUT_SECONDS)
+        assert subprocess.run(listing, env=environment, timeout=TIMEOUT_SECONDS).returncode != 0  # without the token
         process.terminate()
         process.stderr.read()
         assert process.wait(TIMEOUT_SECONDS) == 0
