@@ -5,6 +5,7 @@ it refuses them with NOT_OWNER, as a standby does, and streams that are open whe
 """
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -17,6 +18,7 @@ from seqdedupe import rendezvous
 from seqdedupe.client.receipts import NO_INDEX
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import is_namespace, topic_name
+from seqdedupe.testing import reserved_port
 from seqdedupe.v1 import admin_pb2, publish_pb2, read_pb2
 
 _LARGE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
@@ -36,8 +38,9 @@ _REQUESTS = {
 class Front:
     """One of the sidecars. All topics are its own until it is told otherwise."""
 
-    def __init__(self, target: str, tls: grpc.ServerCredentials | None = None) -> None:
-        self.address = ""
+    def __init__(self, target: str, tls: grpc.ServerCredentials | None, reserved: socket.socket) -> None:
+        self.address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        """Its own while it is stopped, too: else a client that tries again could be given the port."""
         self.shown: list[str | None] = []
         """What each call has shown as its authorization."""
         self.judges: Callable[[str | None], SeqdedupeError | None] = lambda _: None
@@ -64,17 +67,14 @@ class Front:
         self._channel: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
-        """On the same port as before."""
+        """On the port that is reserved for it."""
         self._channel = grpc.aio.insecure_channel(self._target, options=_LARGE)
         self._server = grpc.aio.server(options=(*_LARGE, *_AS_A_SIDECAR))
         self._server.add_generic_rpc_handlers((_Handler(self),))
-        listen = self.address or "127.0.0.1:0"
-        port = (
-            self._server.add_insecure_port(listen)
-            if self._tls is None
-            else self._server.add_secure_port(listen, self._tls)
-        )
-        self.address = self.address or f"127.0.0.1:{port}"
+        if self._tls is None:
+            self._server.add_insecure_port(self.address)
+        else:
+            self._server.add_secure_port(self.address, self._tls)
         await self._server.start()
 
     async def stop(self) -> None:
@@ -241,7 +241,7 @@ async def fronts(target: str, count: int = 3, tls: grpc.ServerCredentials | None
     async with AsyncExitStack() as stack:
         started = []
         for _ in range(count):
-            front = Front(target, tls)
+            front = Front(target, tls, stack.enter_context(reserved_port()))
             await front.start()
             stack.push_async_callback(front.stop)
             started.append(front)
