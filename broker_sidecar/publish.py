@@ -224,12 +224,16 @@ class PublishService:
         self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names())
         return await find_or_create(self._topics, request.topic)
 
+    def _log_bytes(self) -> dict[str, int]:
+        return {name: topic.log_bytes for name, topic in self._topics.live.items()}
+
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:
             name, batch = parse_publish(data)
             self._permissions.check_topic(Action.PUBLISH, topic_name(name))
             shares = self._permissions.shares
             shares.check_rate(use := shares.of(caller().name), len(data), time.monotonic())
+            self._permissions.check_disk(use, self._log_bytes, time.monotonic())
             topic = await find(self._topics, name)
             share = Share(self._streams.budget, use)
             why = f"topic {topic.name}, or all clients together, have too much in flight"
@@ -288,6 +292,7 @@ class PublishService:
         while True:
             if topic.has_successor:
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
+            self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
             for number, batch in frames:
                 if not publishing.has_room(len(batch)):
                     await publishing.wait_for_room(len(batch))

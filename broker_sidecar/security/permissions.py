@@ -1,6 +1,6 @@
 """What callers may do now: the rules that are in force, asked for every call and every frame."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -9,12 +9,13 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 from google.protobuf import descriptor_pool, message_factory
+from numpy.typing import NDArray
 
 from broker_sidecar.rpc import parse_small
 from broker_sidecar.security.calls import CALLS, HEALTH_OF_THE_WHOLE, Need, On, Other
 from broker_sidecar.security.rules import Action, Decision, Rule
 from broker_sidecar.security.rules_file import RulesFile
-from broker_sidecar.security.shares import Shares
+from broker_sidecar.security.shares import DISK_SECONDS, Shares, Use
 from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.core.names import joined
 from seqdedupe.core.producers import Producers
@@ -135,8 +136,24 @@ class Permissions:
         if use.limits.topics is not None:
             # One that is being made already is made once.
             names = [name for name in there if name != topic]
-            mine = len(names) if subject.is_unrestricted else self._rules.count(subject.name, Action.CREATE, names)
-            use.check("topics", mine + more)
+            use.check("topics", int(np.count_nonzero(self._may_have_created(subject, names))) + more)
+
+    def check_disk(self, use: Use, sizes: Callable[[], Mapping[str, int]], now_seconds: float) -> None:
+        """Raises SHARE_EXCEEDED if the logs of the topics that the caller, whose use this is, might have created hold
+        more bytes than they may. Their `sizes`, by topic, are asked for once in `DISK_SECONDS` at most."""
+        if use.limits.bytes_on_disk is None:
+            return
+        if now_seconds >= use.disk_counted_at + DISK_SECONDS:
+            by_topic = sizes()
+            mine = self._may_have_created(caller(), list(by_topic))
+            use.disk_bytes = int(np.fromiter(by_topic.values(), np.int64, len(by_topic))[mine].sum())
+            use.disk_counted_at = now_seconds
+        use.check("bytes_on_disk", use.disk_bytes)
+
+    def _may_have_created(self, subject: Subject, topics: Sequence[str]) -> NDArray[np.bool_]:
+        if subject.is_unrestricted:
+            return np.ones(len(topics), np.bool_)
+        return self._rules.allows(subject.name, Action.CREATE, topics)
 
     # -- producer names ----------------------------------------------------------------------------------------
 

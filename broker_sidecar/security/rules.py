@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqdedupe.core.names import joined
 from seqdedupe.core.patterns import Pattern
@@ -119,14 +120,14 @@ class Rules:
         granted = self.on(subject, action, topic)
         return granted.under_any() if producer is None else granted.under(producer.encode())
 
-    def count(self, subject: str, action: Action, topics: Sequence[str]) -> int:
-        """On how many of these topics, by full names, it is allowed."""
+    def allows(self, subject: str, action: Action, topics: Sequence[str]) -> NDArray[np.bool_]:
+        """On which of these topics, by full names, it is allowed."""
         raw, spans = joined([(whole_of(topic) or topic).encode() for topic in topics])
         denied, allowed = np.zeros(len(spans), np.uint8), np.zeros(len(spans), np.uint8)
         for rule in self._about(subject, action):
             for pattern in _patterns(rule.topics, subject):
                 pattern.mark(raw, spans, denied if rule.denies else allowed)
-        return int(np.count_nonzero(allowed > denied))
+        return allowed > denied
 
     def decide_namespace(self, subject: str, action: Action, namespace: str) -> Decision:
         """Whether it is allowed on every topic that the namespace has or may have."""

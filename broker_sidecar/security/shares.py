@@ -1,5 +1,6 @@
 """How much of a sidecar each caller may use at once, and what each uses now."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,10 @@ from seqdedupe.errors import SeqdedupeError, error
 
 BURST_SECONDS = 1.0
 """Who was silent for so long may send as much at once as in this time."""
+
+
+DISK_SECONDS = 1.0
+"""What logs hold is looked at so often: so long a caller may go on that is over its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,8 @@ class Limits:
     """In any one topic, under which it may publish: those that are known count, whoever has made them known."""
     topics: int | None = None
     """That it may create: those that are there count, whoever has made them."""
+    bytes_on_disk: int | None = None
+    """In the logs of those topics, whoever has published to them."""
 
 
 NO_LIMITS = Limits()
@@ -52,6 +59,9 @@ class Use:
         self.limits = limits
         self.held_bytes = 0
         """In flight."""
+        self.disk_bytes = 0
+        """On disk, at `disk_counted_at`."""
+        self.disk_counted_at = -math.inf
         self._paid_until = 0.0
         """When what has come will have been as much as may come."""
 
@@ -103,6 +113,7 @@ class Shares:
         self._shares, self.in_all.limits = shares, in_all
         for subject, use in self._uses.items():
             use.limits = self._limits_of(subject)
+            use.disk_counted_at = -math.inf  # the rules say which topics count
 
     def _limits_of(self, subject: str) -> Limits:
         """Those of the first share that is about this caller; of an empty name, nobody's."""

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from broker_sidecar.security.shares import NO_LIMITS, OF_NOBODY, Limits, Share, Shares, Use
 from seqdedupe.errors import UnavailableError
 from seqdedupe.testing import Sidecar
-from seqdedupe.v1 import admin_pb2, publish_pb2
+from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2
 from tests.broker_sidecar.calls import NOT_DUP, TIMEOUT_SECONDS, batch, refused, status, verdicts
 from tests.broker_sidecar.security.by_name import Caller, Ruled
 from tests.broker_sidecar.security.showing import bearer, token_of, wait_until
@@ -48,6 +48,10 @@ producer_names = 3
 [[share]]
 subjects = ["topics", "at-once"]
 topics = 2
+
+[[share]]
+subjects = ["disk"]
+bytes_on_disk = 1_000_000
 """
 
 
@@ -189,6 +193,43 @@ def test_more_topics_than_its_share_are_refused(ruled: Ruled) -> None:
     caller.open("topics-3", "p")
     caller.close()
     operator.close()
+
+
+def test_who_has_filled_its_part_of_the_disk_publishes_nothing_more_until_there_is_room(ruled: Ruled) -> None:
+    caller, other = Caller(ruled.address, "disk"), Caller(ruled.address, "other")
+    epochs = caller.epochs("disk-1", "p")
+    theirs = other.epochs("other-disk", "p")
+    stream = caller.stream("disk-1")
+    payload = b"x" * 100_000
+
+    def fill() -> None:
+        for k in range(10_000):
+            stream.receipt(batch([("p", k)], epochs, payloads=[payload]))
+
+    refusal = refused(fill)
+    assert (refusal.reason, refusal.numbers["share"]) == ("SHARE_EXCEEDED", "bytes_on_disk")
+    assert refusal.retry_delay_ms > 0
+    stored = caller.producer("disk-1", "p")[1]
+    assert stored >= 9
+    # However it publishes, and to whichever of its topics; others do as before.
+    small = batch([("p", stored + 1)], epochs)
+    assert refused(lambda: caller.publish_unary("disk-1", small)).reason == "SHARE_EXCEEDED"
+    empty = caller.epochs("disk-2", "p")
+    assert refused(lambda: caller.publish_unary("disk-2", batch([("p", 0)], empty))).reason == "SHARE_EXCEEDED"
+    assert verdicts(other.publish_unary("other-disk", batch([("p", 0)], theirs)), 1) == [NOT_DUP]
+    operator = Caller(ruled.address, "operator")
+    operator.admin.DeleteTopic(admin_pb2.DeleteTopicRequest(topic="disk-1"))
+    wait_until(lambda: _publishes(caller, batch([("p", 0)], empty)))
+    for one in (caller, other, operator):
+        one.close()
+
+
+def _publishes(caller: Caller, data: batch_pb2.Batch) -> bool:
+    try:
+        caller.publish_unary("disk-2", data)
+    except grpc.RpcError:
+        return False
+    return True
 
 
 def test_topics_that_are_asked_for_at_once_count_while_they_are_made(ruled: Ruled) -> None:
