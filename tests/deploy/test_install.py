@@ -132,9 +132,9 @@ def test_a_second_install_keeps_the_configuration_and_uninstall_too(source: Path
     """Of the rules of make alone: what they call is put in the place of pip and the rest by doing nothing."""
     (tmp_path / CONFIGURATION).parent.mkdir(parents=True)
     (tmp_path / CONFIGURATION).write_text("# mine\n")
-    dry = subprocess.run(
-        ["make", "-n", "install", f"DESTDIR={tmp_path}"], cwd=source, capture_output=True, text=True, check=True
-    )
+    # Within another make it would say where it is, among the rules.
+    command = ["make", "--no-print-directory", "-n", "install", f"DESTDIR={tmp_path}"]
+    dry = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
     script = dry.stdout[dry.stdout.index("install -d ") :]
     subprocess.run(["sh", "-ec", script], cwd=source, capture_output=True, check=True)
     assert (tmp_path / CONFIGURATION).read_text() == "# mine\n"

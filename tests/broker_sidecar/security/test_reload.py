@@ -88,6 +88,8 @@ def test_other_rules_are_in_force_for_open_streams_too(sidecar: Reloading, has_s
 
     with pytest.raises(SeqdedupeError, match="NOT_ALLOWED"):
         publish()
+    # No call waits until its denial is written.
+    until(lambda: bool(sidecar.told("denied")))
     (denied, *_) = sidecar.told("denied")
     assert (denied["subject"], denied["kind"], denied["action"], denied["rule"]) == ("shop", "jwt", "publish", "")
 
