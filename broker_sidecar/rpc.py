@@ -45,6 +45,11 @@ def status_of(e: SeqdedupeError) -> grpc.Status:
     return rpc_status.to_status(status_pb2.Status(code=code.value[0], message=e.message, details=details))
 
 
+def known_code(code: Any) -> grpc.StatusCode | None:
+    """A call's code, which is a `StatusCode`, its number, or None where none was set."""
+    return next((known for known in grpc.StatusCode if code is known or code == known.value[0]), None)
+
+
 async def abort(context: Context, e: Exception) -> NoReturn:
     """Ends the call with this error. What is none of ours is a defect: logged, and told without its inside."""
     if isinstance(e, grpc.aio.InternalError):

@@ -20,6 +20,7 @@ from broker_sidecar.security.calls import CONFIGURATION
 from broker_sidecar.security.guard import Guard
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
+from broker_sidecar.traces import Traces
 from broker_sidecar.web.pages import Pages
 from broker_sidecar.web.server import Route, WebServer
 from broker_sidecar.web.visitors import Visitors
@@ -67,6 +68,7 @@ class Sidecar:
         )
         self.address: SidecarAddress | None = None
         self._calls = Calls()
+        self._traces = Traces(os.environ)
         self._metrics: Metrics | None = None
         self._web: WebServer | None = None
 
@@ -136,7 +138,7 @@ class Sidecar:
         self._server = grpc.aio.server(options=[*fixed, *limits, *self._guard.authentication.server_options()])
         services, reading = self._services()
         self._listen_for_http(reading)
-        guarded = (self._guard.guarded(service.handlers()) for service in services.values())
+        guarded = (self._guard.guarded(self._traces.traced(one.handlers())) for one in services.values())
         self._server.add_generic_rpc_handlers([self._calls.counted(handler) for handler in guarded])
         address = SidecarAddress.parse(self._config.listen)
         try:
@@ -196,4 +198,5 @@ class Sidecar:
             self._close_web()
         await self._data.close()
         await self._guard.trail.close()
+        await self._traces.close()
         logging.getLogger().removeHandler(self._warnings)

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from broker_sidecar.rpc import Context
+from broker_sidecar.rpc import Context, known_code
 from broker_sidecar.wrapping import Handle, Wrapping, shape_of
 from seqdedupe.buckets import Buckets
 
@@ -102,8 +102,5 @@ class Counted(Wrapping):
 
 
 def _word(code: Any, default: str) -> str:
-    """A code, which is a `StatusCode`, its number, or None where none was set."""
-    for known in grpc.StatusCode:
-        if code is known or code == known.value[0]:
-            return _WORDS.get(known) or known.name.title().replace("_", "")
-    return default
+    known = known_code(code)
+    return default if known is None else _WORDS.get(known) or known.name.title().replace("_", "")
