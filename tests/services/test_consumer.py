@@ -17,40 +17,9 @@ from seqdedupe.services.consumer import Consumer, ConsumerConfig
 from seqdedupe.services.consumer.tables import CONSUMERS, METADATA
 from seqdedupe.testing import Sidecar
 from tests.services.conftest import Publish
+from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write, write_all
 
 QUICK = ConsumerConfig(first_backoff_ms=1)
-TIMEOUT_SECONDS = 60.0
-
-
-def make_table(engine: Engine, more: str = "") -> None:
-    with engine.begin() as connection:
-        connection.execute(text(f"CREATE TABLE effects (place BIGINT, what VARCHAR(100)){more}"))
-
-
-def write(connection: Connection, message: Message) -> None:
-    values = {"place": message.index, "what": (message.payload or b"").decode()}
-    connection.execute(text("INSERT INTO effects VALUES (:place, :what)"), values)
-
-
-def write_all(connection: Connection, messages: list[Message]) -> None:
-    for message in messages:
-        write(connection, message)
-
-
-def effects(engine: Engine) -> list[str]:
-    with engine.begin() as connection:
-        return list(connection.execute(text("SELECT what FROM effects ORDER BY place, what")).scalars())
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def numbers(count: int, first: int = 0) -> list[str]:
-    return [str(n) for n in range(first, first + count)]
 
 
 @pytest.mark.parametrize("in_batches", [False, True])

@@ -24,7 +24,7 @@ from seqdedupe.services.consumer.config import ConsumerConfig
 from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen
 from seqdedupe.services.consumer.tables import METADATA, make_tables
 from seqdedupe.services.consumer.waiting import Arrivals, Stop, Stopped
-from seqdedupe.services.consumer.work import KEEP_UP_SECONDS, Away, Work
+from seqdedupe.services.consumer.work import KEEP_UP_SECONDS, Work
 
 TAKE_OVER_SECONDS = 3.0
 """A process of which the row has said nothing for so long, by the clock of who stands by, has ended."""
@@ -168,7 +168,7 @@ class Consumer:
                     return
                 except Lost:
                     continue
-                except Away as e:
+                except database.Away as e:
                     failures += 1
                     self._tell(e.failure)
                     self._stop.pause(min(_FIRST_AWAY_SECONDS * 2 ** min(failures, 16), _LONGEST_AWAY_SECONDS))
@@ -183,17 +183,15 @@ class Consumer:
         if not isinstance(start, Position):
             start = ends.last if start == "latest" else earliest
         try:
-            make_tables(self._engine)
-            self._refused = database.without_transactions(self._engine)
-            ours = sorted(self._refused.intersection(METADATA.tables))
-            if ours:
-                raise database.not_transactional(ours[0])
-            self._ownership.register(self.topic, self.purpose, start)
-        except SQLAlchemyError as e:
-            if database.passes_by_itself(e):
-                raise database.unavailable(e) from e
-            what = f"the consumer's tables cannot be made or used: {' '.join(str(getattr(e, 'orig', e)).split())}"
-            raise error("INVALID_OUTPUT", what, hint="See why, and whether the user of the database may do it.") from e
+            with database.reaching():
+                make_tables(self._engine)
+                self._refused = database.without_transactions(self._engine)
+                ours = sorted(self._refused.intersection(METADATA.tables))
+                if ours:
+                    raise database.not_transactional(ours[0])
+                self._ownership.register(self.topic, self.purpose, start)
+        except database.Away as e:
+            raise e.failure from e
 
     def _acquire(self) -> str:
         """Stands by until nobody else works; returns the position."""
@@ -201,7 +199,7 @@ class Consumer:
         since = time.monotonic()
         while True:
             self._stop.check()
-            with Work.reaching():
+            with database.reaching():
                 now = self._ownership.look()
                 if now is None or now != seen:
                     seen, since = now, time.monotonic()

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from sqlalchemy import Connection, Engine, event, text
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
@@ -33,24 +33,45 @@ def passes_by_itself(failure: BaseException) -> bool:
         return True
     cause: Any = failure.orig
     state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    if isinstance(state, str):
-        return state.startswith(_PASSING_STATES)
     sqlite_code = getattr(cause, "sqlite_errorcode", None)
+    number = cause.args[0] if getattr(cause, "args", None) else None
     if isinstance(sqlite_code, int):
         return sqlite_code & 0xFF in _SQLITE_PASSING
-    number = cause.args[0] if getattr(cause, "args", None) else None
-    if isinstance(number, int):
-        return number in _PASSING_NUMBERS
+    if number in _PASSING_NUMBERS:
+        return True
+    if isinstance(state, str):
+        return state.startswith(_PASSING_STATES)
     # A driver that could not connect has no code from a server.
-    return isinstance(failure, OperationalError | InterfaceError)
+    return not isinstance(number, int) and isinstance(failure, OperationalError | InterfaceError)
 
 
-def unavailable(failure: BaseException) -> UnavailableError:
-    """The error for it."""
-    cause = getattr(failure, "orig", None) or failure
-    what = f"the consumer's database cannot be used now: {' '.join(str(cause).split())}"
-    made = error("OUTPUT_UNAVAILABLE", what, hint="See why; it is tried again.")
-    return cast(UnavailableError, made)
+class Away(Exception):
+    """The database cannot be used now, or has undone the transaction: what was committed is to be looked up."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(cause)
+        made = error(
+            "OUTPUT_UNAVAILABLE",
+            f"the consumer's database cannot be used now: {_line(cause)}",
+            hint="It is tried again.",
+        )
+        self.failure = cast(UnavailableError, made)
+
+
+@contextmanager
+def reaching() -> Iterator[None]:
+    """Raises Away for what passes by itself, INVALID_OUTPUT for what else the database refuses."""
+    try:
+        yield
+    except SQLAlchemyError as e:
+        if passes_by_itself(e):
+            raise Away(e) from e
+        hint = "See why, and whether the user of the database may do it."
+        raise error("INVALID_OUTPUT", f"the consumer's tables cannot be used: {_line(e)}", hint=hint) from e
+
+
+def _line(failure: BaseException) -> str:
+    return " ".join(str(getattr(failure, "orig", None) or failure).split())
 
 
 def without_transactions(engine: Engine) -> frozenset[str]:

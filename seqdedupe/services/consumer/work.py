@@ -2,15 +2,13 @@
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Engine, Row
-from sqlalchemy.exc import SQLAlchemyError
 
 from seqdedupe.client.stored import Message
-from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.services.consumer import database
 from seqdedupe.services.consumer.config import ConsumerConfig
 from seqdedupe.services.consumer.ownership import Lost, Ownership
@@ -27,14 +25,6 @@ MAX_RETRIES_IN_A_ROW = 32
 
 _FATAL = frozenset(("TRANSACTION_ENDED", "NOT_TRANSACTIONAL", "INVALID_OPTION"))
 """What a handler does wrong whatever the message is: no other one could be trusted to it."""
-
-
-class Away(Exception):
-    """The database cannot be used now, or has undone the transaction: what was committed is to be looked up."""
-
-    def __init__(self, failure: UnavailableError) -> None:
-        super().__init__(failure)
-        self.failure = failure
 
 
 class Work:
@@ -67,19 +57,8 @@ class Work:
         self._aside = SetAside(name, topic)
         self._kept_up = time.monotonic()
         # Also when that is no longer asked for: what was parked under it is to be tried, in its order.
-        with self.reaching():
+        with database.reaching():
             self._parks = config.poison == "retry later" or self._aside.has_parked(engine)
-
-    @staticmethod
-    @contextmanager
-    def reaching() -> Iterator[None]:
-        """Raises Away for what passes by itself."""
-        try:
-            yield
-        except SQLAlchemyError as e:
-            if database.passes_by_itself(e):
-                raise Away(database.unavailable(e)) from e
-            raise
 
     def apply(self, messages: Sequence[Message]) -> None:
         """All of them, in their order, in as many transactions as it takes. Raises HANDLER_FAILED and what else
@@ -115,7 +94,7 @@ class Work:
             if isinstance(e, SeqdedupeError) and e.reason in _FATAL:
                 raise
             if database.passes_by_itself(e):
-                raise Away(database.unavailable(e)) from e
+                raise database.Away(e) from e
             return e
         self.position = to
         return None
@@ -159,7 +138,7 @@ class Work:
         if time.monotonic() - self._kept_up < KEEP_UP_SECONDS:
             return
         self._kept_up = time.monotonic()
-        with self.reaching():
+        with database.reaching():
             self._ownership.beat()
             # A person may have parked a dead letter again.
             self._parks = self._parks or self._aside.has_parked(self._engine)
@@ -167,7 +146,7 @@ class Work:
             return
         for _ in range(MAX_RETRIES_IN_A_ROW):
             self._stop.check()
-            with self.reaching():
+            with database.reaching():
                 row = self._aside.next_due(self._engine, _now_ms())
             if row is None:
                 return
@@ -201,14 +180,15 @@ class Work:
     @staticmethod
     def _must(failure: Exception | None) -> None:
         if failure is not None:
-            raise failure
+            with database.reaching():
+                raise failure
 
     def _pause(self, seconds: float) -> None:
         """Others must not take over while it waits to try again."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._stop.pause(min(left, KEEP_UP_SECONDS))
-            with self.reaching():
+            with database.reaching():
                 self._ownership.beat()
 
 

@@ -12,7 +12,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from seqdedupe.client.stored import Message
 from seqdedupe.errors import error
 from seqdedupe.services.consumer.consumer import purpose_of
-from seqdedupe.services.consumer.database import passes_by_itself
+from seqdedupe.services.consumer.database import Away, passes_by_itself, reaching
 from seqdedupe.services.consumer.set_aside import content, message_of, why
 from seqdedupe.services.consumer.tables import make_tables
 from seqdedupe.services.inbox.rule import MAX_VERSION, Order, Verdict, checked, decide
@@ -41,7 +41,7 @@ class Inbox:
     nothing else ends it.
 
     A parked message that the handler refuses when its turn has come stays parked with the error, and those after it;
-    `sweep` tries it again. Raises INVALID_OPTION. INVALID_VERSION, for a message without a key or a version, is raised
+    `sweep` tries it again. Raises INVALID_OPTION, INVALID_OUTPUT, OUTPUT_UNAVAILABLE. INVALID_VERSION, for a message without a key or a version, is raised
     to the consumer, as what the handler raises for the message that just came.
     """
 
@@ -75,7 +75,11 @@ class Inbox:
         self._before_all = first_version - 1 if order == "contiguous" else -1
         # Who takes a consumer over has the same purpose, whatever stands in front of the handler.
         self.__module__, self.__qualname__ = "inbox", f"{name}({purpose_of(handle)})"
-        make_tables(engine, METADATA)
+        try:
+            with reaching():
+                make_tables(engine, METADATA)
+        except Away as e:
+            raise e.failure from e
 
     def __call__(self, connection: Connection, message: Message) -> None:
         """The handler of a consumer."""
