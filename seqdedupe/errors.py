@@ -432,6 +432,23 @@ REASONS: dict[str, Reason] = {
         "The job's database is older than what this run has committed to it: was a backup restored? Start the job "
         "again to write anew what the backup lacks.",
     ),
+    # Services.
+    "CONSUMER_CHANGED": _configuration(
+        "Two consumers need two names. If it is the same one and only its handler was renamed, say the old purpose: "
+        "Consumer(…, purpose=…)."
+    ),
+    "HANDLER_FAILED": _configuration(
+        "Correct the handler, and start the consumer again: it goes on with this message. docs/consumer.md says how to "
+        "set such messages aside."
+    ),
+    "TRANSACTION_ENDED": _configuration(
+        "Let the handler leave COMMIT, ROLLBACK and DDL to others. What it did before may be committed without the "
+        "position, and is done once more when the consumer is started again."
+    ),
+    "NOT_TRANSACTIONAL": _configuration(
+        "Use an engine without AUTOCOMMIT, and tables with transactions: ALTER TABLE … ENGINE = InnoDB."
+    ),
+    "INVALID_VERSION": _invalid("Give every message a key and a version from 0 up, each of them to one message."),
     "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "This is a defect: report it with the sidecar's log."),
 }
 

@@ -11,6 +11,7 @@ from seqdedupe.cli.audit import audit
 from seqdedupe.cli.auth import auth
 from seqdedupe.cli.backup import backup, restore, verify
 from seqdedupe.cli.bench import bench
+from seqdedupe.cli.consumer import consumer
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
 from seqdedupe.cli.operate import in_flight, message_state, reset_producer
@@ -53,6 +54,7 @@ for _command in (
     rebuild_topic,
     bench,
     job,
+    consumer,
     backup,
     verify,
     restore,

@@ -144,6 +144,11 @@ class Client:
         """As it was given."""
         self.admin = Admin(self._client)
 
+    @property
+    def on_loop(self) -> _client.Client:
+        """The client that this one is a form of: what it makes belongs on the loop of `blocking.loop.run`."""
+        return self._client
+
     def __enter__(self) -> Self:
         return self
 
