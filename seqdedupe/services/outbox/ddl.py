@@ -32,7 +32,7 @@ ALTER TABLE {TABLE} ADD COLUMN IF NOT EXISTS {SEQUENCE_ID} bigint NOT NULL;
 CREATE UNIQUE INDEX IF NOT EXISTS {TABLE}_{SEQUENCE_ID} ON {TABLE} ({SEQUENCE_ID});
 
 CREATE TABLE IF NOT EXISTS {TOKEN_TABLE} (
-    only boolean PRIMARY KEY DEFAULT true CHECK (only),
+    only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),
     token text NOT NULL,
     producer text,
     topic text

@@ -96,7 +96,8 @@ _TRIGGERS = "SELECT tgname FROM pg_trigger WHERE tgrelid = to_regclass(%s) AND t
 _SAME_ROWS = "FROM unnest(%s::bigint[], %s::text[]) AS given(s, i)"
 
 _HOLDER = (
-    "SELECT concat_ws(', ', 'process ' || pid, nullif(application_name, ''), usename, state), extract(epoch FROM clock_timestamp() - xact_start)::float8 FROM pg_stat_activity "
+    "SELECT concat_ws(', ', 'process ' || pid, nullif(application_name, ''), usename, state), "
+    "extract(epoch FROM clock_timestamp() - xact_start)::float8 FROM pg_stat_activity "
     "WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() "
     "UNION ALL SELECT 'prepared transaction ' || gid, extract(epoch FROM clock_timestamp() - prepared)::float8 "
     "FROM pg_prepared_xacts ORDER BY 2 DESC NULLS LAST LIMIT 1"

@@ -237,8 +237,8 @@ class _Run:
                 return await asyncio.to_thread(store.state)
             case steps.OpenTopic(topic, token):
                 return await self._open(topic, token)
-            case steps.Find(topic, page):
-                return await find(self._client, topic, self._name, page)
+            case steps.Find(topic, page, at_any_number):
+                return await find(self._client, topic, self._name, page, at_any_number=at_any_number)
             case steps.Delete(page):
                 self._counters.found += len(page)
                 await asyncio.to_thread(store.delete, [page])

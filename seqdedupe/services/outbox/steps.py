@@ -67,13 +67,15 @@ class Find(NamedTuple):
 
     topic: str
     page: Page
+    at_any_number: bool
+    """By `id` alone: these may have been given other numbers before."""
 
 
 class Found(NamedTuple):
     """Of a page, the places of rows."""
 
     there: Int64s
-    """The topic's message at the row's sequence ID, under any name NAME/…, carries its `id`."""
+    """The topic's message at the row's sequence ID (or any), under whichever name NAME/…, carries its `id`."""
     untold: Int64s
     """They are not there, and where they might have been retention has removed messages."""
 
@@ -192,7 +194,7 @@ class _Run:
             if doubtful.any():
                 # What is in flight may be the very same rows.
                 yield Settle()
-                kept = yield from self._missing(name, rows.take(np.flatnonzero(doubtful)))
+                kept = yield from self._missing(name, rows.take(np.flatnonzero(doubtful)), at_any_number=False)
                 if len(kept) and kept[0] <= topic.published_up_to:
                     yield ReplaceToken(self._token)
                     return False
@@ -215,7 +217,7 @@ class _Run:
                 if isinstance(topic, str):
                     yield from self._without(rows, dict.fromkeys(range(len(rows)), topic))
                     continue
-                missing = yield from self._missing(name, rows)
+                missing = yield from self._missing(name, rows, at_any_number=True)
                 if len(missing):
                     yield Renumber(rows.take(np.flatnonzero(np.isin(rows.sequence_ids, missing))))
             page = yield ReadElsewhere()
@@ -236,9 +238,9 @@ class _Run:
                 self._topics[name] = _Topic(opened.published_up_to, doubtful_up_to)
         return self._topics[name]
 
-    def _missing(self, name: str, rows: Page) -> Generator[Step, Any, Int64s]:
+    def _missing(self, name: str, rows: Page, *, at_any_number: bool) -> Generator[Step, Any, Int64s]:
         """Deletes the rows that the topic has; the sequence IDs of those that it has not."""
-        found: Found = yield Find(name, rows)
+        found: Found = yield Find(name, rows, at_any_number)
         if len(found.there):
             yield Delete(rows.take(found.there))
         if len(found.untold):

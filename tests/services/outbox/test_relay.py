@@ -16,6 +16,8 @@ from seqdedupe.errors import FencedError, SeqdedupeError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, Relay, relay
 from seqdedupe.services.outbox.finding import token_name
+from seqdedupe.services.outbox.rows import Page
+from seqdedupe.services.outbox.store import PAGE_ROWS
 from seqdedupe.testing import Sidecar
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
 
@@ -151,7 +153,7 @@ async def test_what_cannot_be_published_blocks_nobody(shared_sidecar: Sidecar, t
     database.script(f"INSERT INTO outbox ({columns}) SELECT {columns} FROM outbox_aside")
     await relay_all(shared_sidecar, database, topic)
     assert database.value("SELECT count(*) FROM outbox_aside") == 2
-    assert database.value("SELECT min(octet_length(payload)) FROM outbox_aside") == len(large)
+    assert database.value("SELECT min(length(payload)) FROM outbox_aside") == len(large)
 
 
 async def test_only_the_relay_deletes(database: Database) -> None:
@@ -162,10 +164,11 @@ async def test_only_the_relay_deletes(database: Database) -> None:
     if database.kind == "postgresql":
         with database.engine.begin() as connection, pytest.raises(DBAPIError, match="only the relay"):
             connection.execute(text("TRUNCATE outbox"))
-    with pytest.raises(DBAPIError, match="only the relay"), database.engine.begin() as connection:
-        # As many set-ups have it: a relay that reads would never see the row.
+    # As many set-ups have it: a relay that reads would never see the row.
+    with database.engine.connect() as connection:
         Outbox(connection).add("order", "7", "OrderPlaced", b"two")
-        connection.execute(text("DELETE FROM outbox"))
+        with pytest.raises(DBAPIError, match="only the relay"):
+            connection.execute(text("DELETE FROM outbox"))
     assert database.rows() == 1
 
 
@@ -216,7 +219,7 @@ BROKEN_POSTGRES = {
     "bigint NOT NULL": "ALTER TABLE outbox ALTER sequence_id DROP NOT NULL",
     "the trigger outbox_number": "DROP TRIGGER outbox_number ON outbox",
     "the trigger outbox_guard,": "ALTER TABLE outbox DISABLE TRIGGER outbox_guard",
-    "id is int8": "ALTER TABLE outbox ALTER id TYPE bigint USING 0; ALTER TABLE outbox_aside ALTER id TYPE bigint USING 0",
+    "id is int8": "ALTER TABLE outbox ALTER id TYPE bigint USING 0",
     "no column more": "ALTER TABLE outbox ADD more text",
 }
 BROKEN_SQLITE = {
@@ -234,7 +237,6 @@ async def test_a_half_made_outbox_is_refused(shared_sidecar: Sidecar, topic: str
     for what, statement in (BROKEN | more).items():
         if database.kind == "postgresql":
             schema = f"s{uuid.uuid4().hex}"
-            broken = Database(f"{database.url}&options=-csearch_path%3D{schema}") if False else None
             with database.engine.connect() as connection:
                 connection.execute(text(f"CREATE SCHEMA {schema}"))
                 connection.commit()
@@ -262,7 +264,7 @@ async def test_a_database_that_cannot_be_is_refused(shared_sidecar: Sidecar, top
         with pytest.raises(SeqdedupeError) as e:
             Relay(client, url, topic, NAME)
     assert e.value.reason in ("INVALID_CONFIGURATION", "INVALID_OUTBOX")
-    with pytest.raises(SeqdedupeError, match="password") if "secret" in url else pytest.raises(SeqdedupeError):
+    with pytest.raises(SeqdedupeError):
         relay(shared_sidecar.address, url, topic, NAME)
 
 
@@ -318,34 +320,31 @@ async def test_without_follow_a_relay_that_is_fenced_ends(
     shared_sidecar: Sidecar, topic: str, postgres: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for nobody: not even for a relay that took its place and hangs."""
-    postgres.add(b"one")
+    postgres.add(*(b"%d" % number for number in range(PAGE_ROWS + 1)))
+    loop = asyncio.get_running_loop()
+
+    async def take_over() -> None:
+        async with Client(shared_sidecar.address) as other:
+            await other.producer(topic, token_name(NAME, postgres.token)).open()
+
     async with Client(shared_sidecar.address) as client:
         one = Relay(client, postgres.url, topic, NAME, report=lambda line: None)
         read = one._store.read
 
-        def taken_over(after: int) -> object:
-            asyncio.run_coroutine_threadsafe(take_over(), loop).result()
+        def taken_over(after: int) -> Page:
+            if after >= 0:
+                asyncio.run_coroutine_threadsafe(take_over(), loop).result()
             return read(after)
 
-        async def take_over() -> None:
-            async with Client(shared_sidecar.address) as other:
-                await other.producer(topic, token_name(NAME, postgres.token)).open()
-
-        loop = asyncio.get_running_loop()
         monkeypatch.setattr(one._store, "read", taken_over)
-        database_read = asyncio.timeout(60)
-        async with database_read:
-            postgres.add(b"two")
-            await one.run(follow=False)
-            monkeypatch.setattr(one._store, "delete", lambda pages: taken_over(-1))
-            postgres.add(b"three")
-            postgres.add(b"four")
+        async with asyncio.timeout(60):
             with pytest.raises(FencedError):
-                while True:
-                    await one.run(follow=False)
+                await one.run(follow=False)
+    await relay_all(shared_sidecar, postgres, topic)
+    assert await payloads(shared_sidecar, topic) == [b"%d" % number for number in range(PAGE_ROWS + 1)]
 
 
 async def _until(database: Database, rows: int) -> None:
     async with asyncio.timeout(120):
-        while database.rows() != rows:
+        while database.rows() != rows:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
