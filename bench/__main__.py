@@ -46,6 +46,7 @@ FIGURES = (
     "stalled_disk",
     "attached",
     "functions",
+    "outbox",
     "pulsar_publish",
     "pulsar_recovery",
     "pulsar_sidecars",

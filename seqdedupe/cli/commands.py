@@ -14,6 +14,7 @@ from seqdedupe.cli.bench import bench
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
 from seqdedupe.cli.operate import in_flight, message_state, reset_producer
+from seqdedupe.cli.outbox import outbox
 from seqdedupe.cli.policy import policy
 from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
@@ -53,6 +54,7 @@ for _command in (
     rebuild_topic,
     bench,
     job,
+    outbox,
     backup,
     verify,
     restore,

@@ -123,7 +123,7 @@ def ends_badly(script: Script, world: World) -> str:
     return amiss(world)
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(scripts())
 def test_every_committed_row_is_published_once_and_in_order(script: Script) -> None:
     world = World()
@@ -134,13 +134,13 @@ def test_every_committed_row_is_published_once_and_in_order(script: Script) -> N
     assert numbers == sorted(numbers)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=400)
 @given(scripts(*DISASTERS))
 def test_whatever_is_restored_every_row_is_published_once(script: Script) -> None:
     assert not ends_badly(script, World())
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(scripts(*DISASTERS, "trim"))
 def test_what_retention_has_removed_is_set_aside_rather_than_guessed(script: Script) -> None:
     world = World()
