@@ -85,14 +85,14 @@ class Seen:
                     self.ids.setdefault(number, set()).add(one.encode())
 
     def lacks(self, number: int) -> bool:
-        """Whether it is certain that none of the names ever published this sequence ID, which was not found: the
-        messages among which it would stand are all there."""
+        """Whether it is certain that none of the names ever published this sequence ID, or anything where it is
+        ANYWHERE, which was not found: the messages among which it would stand are all there."""
         if self.is_whole:
             return True
         return all(
             self.lowest.get(name, MAX_SEQUENCE_ID) <= number
             for name, persisted in self.persisted.items()
-            if persisted >= number
+            if persisted >= max(number, 0)
         )
 
 
@@ -124,7 +124,7 @@ async def _find(client: Client, topic: str, wanted: Wanted) -> Found:
             seen[number].persisted = {one.name: one.persisted for one in producers if wanted.is_ours(one.name)}
     there = wanted.there(seen)
     missing = np.setdiff1d(np.arange(len(wanted.page)), there)
-    untold = [row for row in missing.tolist() if not _is_certainly_missing(wanted.page, row, seen)]
+    untold = [row for row in missing.tolist() if not _is_certainly_missing(wanted, row, seen)]
     return Found(there, np.array(untold, np.int64))
 
 
@@ -136,9 +136,9 @@ async def _read(client: Client, topic: str, seen: Seen, first_index: int, stop_i
             seen.take(stored.batch, wanted)
 
 
-def _is_certainly_missing(page: Page, row: int, seen: list[Seen]) -> bool:
-    number = int(page.sequence_ids[row])
-    key = page.keys[row]
+def _is_certainly_missing(wanted: Wanted, row: int, seen: list[Seen]) -> bool:
+    number = ANYWHERE if wanted.at_any_number else int(wanted.page.sequence_ids[row])
+    key = wanted.page.keys[row]
     if key is not None:
         return seen[partition_of(key, b"", len(seen))].lacks(number)
     return all(part.lacks(number) for part in seen)
