@@ -47,6 +47,7 @@ FIGURES = (
     "attached",
     "functions",
     "consumer",
+    "outbox",
     "pulsar_publish",
     "pulsar_recovery",
     "pulsar_sidecars",

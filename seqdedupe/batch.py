@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -276,7 +276,15 @@ def single_producer(
     )
 
 
-def properties(rows: Iterable[dict[str, str] | None]) -> tuple[Int32s, Binary, Binary]:
+class PropertyColumns(NamedTuple):
+    """Properties as a batch has them: those of row i are names and values `offsets[i]` to before `offsets[i + 1]`."""
+
+    offsets: Int32s
+    names: Binary
+    values: Binary
+
+
+def properties(rows: Iterable[dict[str, str] | None]) -> PropertyColumns:
     """The three property columns of these rows; all left out if no row has any."""
     names: list[bytes] = []
     values: list[bytes] = []
@@ -287,5 +295,5 @@ def properties(rows: Iterable[dict[str, str] | None]) -> tuple[Int32s, Binary, B
             values.append(value.encode())
         offsets.append(len(names))
     if not names:
-        return NO_INT32S, Binary(), Binary()
-    return np.array(offsets, np.int32), Binary.of_all(names), Binary.of_all(values)
+        return PropertyColumns(NO_INT32S, Binary(), Binary())
+    return PropertyColumns(np.array(offsets, np.int32), Binary.of_all(names), Binary.of_all(values))

@@ -398,6 +398,15 @@ REASONS: dict[str, Reason] = {
         "Is the disk full? What the command has done stands; only what it prints is missing."
     ),
     "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it goes on."),
+    # Services: the outbox.
+    "INVALID_OUTBOX": _configuration(
+        "Run what `seqdedupe outbox ddl` prints, or correct what the message names; docs/outbox.md says what is wanted."
+    ),
+    "OUTBOX_CHANGED": _configuration(
+        "Run the relay as before. To change it, let it empty the outbox, stop it, and set producer and topic in "
+        "outbox_token to NULL."
+    ),
+    "OUTBOX_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the outbox's database cannot be used.", 500),
     # Spark jobs.
     "INVALID_OPTION": _configuration(
         "Correct the option that the message names; docs/spark-source.md and docs/spark-job.md list all."

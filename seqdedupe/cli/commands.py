@@ -15,6 +15,7 @@ from seqdedupe.cli.consumer import consumer
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
 from seqdedupe.cli.operate import in_flight, message_state, reset_producer
+from seqdedupe.cli.outbox import outbox
 from seqdedupe.cli.policy import policy
 from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
@@ -55,6 +56,7 @@ for _command in (
     bench,
     job,
     consumer,
+    outbox,
     backup,
     verify,
     restore,
