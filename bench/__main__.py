@@ -45,6 +45,7 @@ FIGURES = (
     "memory",
     "stalled_disk",
     "attached",
+    "pipe",
     "functions",
     "pulsar_publish",
     "pulsar_recovery",

@@ -152,6 +152,11 @@ class Client:
     ) -> None:
         self.close()
 
+    @property
+    def on_loop(self) -> _client.Client:
+        """The client on the event loop that does this one's work: for coroutines that `blocking.loop.run` begins."""
+        return self._client
+
     def close(self) -> None:
         """Lets go of this object's connections. Producers and readers are closed by themselves."""
         run(self._client.close)
