@@ -15,6 +15,7 @@ from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.credentials import Credentials
+from seqdedupe.client.cursor import Cursor
 from seqdedupe.client.partitioned_reader import PartitionedStart
 from seqdedupe.client.reader import Start
 from seqdedupe.client.sidecars import Addresses, Sidecars
@@ -181,9 +182,10 @@ class Client:
         stop_index: int | None = None,
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
+        cursor: Cursor | None = None,
     ) -> Reader:
         """A reader, see `Reader`."""
-        return Reader(self._sidecars, topic, start, follow, stop_index, skip_damaged, on_waiting)
+        return Reader(self._sidecars, topic, start, follow, stop_index, skip_damaged, on_waiting, cursor)
 
     def partitioned_reader(
         self,
