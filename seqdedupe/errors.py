@@ -152,6 +152,14 @@ REASONS: dict[str, Reason] = {
     "PRODUCER_NOT_FOUND": Reason(
         NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe producers TOPIC` lists the producers."
     ),
+    "CURSOR_NOT_FOUND": Reason(
+        NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe cursors TOPIC` lists the cursors."
+    ),
+    "TOO_MANY_CURSORS": Reason(
+        InvalidRequestError,
+        "RESOURCE_EXHAUSTED",
+        "Remove those that nobody needs (`seqdedupe cursors TOPIC --remove NAME`), or keep positions in files.",
+    ),
     "SIDECAR_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",

@@ -14,6 +14,7 @@ from seqdedupe.client.connection import DEFAULT_ADDRESS, typed_errors
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.cursor import Cursor
+from seqdedupe.client.cursor_sidecar import SidecarCursor
 from seqdedupe.client.partitioned_reader import PartitionedReader, PartitionedStart, PartitionEnds
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader, Start
@@ -154,6 +155,10 @@ class Client:
             )
 
         return PartitionedReader(whole, start, ends, part)
+
+    def cursor(self, topic: str, name: str) -> SidecarCursor:
+        """A named cursor of the topic, kept by the sidecar: see `Cursor`, and docs/cursors.md. At most 32 a topic."""
+        return SidecarCursor(self._calls, topic, name)
 
     async def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError; RECOVERING if its end is still not known after 30 seconds."""

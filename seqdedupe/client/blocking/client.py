@@ -87,6 +87,15 @@ class Admin:
     def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
         return self._run(lambda admin: admin.reset_producer(topic, name, persisted))
 
+    def cursors(self, topic: str) -> list[admin_pb2.TopicCursor]:
+        return self._run(lambda admin: admin.cursors(topic))
+
+    def hold_cursor(self, topic: str, name: str, retention_in_mb: int) -> None:
+        self._run(lambda admin: admin.hold_cursor(topic, name, retention_in_mb))
+
+    def delete_cursor(self, topic: str, name: str) -> None:
+        self._run(lambda admin: admin.delete_cursor(topic, name))
+
     def snapshot(self, topic: str) -> Position:
         return self._run(lambda admin: admin.snapshot(topic))
 
@@ -201,6 +210,10 @@ class Client:
             topic, start, follow=follow, skip_damaged=skip_damaged, on_waiting=on_waiting
         )
         return PartitionedReader(reader)
+
+    def cursor(self, topic: str, name: str) -> Cursor:
+        """A named cursor of the topic, for readers and pipes: see `seqdedupe.client.Client.cursor`."""
+        return self._client.cursor(topic, name)
 
     def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError."""
