@@ -45,6 +45,7 @@ FIGURES = (
     "memory",
     "stalled_disk",
     "attached",
+    "pipe",
     "functions",
     "consumer",
     "outbox",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from broker_sidecar.backup import Backup
+from broker_sidecar.cursors import Cursors
 from broker_sidecar.listing import Listing
 from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.peers import Peers
@@ -63,6 +64,7 @@ class AdminService:
         self._permissions = permissions
         self._transfer = Transfer(topics, streams, permissions, trail)
         self._operate = Operate(own)
+        self._cursors = Cursors(own)
         self._backup = backup
         self._peers = peers
         self._policies = Policies(topics, peers)
@@ -90,7 +92,7 @@ class AdminService:
             ("GetVersion", admin_pb2.GetVersionRequest, self._version),
         )
         methods: dict[str, Any] = {name: unary(kind, call) for name, kind, call in calls}  # type: ignore[arg-type]
-        for part in (self._operate, self._transfer, self._sidecars, self._backup):
+        for part in (self._operate, self._cursors, self._transfer, self._sidecars, self._backup):
             methods |= part.methods()
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 

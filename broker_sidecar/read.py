@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from broker_sidecar.budget import Share
+from broker_sidecar.cursors import Cursors
 from broker_sidecar.rpc import Context, abort, parse_small, unary
 from broker_sidecar.security.subject import caller
 from broker_sidecar.streams import Stream, Streams
@@ -90,6 +91,7 @@ class ReadService:
             "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._stream)),
             "Locate": unary(read_pb2.LocateRequest, self._locate),
             "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._last),
+            **Cursors(self._topics).reading(),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 

@@ -63,6 +63,17 @@ class Binary:
         """All of them, if all are there."""
         return [self.data[start:end] for start, end in pairwise(self.offsets.tolist())]
 
+    def rows(self, count: int) -> "list[bytes | None]":
+        """All of so many rows, None for one that is not there."""
+        if not self:
+            return [None] * count
+        values: list[bytes | None] = list(self.values())
+        if self.validity:
+            for row in range(count):
+                if not self.validity[row >> 3] >> (row & 7) & 1:
+                    values[row] = None
+        return values
+
     def cuts_into(self, count: int) -> bool:
         """Whether the offsets cut the data into so many values, with nothing before, between or after them."""
         offsets = self.offsets

@@ -152,6 +152,14 @@ REASONS: dict[str, Reason] = {
     "PRODUCER_NOT_FOUND": Reason(
         NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe producers TOPIC` lists the producers."
     ),
+    "CURSOR_NOT_FOUND": Reason(
+        NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe cursors TOPIC` lists the cursors."
+    ),
+    "TOO_MANY_CURSORS": Reason(
+        InvalidRequestError,
+        "RESOURCE_EXHAUSTED",
+        "Remove those that nobody needs (`seqdedupe cursors TOPIC --remove NAME`), or keep positions in files.",
+    ),
     "SIDECAR_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
@@ -311,6 +319,11 @@ REASONS: dict[str, Reason] = {
         "Another message stands there now: an old copy of the log was restored and has grown again. What was read "
         "before is not what the topic holds.",
     ),
+    "CURSOR_MOVED": Reason(
+        FencedError,
+        "ABORTED",
+        "Another process uses this cursor: stop one of them, or give each one of its own. To go on, read it again.",
+    ),
     # Data that is not there.
     "DATA_LOSS": Reason(
         DataLossError, "DATA_LOSS", "Acknowledged messages are missing: was an old copy of the data restored?"
@@ -331,6 +344,9 @@ REASONS: dict[str, Reason] = {
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."
+    ),
+    "CURSOR_DAMAGED": _damaged(
+        "Put the cursor's file back from a copy, or remove it: its owner then begins as one that never kept a position."
     ),
     "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` says which ones are whole."),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
@@ -363,6 +379,9 @@ REASONS: dict[str, Reason] = {
         "Correct userConfig, or how the function is deployed; docs/functions.md has both."
     ),
     "FUNCTION_FAILED": _configuration("Correct the function, or set dead_letter_topic in userConfig."),
+    "PIPE_FUNCTION_FAILED": _configuration(
+        "Correct the pipe's function and start the pipe again: it goes on with that message."
+    ),
     "PULSAR_FORBIDS": _configuration(
         "Give the sidecar's credentials the permissions that docs/pulsar-log.md lists, or give it the right ones."
     ),

@@ -70,6 +70,8 @@ CALLS: dict[str, Need | Other] = {
         ReadStream=_topic(_READ),
         Locate=_topic(_READ),
         GetLastMessageId=_topic(_READ),
+        GetCursor=_topic(_READ),
+        MoveCursor=_topic(_READ),
     ),
     **_of(
         "seqdedupe.v1.DedupeService",
@@ -95,6 +97,9 @@ CALLS: dict[str, Need | Other] = {
         GetMessageState=_topic(_OBSERVE),
         ListInFlight=_topic(_OBSERVE),
         ResetProducer=_topic(_ADMINISTER),
+        ListCursors=_topic(_OBSERVE),
+        SetCursorHold=_topic(_ADMINISTER),
+        DeleteCursor=_topic(_ADMINISTER),
         Snapshot=_topic(_ADMINISTER),
         ExportWatermarks=_topic(_OBSERVE),
         ImportWatermarks=Other.IN_ITS_HANDLER,

@@ -8,6 +8,8 @@ from seqdedupe.client.broker import BrokerClient, ProducerNumbers
 from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.credentials import Credentials
+from seqdedupe.client.cursor import Cursor, Kept
+from seqdedupe.client.cursor_file import FileCursor
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned_reader import PartitionedPosition, PartitionedReader
 from seqdedupe.client.producer import Producer
@@ -41,11 +43,14 @@ __all__ = [
     "Client",
     "Counters",
     "Credentials",
+    "Cursor",
     "DamagedError",
     "DataLossError",
     "Entry",
     "FencedError",
+    "FileCursor",
     "InvalidRequestError",
+    "Kept",
     "Located",
     "Message",
     "MessageId",

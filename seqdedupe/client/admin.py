@@ -185,6 +185,26 @@ class Admin:
             request = admin_pb2.ResetProducerRequest(topic=topic_name(topic), producer_name=name, persisted=persisted)
         return await self._calls.call(lambda sidecar: sidecar.admin.ResetProducer, request)
 
+    async def cursors(self, topic: str) -> list[admin_pb2.TopicCursor]:
+        """The named cursors of a topic, by name. Raises NotFoundError."""
+        request = admin_pb2.ListCursorsRequest(topic=topic_name(topic))
+        return list((await self._calls.call(lambda sidecar: sidecar.admin.ListCursors, request)).cursors)
+
+    async def hold_cursor(self, topic: str, name: str, retention_in_mb: int) -> None:
+        """Has retention keep what the cursor has not passed, as long as the log is not larger than this; 0: not any
+        more. Raises NotFoundError, InvalidRequestError, UnavailableError: then it may be in force or not."""
+        with _making_a_request():
+            request = admin_pb2.SetCursorHoldRequest(
+                topic=topic_name(topic), name=name, hold_retention_in_mb=retention_in_mb
+            )
+        await self._calls.call(lambda sidecar: sidecar.admin.SetCursorHold, request)
+
+    async def delete_cursor(self, topic: str, name: str) -> None:
+        """Removes a cursor: it keeps nothing any more. Raises NotFoundError, UnavailableError: then it may be gone."""
+        with _making_a_request():
+            request = admin_pb2.DeleteCursorRequest(topic=topic_name(topic), name=name)
+        await self._calls.call(lambda sidecar: sidecar.admin.DeleteCursor, request)
+
     async def snapshot(self, topic: str) -> Position:
         """Takes a snapshot now; returns when it is durable, with the position after which recovery would start."""
         request = admin_pb2.SnapshotRequest(topic=topic_name(topic))

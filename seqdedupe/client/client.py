@@ -13,6 +13,8 @@ from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS, typed_errors
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.credentials import Credentials
+from seqdedupe.client.cursor import Cursor
+from seqdedupe.client.cursor_sidecar import SidecarCursor
 from seqdedupe.client.partitioned_reader import PartitionedReader, PartitionedStart, PartitionEnds
 from seqdedupe.client.producer import Producer
 from seqdedupe.client.reader import Reader, Start
@@ -107,6 +109,7 @@ class Client:
         stop_index: int | None = None,
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
+        cursor: Cursor | None = None,
     ) -> Reader:
         """A reader, see `Reader`."""
         return Reader(
@@ -117,6 +120,7 @@ class Client:
             stop_index=stop_index,
             skip_damaged=skip_damaged,
             on_waiting=on_waiting,
+            cursor=cursor,
         )
 
     def partitioned_reader(
@@ -140,10 +144,21 @@ class Client:
 
         def part(k: int, start: Start) -> Reader:
             name = partition_name(whole, k)
-            options = {"follow": follow, "skip_damaged": skip_damaged}
-            return Reader(self._sidecars, name, start, **options, on_waiting=on_waiting, partition=k)
+            return Reader(
+                self._sidecars,
+                name,
+                start,
+                follow=follow,
+                skip_damaged=skip_damaged,
+                on_waiting=on_waiting,
+                partition=k,
+            )
 
         return PartitionedReader(whole, start, ends, part)
+
+    def cursor(self, topic: str, name: str) -> SidecarCursor:
+        """A named cursor of the topic, kept by the sidecar: see `Cursor`, and docs/cursors.md. At most 32 a topic."""
+        return SidecarCursor(self._calls, topic, name)
 
     async def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError; RECOVERING if its end is still not known after 30 seconds."""

@@ -139,7 +139,8 @@ class ProducerBase:
         """The last message that the topic, or each partition of it, had of this producer when the session started."""
         if self._parts:
             return tuple(persisted for part in self._parts for persisted in part.persisted)
-        return (Persisted(self.topic, self._session.persisted, self._session.persisted_position),)
+        session = self._session
+        return (Persisted(self.topic, session.persisted, session.persisted_position, session.outbox.incarnation),)
 
     @property
     def durable_sequence_id(self) -> int:

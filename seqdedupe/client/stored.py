@@ -1,6 +1,6 @@
 """What readers get: batches as the log stores them, and the messages in them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -27,6 +27,15 @@ class StoredBatch:
     """Those of the rows, where the log gives them; None where the index says them, as in the embedded log."""
     partition: int = NO_PARTITION
     """Where it was read as one of a partitioned topic; -1 otherwise."""
+    _payloads: list[bytes | None] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def payloads(self) -> list[bytes | None]:
+        """Those of all rows, cut out of the batch when they are first asked for: one by one it takes many times as
+        long."""
+        if self._payloads is None:
+            self._payloads = self.batch.payloads.rows(len(self))
+        return self._payloads
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -61,7 +70,7 @@ class Message:
 
     @property
     def payload(self) -> bytes | None:
-        return self._stored.batch.payloads[self._row]
+        return self._stored.payloads[self._row]
 
     @property
     def key(self) -> bytes | None:

@@ -1,7 +1,7 @@
 """Control records: what changes a topic's state other than by messages, as `Control` in batch.proto has it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, file_offset_of
 from seqdedupe.limits import MAX_BATCH_BYTES
+from seqdedupe.topic import cursors
 from seqdedupe.topic.policy import Policy
 
 STATED_A_RECORD = 8192
@@ -150,6 +151,7 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
     control = wire.Control(id=record_id, term=term)
     if isinstance(change, Policy):
         change.fill(control.policy)
+        cursors.fill(change.cursors, control.policy.cursors)
         control.policy.SetInParent()
     else:
         columns = getattr(control, _FIELDS[type(change)])
@@ -171,7 +173,8 @@ def decode(body: bytes) -> tuple[Change, int]:
         control = wire.Control.FromString(body)
         match control.WhichOneof("kind"):
             case "policy":
-                return Policy.of(control.policy), control.term
+                policy = Policy.of(control.policy)
+                return replace(policy, cursors=cursors.of(control.policy.cursors)), control.term
             case "sessions":
                 return _sessions(control.sessions), control.term
             case "reset":

@@ -11,6 +11,7 @@ from typing import Any
 from seqdedupe.errors import error
 from seqdedupe.log.contract import FlushInterval, Retention
 from seqdedupe.store.topics import LogKind
+from seqdedupe.topic.cursors import NamedCursor
 
 NO_LIMIT = -1
 """As a retention."""
@@ -23,7 +24,7 @@ LARGEST = 2**31 - 1
 LONGEST_FLUSH_INTERVAL_MS = 10_000
 """Whoever flushes or closes a producer waits for so long, and gives up after thrice that."""
 
-_MB = 1024 * 1024
+BYTES_A_MB = 1024 * 1024
 _MILLISECONDS_A_MINUTE = 60_000
 
 LEAST = {
@@ -81,6 +82,8 @@ class Policy:
     deduplication_producer_inactivity_timeout_minutes: int | None = None
     log_flush_interval_messages: int | None = None
     log_flush_interval_ms: int | None = None
+    cursors: tuple[NamedCursor, ...] = ()
+    """By name. No operator sets them as he sets the others (`NAMES`), but they are kept and change with them."""
 
     def with_values_of(self, other: "Policy") -> "Policy":
         """This one, but for the values that the other one sets."""
@@ -91,7 +94,8 @@ class Policy:
         for name in names:
             if name not in NAMES:
                 raise error("INVALID_REQUEST", f"no policy is named {name!r}: there are {', '.join(NAMES)}")
-        return replace(self, **dict.fromkeys(names or NAMES))
+        none: dict[str, Any] = dict.fromkeys(names or NAMES)
+        return replace(self, **none)
 
     def check(self) -> "Policy":
         """Raises INVALID_REQUEST if a number is out of its range."""
@@ -128,7 +132,7 @@ class Policy:
         return Policy(**values)
 
 
-NAMES = tuple(item.name for item in fields(Policy))
+NAMES = tuple(item.name for item in fields(Policy) if item.name != "cursors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ class Applied:
         """In the log's units."""
         size_mb, minutes = self.retention_size_in_mb, self.retention_time_in_minutes
         return Retention(
-            None if size_mb < 0 else size_mb * _MB,
+            None if size_mb < 0 else size_mb * BYTES_A_MB,
             None if minutes < 0 else minutes * _MILLISECONDS_A_MINUTE,
         )
 

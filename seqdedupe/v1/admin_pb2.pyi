@@ -1571,6 +1571,7 @@ class SnapshotHead(_message.Message):
     BROKER_POSITION_FIELD_NUMBER: _builtins.int
     PRODUCERS_FIELD_NUMBER: _builtins.int
     HAS_FORGOTTEN_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The full name of the topic."""
     term: _builtins.int
@@ -1593,6 +1594,10 @@ class SnapshotHead(_message.Message):
     def policy(self) -> Global___TopicPolicy:
         """What is set for the topic there."""
 
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.ControlCursor]:
+        """The named cursors of the topic there."""
+
     def __init__(
         self,
         *,
@@ -1603,10 +1608,11 @@ class SnapshotHead(_message.Message):
         broker_position: _builtins.bytes = ...,
         producers: _builtins.int = ...,
         has_forgotten: _builtins.bool = ...,
+        cursors: _abc.Iterable[_batch_pb2.ControlCursor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_position", b"broker_position", "has_forgotten", b"has_forgotten", "policy", b"policy", "position", b"position", "producers", b"producers", "term", b"term", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_position", b"broker_position", "cursors", b"cursors", "has_forgotten", b"has_forgotten", "policy", b"policy", "position", b"position", "producers", b"producers", "term", b"term", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2538,3 +2544,175 @@ class BackupFault(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BackupFault: _TypeAlias = BackupFault  # noqa: Y015
+
+@_typing.final
+class ListCursorsRequest(_message.Message):
+    """A question for the cursors of a topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCursorsRequest: _TypeAlias = ListCursorsRequest  # noqa: Y015
+
+@_typing.final
+class ListCursorsResponse(_message.Message):
+    """The cursors of a topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicCursor]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        cursors: _abc.Iterable[Global___TopicCursor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCursorsResponse: _TypeAlias = ListCursorsResponse  # noqa: Y015
+
+@_typing.final
+class TopicCursor(_message.Message):
+    """A named cursor of a topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    HOLD_RETENTION_IN_MB_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    note: _builtins.str
+    """Its owner's note."""
+    hold_retention_in_mb: _builtins.int
+    """Retention keeps the messages after this position as long as the log is not larger than this; 0: it does not."""
+    @_builtins.property
+    def position(self) -> _batch_pb2.Position:
+        """The position that it keeps."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        position: _batch_pb2.Position | None = ...,
+        note: _builtins.str = ...,
+        hold_retention_in_mb: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_retention_in_mb", b"hold_retention_in_mb", "name", b"name", "note", b"note", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicCursor: _TypeAlias = TopicCursor  # noqa: Y015
+
+@_typing.final
+class SetCursorHoldRequest(_message.Message):
+    """A request that retention waits for a cursor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    HOLD_RETENTION_IN_MB_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    name: _builtins.str
+    """The cursor's name."""
+    hold_retention_in_mb: _builtins.int
+    """See `TopicCursor`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        name: _builtins.str = ...,
+        hold_retention_in_mb: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_retention_in_mb", b"hold_retention_in_mb", "name", b"name", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetCursorHoldRequest: _TypeAlias = SetCursorHoldRequest  # noqa: Y015
+
+@_typing.final
+class SetCursorHoldResponse(_message.Message):
+    """It is in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetCursorHoldResponse: _TypeAlias = SetCursorHoldResponse  # noqa: Y015
+
+@_typing.final
+class DeleteCursorRequest(_message.Message):
+    """A request to remove a cursor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    name: _builtins.str
+    """The cursor's name."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCursorRequest: _TypeAlias = DeleteCursorRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCursorResponse(_message.Message):
+    """It is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCursorResponse: _TypeAlias = DeleteCursorResponse  # noqa: Y015

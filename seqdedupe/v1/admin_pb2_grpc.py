@@ -110,6 +110,21 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerResponse.FromString,
                 _registered_method=True)
+        self.ListCursors = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/ListCursors',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ListCursorsRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ListCursorsResponse.FromString,
+                _registered_method=True)
+        self.SetCursorHold = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/SetCursorHold',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldResponse.FromString,
+                _registered_method=True)
+        self.DeleteCursor = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/DeleteCursor',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorResponse.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/Snapshot',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
@@ -304,6 +319,28 @@ class AdminServiceServicer(object):
         answered. Whoever goes on under the name opens a new session, which learns the new number. Only for topics on the
         sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
         nothing has changed, and nobody is fenced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCursors(self, request, context):
+        """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetCursorHold(self, request, context):
+        """Has retention keep the messages that a cursor has not passed, or not any more. Durable, and in force, when it is
+        answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteCursor(self, request, context):
+        """Removes a cursor: it keeps nothing any more. Error: `CURSOR_NOT_FOUND`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -515,6 +552,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ResetProducer,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerResponse.SerializeToString,
+            ),
+            'ListCursors': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCursors,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ListCursorsRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ListCursorsResponse.SerializeToString,
+            ),
+            'SetCursorHold': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetCursorHold,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldResponse.SerializeToString,
+            ),
+            'DeleteCursor': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCursor,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorResponse.SerializeToString,
             ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
@@ -993,6 +1045,87 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/ResetProducer',
             seqdedupe_dot_v1_dot_admin__pb2.ResetProducerRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.ResetProducerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCursors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/ListCursors',
+            seqdedupe_dot_v1_dot_admin__pb2.ListCursorsRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ListCursorsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetCursorHold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/SetCursorHold',
+            seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCursor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/DeleteCursor',
+            seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,6 +89,14 @@ class AdminServiceStub:
     sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
     nothing has changed, and nobody is fenced.
     """
+    ListCursors: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListCursorsRequest, _admin_pb2.ListCursorsResponse]
+    """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two."""
+    SetCursorHold: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetCursorHoldRequest, _admin_pb2.SetCursorHoldResponse]
+    """Has retention keep the messages that a cursor has not passed, or not any more. Durable, and in force, when it is
+    answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+    """
+    DeleteCursor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteCursorRequest, _admin_pb2.DeleteCursorResponse]
+    """Removes a cursor: it keeps nothing any more. Error: `CURSOR_NOT_FOUND`."""
     Snapshot: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]
     """Takes a snapshot of a topic now and answers when it is durable."""
     ExportWatermarks: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportWatermarksRequest, _admin_pb2.ExportWatermarksResponse]
@@ -221,6 +229,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
     nothing has changed, and nobody is fenced.
     """
+    ListCursors: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListCursorsRequest, _admin_pb2.ListCursorsResponse]  # type: ignore[assignment]
+    """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two."""
+    SetCursorHold: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetCursorHoldRequest, _admin_pb2.SetCursorHoldResponse]  # type: ignore[assignment]
+    """Has retention keep the messages that a cursor has not passed, or not any more. Durable, and in force, when it is
+    answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+    """
+    DeleteCursor: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteCursorRequest, _admin_pb2.DeleteCursorResponse]  # type: ignore[assignment]
+    """Removes a cursor: it keeps nothing any more. Error: `CURSOR_NOT_FOUND`."""
     Snapshot: _aio.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]  # type: ignore[assignment]
     """Takes a snapshot of a topic now and answers when it is durable."""
     ExportWatermarks: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportWatermarksRequest, _admin_pb2.ExportWatermarksResponse]  # type: ignore[assignment]
@@ -440,6 +456,32 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
         nothing has changed, and nobody is fenced.
         """
+
+    @_abc_1.abstractmethod
+    def ListCursors(
+        self,
+        request: _admin_pb2.ListCursorsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListCursorsResponse, _abc.Awaitable[_admin_pb2.ListCursorsResponse]]:
+        """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two."""
+
+    @_abc_1.abstractmethod
+    def SetCursorHold(
+        self,
+        request: _admin_pb2.SetCursorHoldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetCursorHoldResponse, _abc.Awaitable[_admin_pb2.SetCursorHoldResponse]]:
+        """Has retention keep the messages that a cursor has not passed, or not any more. Durable, and in force, when it is
+        answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteCursor(
+        self,
+        request: _admin_pb2.DeleteCursorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DeleteCursorResponse, _abc.Awaitable[_admin_pb2.DeleteCursorResponse]]:
+        """Removes a cursor: it keeps nothing any more. Error: `CURSOR_NOT_FOUND`."""
 
     @_abc_1.abstractmethod
     def Snapshot(

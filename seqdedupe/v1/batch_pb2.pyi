@@ -455,6 +455,7 @@ class ControlPolicy(_message.Message):
     DEDUPLICATION_PRODUCER_INACTIVITY_TIMEOUT_MINUTES_FIELD_NUMBER: _builtins.int
     LOG_FLUSH_INTERVAL_MESSAGES_FIELD_NUMBER: _builtins.int
     LOG_FLUSH_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """Whether `DUP` and `UNKNOWN` rows are left out."""
     overlap: _builtins.int
@@ -475,6 +476,10 @@ class ControlPolicy(_message.Message):
     """See `TopicPolicy`."""
     log_flush_interval_ms: _builtins.int
     """See `TopicPolicy`."""
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ControlCursor]:
+        """All named cursors that the topic keeps, by name."""
+
     def __init__(
         self,
         *,
@@ -488,10 +493,11 @@ class ControlPolicy(_message.Message):
         deduplication_producer_inactivity_timeout_minutes: _builtins.int | None = ...,
         log_flush_interval_messages: _builtins.int | None = ...,
         log_flush_interval_ms: _builtins.int | None = ...,
+        cursors: _abc.Iterable[Global___ControlCursor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "cursors", b"cursors", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
     _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015
@@ -535,6 +541,42 @@ class ControlPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_time_in_minutes) -> _WhichOneofReturnType__retention_time_in_minutes | None: ...
 
 Global___ControlPolicy: _TypeAlias = ControlPolicy  # noqa: Y015
+
+@_typing.final
+class ControlCursor(_message.Message):
+    """A named cursor: how far somebody has read the topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    HOLD_RETENTION_IN_MB_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    note: _builtins.str
+    """Its owner's note."""
+    hold_retention_in_mb: _builtins.int
+    """See `TopicCursor.hold_retention_in_mb`."""
+    @_builtins.property
+    def position(self) -> Global___Position:
+        """The position that it keeps."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        position: Global___Position | None = ...,
+        note: _builtins.str = ...,
+        hold_retention_in_mb: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_retention_in_mb", b"hold_retention_in_mb", "name", b"name", "note", b"note", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlCursor: _TypeAlias = ControlCursor  # noqa: Y015
 
 @_typing.final
 class Record(_message.Message):

@@ -11,7 +11,8 @@ from seqdedupe.client import ProducerConfig, blocking
 
 PUBLIC = [
     "AccessDeniedError", "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters",
-    "Credentials", "DamagedError", "DataLossError", "FencedError", "InvalidRequestError", "Located", "Message",
+    "Credentials", "Cursor", "DamagedError", "DataLossError", "FencedError", "FileCursor", "InvalidRequestError",
+    "Kept", "Located", "Message",
     "MessageId", "NotFoundError", "OutcomeUnknownError", "PartitionedPosition", "PartitionedReader", "Persisted",
     "Position", "PositionError", "Producer", "ProducerConfig", "Published", "Reader", "Receipt", "SeqdedupeError",
     "StoredBatch", "TopicEnds", "UnavailableError", "Verdict",

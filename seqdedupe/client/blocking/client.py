@@ -15,6 +15,7 @@ from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.credentials import Credentials
+from seqdedupe.client.cursor import Cursor
 from seqdedupe.client.partitioned_reader import PartitionedStart
 from seqdedupe.client.reader import Start
 from seqdedupe.client.sidecars import Addresses, Sidecars
@@ -85,6 +86,15 @@ class Admin:
 
     def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
         return self._run(lambda admin: admin.reset_producer(topic, name, persisted))
+
+    def cursors(self, topic: str) -> list[admin_pb2.TopicCursor]:
+        return self._run(lambda admin: admin.cursors(topic))
+
+    def hold_cursor(self, topic: str, name: str, retention_in_mb: int) -> None:
+        self._run(lambda admin: admin.hold_cursor(topic, name, retention_in_mb))
+
+    def delete_cursor(self, topic: str, name: str) -> None:
+        self._run(lambda admin: admin.delete_cursor(topic, name))
 
     def snapshot(self, topic: str) -> Position:
         return self._run(lambda admin: admin.snapshot(topic))
@@ -157,6 +167,11 @@ class Client:
     ) -> None:
         self.close()
 
+    @property
+    def on_loop(self) -> _client.Client:
+        """The client on the event loop that does this one's work: for coroutines that `blocking.loop.run` begins."""
+        return self._client
+
     def close(self) -> None:
         """Lets go of this object's connections. Producers and readers are closed by themselves."""
         run(self._client.close)
@@ -181,9 +196,10 @@ class Client:
         stop_index: int | None = None,
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
+        cursor: Cursor | None = None,
     ) -> Reader:
         """A reader, see `Reader`."""
-        return Reader(self._sidecars, topic, start, follow, stop_index, skip_damaged, on_waiting)
+        return Reader(self._sidecars, topic, start, follow, stop_index, skip_damaged, on_waiting, cursor)
 
     def partitioned_reader(
         self,
@@ -199,6 +215,10 @@ class Client:
             topic, start, follow=follow, skip_damaged=skip_damaged, on_waiting=on_waiting
         )
         return PartitionedReader(reader)
+
+    def cursor(self, topic: str, name: str) -> Cursor:
+        """A named cursor of the topic, for readers and pipes: see `seqdedupe.client.Client.cursor`."""
+        return self._client.cursor(topic, name)
 
     def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError."""
