@@ -244,6 +244,7 @@ class PublishService:
                 if not done.done():
                     done.set_result(answer)
 
+            self._check_unnamed(topic)
             cache = NumbersCache(allowing=self._permissions.allowing(topic.name, topic.producers))
             topic.admit(batch, 0, reply, cache, lone=True)
             answer = await done
@@ -253,6 +254,11 @@ class PublishService:
             return encode_receipt(topic, answer) + state
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
+
+    def _check_unnamed(self, topic: Topic) -> None:
+        """Raises NOT_ALLOWED if the topic's messages have no producers, and the caller may publish as some alone."""
+        if topic.window is not None:
+            self._permissions.check_publishes_unnamed(topic.name)
 
     async def _stream(self, _requests: object, _context: Context, stream: Stream) -> None:
         first = await stream.read_first()
@@ -288,6 +294,7 @@ class PublishService:
         while True:
             if topic.has_successor:
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
+            self._check_unnamed(topic)
             for number, batch in frames:
                 if not publishing.has_room(len(batch)):
                     await publishing.wait_for_room(len(batch))

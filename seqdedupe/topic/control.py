@@ -1,7 +1,7 @@
 """Control records: what changes a topic's state other than by messages, as `Control` in batch.proto has it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,8 +149,9 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
     """The body of a control record, written in this term. With `record_id` it is unlike all others of the topic."""
     control = wire.Control(id=record_id, term=term)
     if isinstance(change, Policy):
-        change.fill(control.policy)
-        control.policy.SetInParent()
+        policy = control.policy_of_deduplication_ids if change.by_deduplication_id else control.policy
+        change.fill(policy)
+        policy.SetInParent()
     else:
         columns = getattr(control, _FIELDS[type(change)])
         names = Binary.of_all(change.names)
@@ -172,6 +173,9 @@ def decode(body: bytes) -> tuple[Change, int]:
         match control.WhichOneof("kind"):
             case "policy":
                 return Policy.of(control.policy), control.term
+            case "policy_of_deduplication_ids":
+                policy = Policy.of(control.policy_of_deduplication_ids)
+                return replace(policy, by_deduplication_id=True), control.term
             case "sessions":
                 return _sessions(control.sessions), control.term
             case "reset":
