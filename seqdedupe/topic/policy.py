@@ -113,7 +113,8 @@ class Policy:
         for name in names:
             if name not in NAMES:
                 raise error("INVALID_REQUEST", f"no policy is named {name!r}: there are {', '.join(NAMES)}")
-        return replace(self, **dict.fromkeys(names or NAMES))
+        nothing: dict[str, Any] = dict.fromkeys(names or NAMES)
+        return replace(self, **nothing)
 
     def check(self) -> "Policy":
         """Raises INVALID_REQUEST if a number is out of its range."""

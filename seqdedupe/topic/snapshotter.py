@@ -37,7 +37,7 @@ class Snapshotter:
         next_index: int,
         applied: Applied,
         on_durable: Callable[[], None],
-        window: Callable[[], IdWindow | None],
+        window: Callable[[], IdWindow | None] = lambda: None,
     ) -> None:
         self.next_index = next_index
         """What the last durable snapshot covers: all messages below this index."""

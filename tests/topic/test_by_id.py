@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from rocksdict import WriteBatch
 
 from seqdedupe import batch as batches
@@ -115,7 +114,7 @@ def receipt(answers: list[Receipt | Refusal]) -> Receipt:
 def verdicts(answers: list[Receipt | Refusal]) -> list[int]:
     one = receipt(answers)
     assert one.verdicts is not None
-    return one.verdicts.tolist()
+    return [int(verdict) for verdict in one.verdicts]
 
 
 def originals(place: Place, answers: list[Receipt | Refusal]) -> dict[int, int]:
