@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from broker_sidecar.security.trail import Trail
 from broker_sidecar.sidecars import Sidecars
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import Streams
-from broker_sidecar.topics import entry_format_of, partitioned_to_proto, policy_of, topic_to_proto
+from broker_sidecar.topics import entry_format_of, mode_of, partitioned_to_proto, policy_of, topic_to_proto
 from broker_sidecar.transfer import Transfer
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
@@ -97,7 +98,9 @@ class AdminService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
+        by_id = mode_of(request, self._topics.kind.log)
         policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
+        policy = replace(policy.check_fits(by_deduplication_id=by_id), by_deduplication_id=by_id)
         entry_format = entry_format_of(request.entry_format, self._topics.kind.log)
         partitions = max(1, request.partitions)
         self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names(), partitions)

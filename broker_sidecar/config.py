@@ -99,6 +99,15 @@ class Config:
     deduplication_producer_inactivity_timeout_minutes: int = _key(
         0, "Forget a producer that nobody has used for so many minutes that the sidecar ran. 0: never."
     )
+    deduplication_window_max_messages: int = _key(
+        10_000_000, "In topics of deduplication IDs: know a copy until so many messages came after its original."
+    )
+    deduplication_window_max_bytes: int = _key(
+        1_073_741_824, "Or until the IDs that came after it have so many bytes together. -1: no limit."
+    )
+    deduplication_window_max_minutes: int = _key(
+        -1, "Or until so many minutes after its original was published. -1: no limit."
+    )
     scrub_bytes_per_second: int = _key(
         524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
     )

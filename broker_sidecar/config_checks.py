@@ -72,8 +72,10 @@ def _check_values(config: Config) -> None:
         value, least = attrgetter(name)(config), _LEAST.get(name, 0)
         if isinstance(value, int) and value < least:
             raise invalid(name, f"is {value}: at least {least} is needed")
-        if name in _OF_POLICIES and value > policy.LARGEST:
-            raise invalid(name, f"is {value}: at most {policy.LARGEST} is possible")
+        if name in _OF_POLICIES and value > (most := policy.MOST.get(name, policy.LARGEST)):
+            raise invalid(name, f"is {value}: at most {most} is possible")
+        if name in policy.WINDOW and value == 0:
+            raise invalid(name, "is 0, with which no copy would be known: at least 1 is needed")
     for key, words in _WORDS.items():
         if getattr(config, key) not in words:
             *others, last = words

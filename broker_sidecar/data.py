@@ -221,4 +221,7 @@ def _applied(config: Config) -> Applied:
         retention_time_in_minutes=config.default_retention_time_in_minutes,
         gap=GapPolicy[config.gap_policy.upper()],
         deduplication_producer_inactivity_timeout_minutes=config.deduplication_producer_inactivity_timeout_minutes,
+        deduplication_window_max_messages=config.deduplication_window_max_messages,
+        deduplication_window_max_bytes=config.deduplication_window_max_bytes,
+        deduplication_window_max_minutes=config.deduplication_window_max_minutes,
     )

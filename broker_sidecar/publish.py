@@ -248,6 +248,7 @@ class PublishService:
                 if not done.done():
                     done.set_result(answer)
 
+            self._check_unnamed(topic)
             cache = NumbersCache(allowing=self._permissions.allowing(topic.name, topic.producers))
             topic.admit(batch, 0, reply, cache, lone=True)
             answer = await done
@@ -257,6 +258,11 @@ class PublishService:
             return encode_receipt(topic, answer) + state
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
+
+    def _check_unnamed(self, topic: Topic) -> None:
+        """Raises NOT_ALLOWED if the topic's messages have no producers, and the caller may publish as some alone."""
+        if topic.window is not None:
+            self._permissions.check_publishes_unnamed(topic.name)
 
     async def _stream(self, _requests: object, _context: Context, stream: Stream) -> None:
         first = await stream.read_first()
@@ -293,6 +299,7 @@ class PublishService:
             if topic.has_successor:
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
             self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
+            self._check_unnamed(topic)
             for number, batch in frames:
                 if not publishing.has_room(len(batch)):
                     await publishing.wait_for_room(len(batch))

@@ -122,7 +122,7 @@ class Batch:
     deduplication_ids: Binary = field(default_factory=Binary)
 
     def __len__(self) -> int:
-        return len(self.sequence_ids)
+        return len(self.sequence_ids) or max(len(self.deduplication_ids.offsets) - 1, 0)
 
     def producer_of(self, row: int) -> int:
         """The row's position in the list of producers."""
@@ -192,7 +192,7 @@ class Batch:
             epochs=epochs,
             previous_sequence_ids=links,
             producer_indexes=indexes,
-            sequence_ids=self.sequence_ids[rows],
+            sequence_ids=self.sequence_ids[rows] if len(self.sequence_ids) else NO_INT64S,
             event_times_ms=self.event_times_ms[rows] if len(self.event_times_ms) else NO_INT64S,
             keys=self.keys.take(rows),
             property_offsets=property_offsets if len(picked) else NO_INT32S,
@@ -205,6 +205,8 @@ class Batch:
 
     def _take_producers(self, rows: Int64s) -> tuple[Binary, Int64s, Int64s, Int32s, Int64s]:
         """The columns of producers for these rows."""
+        if not len(self.epochs):
+            return self.producer_names, self.epochs, self.previous_sequence_ids, NO_INT32S, self.complete_up_to
         if len(self.epochs) == 1:
             first = rows[0]
             links = self.sequence_ids[first - 1 : first] if first else self.previous_sequence_ids
@@ -285,6 +287,11 @@ def single_producer(
         payloads=payloads,
         **columns,
     )
+
+
+def without_producers(deduplication_ids: Binary, payloads: Binary, **columns: Any) -> Batch:
+    """A batch for a topic of deduplication IDs."""
+    return Batch(Binary(), NO_INT64S, NO_INT64S, NO_INT64S, payloads, deduplication_ids=deduplication_ids, **columns)
 
 
 class PropertyColumns(NamedTuple):

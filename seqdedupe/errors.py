@@ -116,6 +116,7 @@ REASONS: dict[str, Reason] = {
     "INVALID_NAME": _invalid("Give every producer a name of 1 to 255 bytes of UTF-8, each once in a request."),
     "INVALID_BATCH": _invalid("Lay the batch's columns out as Batch in batch.proto says."),
     "INVALID_SEQUENCE_ID": _invalid("Use sequence IDs from 0 to 2^63 - 1."),
+    "INVALID_DEDUPLICATION_ID": _invalid("Give every message a deduplication ID of 1 to 255 bytes."),
     "NOT_ASCENDING": _invalid("Let the sequence IDs of each producer rise strictly within a batch."),
     "INVALID_PREDECESSOR": _invalid(
         "Link to the highest ID below the batch's first one that was sent in this session or that Open answered."

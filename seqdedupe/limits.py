@@ -26,6 +26,7 @@ MAX_BATCH_BYTES = 8 * 1024 * 1024
 """An encoded batch. One with the largest payload has room for keys and properties beside it."""
 
 MAX_BATCH_ROWS = 65_536
+MAX_DEDUPLICATION_ID_BYTES = 255
 MAX_PAYLOAD_BYTES = 5 * 1024 * 1024
 """Pulsar's `maxMessageSize`."""
 MAX_PARTITIONS = 1024

@@ -174,6 +174,13 @@ class Permissions:
         for e in self.denied_names(topic, names, subject).values():
             raise e
 
+    def check_publishes_unnamed(self, topic: str) -> None:
+        """Raises NOT_ALLOWED if the caller may publish to the topic under some producer names alone: in a topic of
+        deduplication IDs messages have none."""
+        subject = caller()
+        if not subject.is_unrestricted and not self.names_judge(subject.name, topic)(*joined([b""]))[0]:
+            raise self.deny_names(subject, topic, [""])
+
     def allowing(self, topic: str, producers: Producers) -> Allowing | None:
         """As which of a topic's producers the caller may publish; None: as all, whatever the rules say."""
         subject = caller()

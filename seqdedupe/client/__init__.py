@@ -13,6 +13,7 @@ from seqdedupe.client.cursor_file import FileCursor
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned_reader import PartitionedPosition, PartitionedReader
 from seqdedupe.client.producer import Producer
+from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import Reader
 from seqdedupe.client.receipts import BatchResult, Published, Verdict
 from seqdedupe.client.resuming import Persisted
@@ -65,6 +66,7 @@ __all__ = [
     "ProducerConfig",
     "ProducerNumbers",
     "Published",
+    "Publisher",
     "Range",
     "Reader",
     "Receipt",

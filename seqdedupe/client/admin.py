@@ -25,6 +25,14 @@ _ENTRY_FORMATS = {
 }
 
 
+MODES = {
+    "": admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED,
+    "sequence-id": admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID,
+    "deduplication-id": admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID,
+}
+"""Deduplication modes by name."""
+
+
 class PolicyState(NamedTuple):
     """A policy of a topic or a namespace."""
 
@@ -64,19 +72,28 @@ class Admin:
         *,
         partitions: int = 0,
         entry_format: str = "",
+        deduplication_mode: str = "",
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
     ) -> admin_pb2.Topic:
         """With so many partitions, for good; 0: it is not partitioned. What its policy (of each partition) leaves out
         is inherited, and so is `deduplication_enabled` None. `entry_format` is `plain` or `packed`, where the log is a
-        Pulsar cluster's; left out, it is the sidecar's default. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        Pulsar cluster's; left out, it is the sidecar's default. `deduplication_mode` is `sequence-id`, the default, or
+        `deduplication-id`, for good. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        if deduplication_mode not in MODES:
+            why = f"{deduplication_mode!r} is no deduplication mode: sequence-id and deduplication-id are"
+            raise error("INVALID_REQUEST", why)
         if entry_format not in _ENTRY_FORMATS:
             raise error("INVALID_REQUEST", f"{entry_format!r} is no entry format: plain and packed are")
         given = admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
         given.MergeFrom(policy or admin_pb2.TopicPolicy())
         with _making_a_request():
             request = admin_pb2.CreateTopicRequest(
-                topic=topic_name(topic), policy=given, partitions=partitions, entry_format=_ENTRY_FORMATS[entry_format]
+                topic=topic_name(topic),
+                policy=given,
+                partitions=partitions,
+                entry_format=_ENTRY_FORMATS[entry_format],
+                deduplication_mode=MODES[deduplication_mode],
             )
         return (await self._calls.call(lambda sidecar: sidecar.admin.CreateTopic, request)).topic
 

@@ -118,7 +118,7 @@ class Builder:
         if size > MAX_PAYLOAD_BYTES:
             raise _payload_too_large(size)
         key = key_bytes(key)
-        event_time_ms = _milliseconds(event_time)
+        event_time_ms = milliseconds(event_time)
         properties = _copy(properties)
         size += len(key or b"") + ROW_OVERHEAD_BYTES
         for name, value in properties.items():
@@ -361,7 +361,7 @@ def _copy(row: Properties | None) -> dict[str, str]:
     return dict(row) if row else {}
 
 
-def _milliseconds(event_time: datetime | int | None) -> int:
+def milliseconds(event_time: datetime | int | None) -> int:
     """Milliseconds since 1970; 0 for none."""
     if isinstance(event_time, datetime):
         if event_time.tzinfo is None:

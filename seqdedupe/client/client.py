@@ -17,6 +17,7 @@ from seqdedupe.client.cursor import Cursor
 from seqdedupe.client.cursor_sidecar import SidecarCursor
 from seqdedupe.client.partitioned_reader import PartitionedReader, PartitionedStart, PartitionEnds
 from seqdedupe.client.producer import Producer
+from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import Reader, Start
 from seqdedupe.client.sidecars import Addresses, Sidecars
 from seqdedupe.client.waiting import OnWaiting
@@ -99,6 +100,10 @@ class Client:
     ) -> Producer:
         """A producer, to be entered, see `Producer`."""
         return Producer(self._connections, topic, name, config, on_waiting)
+
+    def publisher(self, topic: str, *, on_waiting: OnWaiting | None = None) -> Publisher:
+        """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
+        return Publisher(self._sidecars, topic, on_waiting)
 
     def reader(
         self,

@@ -7,6 +7,7 @@ import numpy as np
 
 from seqdedupe.batch import Batch
 from seqdedupe.client.receipts import NO_PARTITION
+from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.message_ids import MessageIds
 
@@ -103,12 +104,20 @@ class Message:
 
     @property
     def producer_name(self) -> str:
+        """Empty in a topic of deduplication IDs."""
         batch = self._stored.batch
         return (batch.producer_names[batch.producer_of(self._row)] or b"").decode()
 
     @property
     def sequence_id(self) -> int:
-        return int(self._stored.batch.sequence_ids[self._row])
+        """-1 in a topic of deduplication IDs."""
+        ids = self._stored.batch.sequence_ids
+        return int(ids[self._row]) if len(ids) else NO_SEQUENCE_ID
+
+    @property
+    def deduplication_id(self) -> bytes | None:
+        """None in a topic of sequence IDs."""
+        return self._stored.batch.deduplication_ids[self._row]
 
     @property
     def index(self) -> int:
@@ -129,4 +138,6 @@ class Message:
         return self._stored.position(self._row)
 
     def __repr__(self) -> str:
+        if (deduplication_id := self.deduplication_id) is not None:
+            return f"Message(deduplication_id={deduplication_id!r}, message_id={self.message_id})"
         return f"Message({self.producer_name!r}, sequence_id={self.sequence_id}, message_id={self.message_id})"

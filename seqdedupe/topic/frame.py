@@ -7,6 +7,7 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe import wire
 from seqdedupe.core.activity import NO_STREAM
+from seqdedupe.core.id_table import bad_id
 from seqdedupe.core.producers import Producers, names_of
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
@@ -39,7 +40,13 @@ from seqdedupe.format.columns import (
     start,
 )
 from seqdedupe.format.jit import Int64s, Uint8s
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.limits import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_ROWS,
+    MAX_DEDUPLICATION_ID_BYTES,
+    MAX_NAME_BYTES,
+    MAX_PAYLOAD_BYTES,
+)
 from seqdedupe.topic.allowing import Allowing
 
 _WRONG = {
@@ -68,6 +75,9 @@ _REASONS = {
     layout.NOT_ASCENDING: "NOT_ASCENDING",
     layout.PAYLOAD_TOO_LARGE: "MESSAGE_TOO_LARGE",
 }
+
+
+_NO_PRODUCERS = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -107,8 +117,8 @@ class Frame:
     column_bytes: int
 
 
-def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
-    """The checked frame of an encoded batch. Raises `InvalidRequestError`; names that never came, INVALID_EPOCH."""
+def _laid_out(encoded: bytes) -> tuple[bytes, Uint8s, Int64s]:
+    """A batch in its canonical encoding, and where things stand in it. Raises `InvalidRequestError`."""
     if len(encoded) > MAX_BATCH_BYTES:
         raise error("BATCH_TOO_LARGE", f"the batch has {len(encoded)} bytes: at most {MAX_BATCH_BYTES} are accepted")
     places = np.empty(PLACES, np.int64)
@@ -121,6 +131,28 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
     if wrong != layout.CANONICAL:
         why = _WRONG.get(wrong, "its fields do not fit together").format(bad=places[BAD])
         raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
+    return encoded, view, places
+
+
+def check_by_id(encoded: bytes) -> Frame:
+    """The checked frame of an encoded batch for a topic of deduplication IDs. Raises `InvalidRequestError`."""
+    encoded, view, places = _laid_out(encoded)
+    at: list[int] = places.tolist()
+    if at[PRODUCERS]:
+        why = "this topic takes deduplication IDs, and no producers and sequence IDs"
+        raise error("INVALID_BATCH", f"the batch is not valid: {why}")
+    if (row := bad_id(view, places, at[ROWS])) >= 0:
+        bounds = view[start(at, DEDUPLICATION_ID_OFFSETS) + 4 * row :][:8].view(np.int32)
+        why = f"the deduplication ID of row {row} has {bounds[1] - bounds[0]} bytes"
+        raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
+    if size(at, PROPERTY_OFFSETS):
+        _check_properties(view, places)
+    return Frame(encoded, view, places, _NO_PRODUCERS, at[ROWS], at[COLUMNS_END])
+
+
+def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
+    """The checked frame of an encoded batch. Raises `InvalidRequestError`; names that never came, INVALID_EPOCH."""
+    encoded, view, places = _laid_out(encoded)
     # Plain numbers: each look into an array of numpy costs as much as ten into a list.
     at: list[int] = places.tolist()
     if size(at, DEDUPLICATION_ID_OFFSETS):

@@ -118,6 +118,30 @@ GAP_POLICY_REJECT: GapPolicy.ValueType  # 2
 """Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
 Global___GapPolicy: _TypeAlias = GapPolicy  # noqa: Y015
 
+class _DeduplicationMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DeduplicationModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeduplicationMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEDUPLICATION_MODE_UNSPECIFIED: _DeduplicationMode.ValueType  # 0
+    """The default where a topic is created; of a topic, that it is not known yet."""
+    DEDUPLICATION_MODE_SEQUENCE_ID: _DeduplicationMode.ValueType  # 1
+    """A producer's name and a sequence ID, in rising order."""
+    DEDUPLICATION_MODE_DEDUPLICATION_ID: _DeduplicationMode.ValueType  # 2
+    """An ID of the message's own, in no order. There are no producers, sessions or links."""
+
+class DeduplicationMode(_DeduplicationMode, metaclass=_DeduplicationModeEnumTypeWrapper):
+    """By what the messages of a topic are told from each other: chosen when it is created, for good."""
+
+DEDUPLICATION_MODE_UNSPECIFIED: DeduplicationMode.ValueType  # 0
+"""The default where a topic is created; of a topic, that it is not known yet."""
+DEDUPLICATION_MODE_SEQUENCE_ID: DeduplicationMode.ValueType  # 1
+"""A producer's name and a sequence ID, in rising order."""
+DEDUPLICATION_MODE_DEDUPLICATION_ID: DeduplicationMode.ValueType  # 2
+"""An ID of the message's own, in no order. There are no producers, sessions or links."""
+Global___DeduplicationMode: _TypeAlias = DeduplicationMode  # noqa: Y015
+
 class _EntryFormat:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -236,6 +260,9 @@ class TopicPolicy(_message.Message):
     DEDUPLICATION_PRODUCER_INACTIVITY_TIMEOUT_MINUTES_FIELD_NUMBER: _builtins.int
     LOG_FLUSH_INTERVAL_MESSAGES_FIELD_NUMBER: _builtins.int
     LOG_FLUSH_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_WINDOW_MAX_MESSAGES_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_WINDOW_MAX_BYTES_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_WINDOW_MAX_MINUTES_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """False: rows that would be `DUP` or `UNKNOWN` are appended as `NOT_DUP`. Sessions, links and numbers stay."""
     overlap: Global___OverlapPolicy.ValueType
@@ -266,6 +293,16 @@ class TopicPolicy(_message.Message):
     """And as soon as the first of them was written so many milliseconds ago, 0 to 10,000: with 0, the default, by every
     commit. See `log_flush_interval_messages`.
     """
+    deduplication_window_max_messages: _builtins.int
+    """In a topic of deduplication IDs: a copy is known at least as long as fewer messages than this came after its
+    original, 1 or more. The window of IDs that are known moves forward by this limit, or by one of the two that follow,
+    whichever is reached first, by a part of it at a time. Topics of sequence IDs do not heed them, and so they cannot be
+    set for one; nor where the log is not the sidecar's own.
+    """
+    deduplication_window_max_bytes: _builtins.int
+    """And as long as the IDs that came after it have fewer bytes than this together, 1 or more; -1: no limit."""
+    deduplication_window_max_minutes: _builtins.int
+    """And as long as its original was published less than so many minutes ago, 1 or more; -1: no limit."""
     def __init__(
         self,
         *,
@@ -279,10 +316,13 @@ class TopicPolicy(_message.Message):
         deduplication_producer_inactivity_timeout_minutes: _builtins.int | None = ...,
         log_flush_interval_messages: _builtins.int | None = ...,
         log_flush_interval_ms: _builtins.int | None = ...,
+        deduplication_window_max_messages: _builtins.int | None = ...,
+        deduplication_window_max_bytes: _builtins.int | None = ...,
+        deduplication_window_max_minutes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
     _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015
@@ -292,6 +332,12 @@ class TopicPolicy(_message.Message):
     _WhichOneofArgType__deduplication_producer_inactivity_timeout_minutes: _TypeAlias = _typing.Literal["_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes"]  # noqa: Y015
     _WhichOneofReturnType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["deduplication_snapshot_interval_seconds"]  # noqa: Y015
     _WhichOneofArgType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_window_max_bytes: _TypeAlias = _typing.Literal["deduplication_window_max_bytes"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_window_max_bytes: _TypeAlias = _typing.Literal["_deduplication_window_max_bytes", b"_deduplication_window_max_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_window_max_messages: _TypeAlias = _typing.Literal["deduplication_window_max_messages"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_window_max_messages: _TypeAlias = _typing.Literal["_deduplication_window_max_messages", b"_deduplication_window_max_messages"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_window_max_minutes: _TypeAlias = _typing.Literal["deduplication_window_max_minutes"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_window_max_minutes: _TypeAlias = _typing.Literal["_deduplication_window_max_minutes", b"_deduplication_window_max_minutes"]  # noqa: Y015
     _WhichOneofReturnType__gap: _TypeAlias = _typing.Literal["gap"]  # noqa: Y015
     _WhichOneofArgType__gap: _TypeAlias = _typing.Literal["_gap", b"_gap"]  # noqa: Y015
     _WhichOneofReturnType__log_flush_interval_messages: _TypeAlias = _typing.Literal["log_flush_interval_messages"]  # noqa: Y015
@@ -312,6 +358,12 @@ class TopicPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_producer_inactivity_timeout_minutes) -> _WhichOneofReturnType__deduplication_producer_inactivity_timeout_minutes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_snapshot_interval_seconds) -> _WhichOneofReturnType__deduplication_snapshot_interval_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_window_max_bytes) -> _WhichOneofReturnType__deduplication_window_max_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_window_max_messages) -> _WhichOneofReturnType__deduplication_window_max_messages | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_window_max_minutes) -> _WhichOneofReturnType__deduplication_window_max_minutes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gap) -> _WhichOneofReturnType__gap | None: ...
     @_typing.overload
@@ -355,6 +407,12 @@ class Topic(_message.Message):
     DAMAGED_PLACES_FIELD_NUMBER: _builtins.int
     DAMAGED_MESSAGES_FIELD_NUMBER: _builtins.int
     ENTRY_FORMAT_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_MODE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    WINDOW_FIRST_PUBLISH_TIME_MS_FIELD_NUMBER: _builtins.int
+    WINDOW_MESSAGES_FIELD_NUMBER: _builtins.int
+    WINDOW_FORGOTTEN_FIELD_NUMBER: _builtins.int
+    WINDOW_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     PARTITION_OF_FIELD_NUMBER: _builtins.int
     UNUSED_PARTITIONS_FIELD_NUMBER: _builtins.int
@@ -405,6 +463,18 @@ class Topic(_message.Message):
     """The messages there, which cannot be read."""
     entry_format: Global___EntryFormat.ValueType
     """How its entries are laid out, for good."""
+    deduplication_mode: Global___DeduplicationMode.ValueType
+    """By what its messages are told from each other, for good."""
+    window_first_index: _builtins.int
+    """Of a topic of deduplication IDs: the IDs of all messages from this index on are known."""
+    window_first_publish_time_ms: _builtins.int
+    """When the first of these was published, in milliseconds since 1970; 0 if there is none."""
+    window_messages: _builtins.int
+    """So many IDs of stored messages are known."""
+    window_forgotten: _builtins.int
+    """So many have been forgotten since the topic was created: copies of these are new."""
+    window_memory_bytes: _builtins.int
+    """The memory that the window takes."""
     partitions: _builtins.int
     """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
     stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
@@ -472,6 +542,12 @@ class Topic(_message.Message):
         damaged_places: _builtins.int = ...,
         damaged_messages: _builtins.int = ...,
         entry_format: Global___EntryFormat.ValueType = ...,
+        deduplication_mode: Global___DeduplicationMode.ValueType = ...,
+        window_first_index: _builtins.int = ...,
+        window_first_publish_time_ms: _builtins.int = ...,
+        window_messages: _builtins.int = ...,
+        window_forgotten: _builtins.int = ...,
+        window_memory_bytes: _builtins.int = ...,
         partitions: _builtins.int = ...,
         partition_of: _builtins.str = ...,
         unused_partitions: _builtins.int = ...,
@@ -485,7 +561,7 @@ class Topic(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "deduplication_mode", b"deduplication_mode", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why", "window_first_index", b"window_first_index", "window_first_publish_time_ms", b"window_first_publish_time_ms", "window_forgotten", b"window_forgotten", "window_memory_bytes", b"window_memory_bytes", "window_messages", b"window_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -535,12 +611,17 @@ class CreateTopicRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     ENTRY_FORMAT_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_MODE_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     partitions: _builtins.int
     """0: it is not partitioned. Otherwise how many partitions it has, for good: 1 to 1,024."""
     entry_format: Global___EntryFormat.ValueType
     """How its entries are laid out, for good. It can be chosen only where the log is Pulsar's: `INVALID_REQUEST` elsewhere."""
+    deduplication_mode: Global___DeduplicationMode.ValueType
+    """By what its messages are told from each other, for good; left out, by sequence IDs. Deduplication IDs only where the
+    log is the sidecar's own, and in a topic without partitions: `INVALID_REQUEST` elsewhere.
+    """
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """Its policy, or that of each partition. Left out: all of it is inherited. Partitions cannot have
@@ -554,10 +635,11 @@ class CreateTopicRequest(_message.Message):
         policy: Global___TopicPolicy | None = ...,
         partitions: _builtins.int = ...,
         entry_format: Global___EntryFormat.ValueType = ...,
+        deduplication_mode: Global___DeduplicationMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_mode", b"deduplication_mode", "entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client.blocking.client import Admin, Client
 from seqdedupe.client.blocking.producer import Producer
+from seqdedupe.client.blocking.publisher import Publisher
 from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 
@@ -70,6 +71,7 @@ __all__ = [
     "Producer",
     "ProducerConfig",
     "Published",
+    "Publisher",
     "Reader",
     "Receipt",
     "SeqdedupeError",

@@ -9,6 +9,7 @@ from seqdedupe.client import admin as _admin
 from seqdedupe.client import client as _client
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.blocking.producer import Producer
+from seqdedupe.client.blocking.publisher import Publisher
 from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
@@ -41,6 +42,7 @@ class Admin:
         *,
         partitions: int = 0,
         entry_format: str = "",
+        deduplication_mode: str = "",
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
     ) -> admin_pb2.Topic:
@@ -49,6 +51,7 @@ class Admin:
                 topic,
                 partitions=partitions,
                 entry_format=entry_format,
+                deduplication_mode=deduplication_mode,
                 deduplication_enabled=deduplication_enabled,
                 policy=policy,
             )
@@ -154,11 +157,6 @@ class Client:
         """As it was given."""
         self.admin = Admin(self._client)
 
-    @property
-    def on_loop(self) -> _client.Client:
-        """The client that this one is a form of: what it makes belongs on the loop of `blocking.loop.run`."""
-        return self._client
-
     def __enter__(self) -> Self:
         return self
 
@@ -186,6 +184,10 @@ class Client:
     ) -> Producer:
         """A producer, to be entered, see `Producer`."""
         return Producer(self._connections, topic, name, config, on_waiting)
+
+    def publisher(self, topic: str, *, on_waiting: OnWaiting | None = None) -> Publisher:
+        """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
+        return Publisher(self._sidecars, topic, on_waiting)
 
     def reader(
         self,
