@@ -1,8 +1,8 @@
 """Decisions by deduplication IDs with a full window of 10 million, beside RocksDB used as the known pipeline does.
 
 That has a key an ID under a bloom filter, a second key by number for expiry, a multi-get and one write batch a frame.
-Frames of 1,000 IDs of 16 bytes, 1 % of them copies, in one process; expiry is part of it. Then a window of as many IDs is
-taken from its pieces, as at a start. SEQDEDUPE_BENCH_WINDOW is another number of IDs.
+Frames of 1,000 IDs of 16 bytes, 1 % of them copies, in one process; expiry is part of it. Then a window of as many IDs
+is taken from its pieces, as at a start. SEQDEDUPE_BENCH_WINDOW is another number of IDs.
 """
 
 import os
