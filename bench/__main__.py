@@ -36,6 +36,7 @@ FIGURES = (
     "followers",
     "bulk_reader",
     "decisions",
+    "window",
     "snapshot_pause",
     "start",
     "opening",

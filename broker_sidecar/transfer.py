@@ -64,6 +64,7 @@ class Transfer:
 
     async def _export_snapshot(self, data: bytes, _context: Context, stream: Stream) -> None:
         topic = await find(self._topics, parse_small(admin_pb2.ExportSnapshotRequest, data).topic)
+        _check_has_producers(topic)
         for answer in answers_of(topic):
             await stream.write(answer)
 
@@ -104,6 +105,7 @@ class Transfer:
             if importing is None:
                 self._permissions.check_topic(Action.ADMINISTER, topic_name(request.topic))
                 topic = await find(self._topics, request.topic)
+                _check_has_producers(topic)
                 importing = begin_import(topic)
                 ended.callback(importing.close)
             elif request.topic and self._topics.get(request.topic) is not topic:
@@ -120,6 +122,13 @@ class Transfer:
                         await importing.finish()
                     return producers
         raise error("INVALID_REQUEST", "the import ended without the number of its producers: nothing is in force")
+
+
+def _check_has_producers(topic: TopicBase) -> None:
+    """Raises INVALID_REQUEST for a topic of deduplication IDs: its window is not in such a file."""
+    if topic.window is not None:
+        why = f"topic {topic.name} is one of deduplication IDs, whose state is exported and imported by backups alone"
+        raise error("INVALID_REQUEST", why, hint="`seqdedupe backup` has all of it.")
 
 
 @contextmanager

@@ -38,6 +38,13 @@ _NOW_BY_TOPIC = {
     "max_in_flight_seconds": ("seqdedupe_in_flight_age_seconds", "How long the oldest of them has been in flight."),
     "log_bytes": ("seqdedupe_log_bytes", "Size of the logs of open topics."),
     "producers": ("seqdedupe_producers", "Producer names that open topics hold."),
+    "window_messages": ("seqdedupe_window_messages", "Deduplication IDs of stored messages that are known."),
+    "window_forgotten": ("seqdedupe_window_forgotten_messages", "Messages whose deduplication IDs were forgotten."),
+    "window_bytes": ("seqdedupe_window_bytes", "Memory that the windows of deduplication IDs take."),
+    "max_window_age_seconds": (
+        "seqdedupe_window_age_seconds",
+        "How long ago the oldest message was published whose deduplication ID is known; the most of any.",
+    ),
     "max_snapshot_distance_messages": (
         "seqdedupe_snapshot_distance_messages",
         "Messages after the last durable snapshot of a topic, which a recovery would read; the most of any.",

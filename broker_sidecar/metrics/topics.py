@@ -6,6 +6,7 @@ right all the same, and `seqdedupe topics` knows which topic it is.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -71,6 +72,10 @@ class Now:
     max_reader_lag_messages: int = 0
     damaged_places: int = 0
     damaged_messages: int = 0
+    window_messages: int = 0
+    window_forgotten: int = 0
+    window_bytes: int = 0
+    max_window_age_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -164,6 +169,12 @@ def _look_at(topic: TopicBase, now: Now) -> None:
     now.max_snapshot_distance_messages = max(now.max_snapshot_distance_messages, distance)
     now.max_snapshot_age_seconds = max(now.max_snapshot_age_seconds, snapshot_age_seconds(topic))
     now.replay_left_messages += replay_left_messages(topic)
+    if (window := topic.window) is not None:
+        now.window_messages += len(window)
+        now.window_forgotten += window.first_index
+        now.window_bytes += window.memory_bytes
+        age_seconds = time.time() - window.first_time_ms / 1000 if len(window) else 0.0
+        now.max_window_age_seconds = max(now.max_window_age_seconds, age_seconds)
     if isinstance(topic, LoggedTopic) and (frames := len(topic.flight)):
         now.in_flight_frames += frames
         now.in_flight_bytes += topic.flight.bytes

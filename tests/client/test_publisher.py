@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -64,15 +65,17 @@ async def test_columns(shared_sidecar: Sidecar, topic: str) -> None:
     assert [message.payload for message in await read_all(shared_sidecar, topic)] == [b"a", b"b", b"d"]
 
 
-async def test_bad_input(shared_sidecar: Sidecar, topic: str) -> None:
+async def test_bad_input(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
     async with Client(shared_sidecar.address) as client:
         with pytest.raises(InvalidRequestError, match="partitions"):
             await client.admin.create_topic(topic, deduplication_mode=MODE, partitions=3)
         with pytest.raises(InvalidRequestError, match="no deduplication mode"):
             await client.admin.create_topic(topic, deduplication_mode="both")
-        nothing = admin_pb2.TopicPolicy(deduplication_window_max_messages=0)
-        for name in ("max_messages", "max_bytes", "max_minutes"):
-            nothing = admin_pb2.TopicPolicy(**{f"deduplication_window_{name}": 0})
+        for nothing in (
+            admin_pb2.TopicPolicy(deduplication_window_max_messages=0),
+            admin_pb2.TopicPolicy(deduplication_window_max_bytes=0),
+            admin_pb2.TopicPolicy(deduplication_window_max_minutes=0),
+        ):
             with pytest.raises(InvalidRequestError, match="1"):
                 await client.admin.create_topic(topic, deduplication_mode=MODE, policy=nothing)
         small = admin_pb2.TopicPolicy(deduplication_window_max_messages=10)
@@ -89,6 +92,8 @@ async def test_bad_input(shared_sidecar: Sidecar, topic: str) -> None:
             with pytest.raises(InvalidRequestError, match="INVALID_BATCH"):
                 await publisher.send_batch([b"x", b"y"], [b"a"])
             assert (await publisher.send(b"x", deduplication_id=b"a")).verdict is Verdict.NOT_DUP
+        with pytest.raises(InvalidRequestError, match="by backups alone"):
+            await client.admin.export_snapshot(topic, tmp_path / "snapshot")
         await client.admin.remove_policy(topic)
         kept = await client.admin.topic(topic)
         assert kept.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
