@@ -362,7 +362,7 @@ async def _until_readable(file_number: int | None, seconds: float) -> None:
         loop.remove_reader(file_number)
 
 
-def relay(
+def run_relay(
     address: Addresses,
     database: str,
     topic: str,
