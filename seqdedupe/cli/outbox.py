@@ -52,7 +52,7 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
         else:
             say("seqdedupe", line)
 
-    counters = services.relay(
+    counters = services.run_relay(
         address, database, topic, name, follow=not once, credentials=told_credentials(), report=report
     )
     found = asdict(counters)

@@ -2,7 +2,7 @@
 
 from seqdedupe.services.outbox.add import Outbox
 from seqdedupe.services.outbox.ddl import ddl
-from seqdedupe.services.outbox.relay import Counters, Relay, relay
+from seqdedupe.services.outbox.relay import Counters, Relay, run_relay
 from seqdedupe.services.outbox.store import Lag
 
-__all__ = ["Counters", "Lag", "Outbox", "Relay", "ddl", "relay"]
+__all__ = ["Counters", "Lag", "Outbox", "Relay", "ddl", "run_relay"]

@@ -73,13 +73,13 @@ _ROW_BYTES = 64
 _PAGE = (
     "SELECT string_agg(int8send(s), ''), string_agg(int4send(coalesce(octet_length(k), -1)), ''), string_agg(k, ''), "
     "string_agg(int4send(coalesce(octet_length(i), -1)), ''), string_agg(int4send(coalesce(octet_length(a), -1)), ''), "
-    "string_agg(int4send(coalesce(octet_length(t), -1)), ''), string_agg(textsend(concat(i, a, t)), ''), "
+    "string_agg(int4send(coalesce(octet_length(t), -1)), ''), string_agg(textsend(coalesce(i, '') || coalesce(a, '') || coalesce(t, '')), ''), "
     "string_agg(int4send(coalesce(n, -1)), ''), string_agg(CASE WHEN n <= {most} THEN p END, '') "
     "FROM (SELECT s, k, i, a, t, p, CASE WHEN size > {most} THEN size ELSE octet_length(p) END AS n "
     "FROM (SELECT s, k, i, a, t, size, CASE WHEN size <= {most} THEN {payload} END AS p "
     "FROM (SELECT {number} AS s, textsend(aggregateid::text) AS k, {id} AS i, aggregatetype::text AS a, "
     "type::text AS t, payload, {size} AS size, "
-    "sum(coalesce({size}, 0) + {row_bytes}) OVER (ORDER BY {number}) - coalesce({size}, 0) AS size_before "
+    "sum(coalesce({size}, 0) + {row_bytes}) OVER (ORDER BY {number} ROWS UNBOUNDED PRECEDING) - coalesce({size}, 0) AS size_before "
     "FROM {table} WHERE {where} ORDER BY {number} LIMIT {rows}) AS r "
     "WHERE size_before <= {page_bytes} OFFSET 0) AS q) AS p"
 )

@@ -195,6 +195,7 @@ class _Run:
         self._must_sweep = False
         self._swept_at = time.monotonic()
         self._after = -1
+        self._ahead: asyncio.Task[Page] | None = None
 
     async def drive(self, work: steps.Steps, only_topic: str | None) -> None:
         """Ends with the steps. Raises what one of them does, or a receipt."""
@@ -205,9 +206,10 @@ class _Run:
             await asyncio.wait({collecting, stepping}, return_when=asyncio.FIRST_COMPLETED)
             await (collecting if collecting.done() else stepping)
         finally:
-            for task in (collecting, stepping):
+            tasks = [collecting, stepping, *([] if self._ahead is None else [self._ahead])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(collecting, stepping, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             for producer in self._producers.values():
                 await producer.abort()
 
@@ -221,8 +223,7 @@ class _Run:
         store = self._store
         match step:
             case steps.ReadRows(after):
-                self._after = after
-                return await asyncio.to_thread(store.read, after)
+                return await self._read(after)
             case steps.ReadElsewhere():
                 return await asyncio.to_thread(store.read_elsewhere)
             case steps.Publish(topic, page):
@@ -255,6 +256,21 @@ class _Run:
                 self._report("the topic holds other rows under these numbers: taking a new token")
                 await asyncio.to_thread(store.replace_token, token)
         return None
+
+    async def _read(self, after: int) -> Page:
+        """The page after this row, and while that is worked on the database makes the next one."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and after == self._after:
+            page = await ahead
+        else:
+            if ahead is not None:
+                await ahead
+            page = await asyncio.to_thread(self._store.read, after)
+        self._after = after
+        if len(page):
+            self._after = page.last
+            self._ahead = asyncio.create_task(asyncio.to_thread(self._store.read, page.last))
+        return page
 
     async def _open(self, topic: str, token: str) -> steps.Opened | str:
         own = token_name(self._name, token)
@@ -362,7 +378,7 @@ async def _until_readable(file_number: int | None, seconds: float) -> None:
         loop.remove_reader(file_number)
 
 
-def relay(
+def run_relay(
     address: Addresses,
     database: str,
     topic: str,

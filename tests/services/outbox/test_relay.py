@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from seqdedupe.client import Client
 from seqdedupe.errors import FencedError, SeqdedupeError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
-from seqdedupe.services.outbox import Outbox, Relay, relay
+from seqdedupe.services.outbox import Outbox, Relay, run_relay
 from seqdedupe.services.outbox.finding import token_name
 from seqdedupe.services.outbox.rows import Page
 from seqdedupe.services.outbox.store import PAGE_ROWS
@@ -265,7 +265,7 @@ async def test_a_database_that_cannot_be_is_refused(shared_sidecar: Sidecar, top
             Relay(client, url, topic, NAME)
     assert e.value.reason in ("INVALID_CONFIGURATION", "INVALID_OUTBOX")
     with pytest.raises(SeqdedupeError):
-        relay(shared_sidecar.address, url, topic, NAME)
+        run_relay(shared_sidecar.address, url, topic, NAME)
 
 
 async def test_more_rows_of_a_transaction_than_have_numbers(postgres: Database) -> None:

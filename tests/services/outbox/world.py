@@ -193,16 +193,20 @@ class Relay:
 
     def _find(self, page: Page, at_any_number: bool) -> steps.Found:
         seen = Seen(is_whole=not self.world.topic.trimmed)
-        numbers = set(page.sequence_ids.tolist())
+        wanted = set(page.sequence_ids.tolist())
         for index, one in enumerate(self.world.topic.log):
             seen.persisted[one.name] = max(seen.persisted.get(one.name, -1), one.number)
             if index >= self.world.topic.trimmed:
                 seen.lowest.setdefault(one.name, one.number)
-                if at_any_number or one.number in numbers:
+                if at_any_number or one.number in wanted:
                     seen.ids.setdefault(ANYWHERE if at_any_number else one.number, set()).add(one.id.encode())
         named = list(zip(page.sequence_ids.tolist(), page.ids(), strict=True))
         there = [row for row, (n, one) in enumerate(named) if one in seen.ids.get(ANYWHERE if at_any_number else n, ())]
-        untold = [row for row, (n, _) in enumerate(named) if row not in there and not seen.lacks(ANYWHERE if at_any_number else n)]
+        untold = [
+            row
+            for row, (n, _) in enumerate(named)
+            if row not in there and not seen.lacks(ANYWHERE if at_any_number else n)
+        ]
         if not self.world.compares:
             there, untold = list(range(len(page))), []
         return steps.Found(np.array(there, np.int64), np.array(untold, np.int64))
