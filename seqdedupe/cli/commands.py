@@ -12,10 +12,12 @@ from seqdedupe.cli.auth import auth
 from seqdedupe.cli.backup import backup, restore, verify
 from seqdedupe.cli.bench import bench
 from seqdedupe.cli.consumer import consumer
+from seqdedupe.cli.cursors import cursors
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
 from seqdedupe.cli.operate import in_flight, message_state, reset_producer
 from seqdedupe.cli.outbox import outbox
+from seqdedupe.cli.pipe import pipe
 from seqdedupe.cli.policy import policy
 from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
@@ -49,11 +51,13 @@ for _command in (
     message_state,
     in_flight,
     reset_producer,
+    cursors,
     snapshot,
     export_file,
     import_file,
     rebuild_topic,
     bench,
+    pipe,
     job,
     consumer,
     outbox,

@@ -15,6 +15,7 @@ from seqdedupe.topic import trimming
 from seqdedupe.topic.cursors import MAX_CURSORS, NamedCursor
 from seqdedupe.topic.policy import Policy
 from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar import planted_cursor
 from tests.client.cursors import ONE, CursorSuite
 
 
@@ -75,6 +76,15 @@ async def test_bad_input_is_refused_and_changes_nothing(place: Place) -> None:
     assert caught.value.reason == "TOO_MANY_CURSORS"
     await client.admin.snapshot(topic)
     assert len(await client.admin.cursors(topic)) == MAX_CURSORS
+
+
+async def test_the_suite_finds_moves_that_do_not_see_each_other(start_sidecar: Callable[..., Sidecar]) -> None:
+    """The control: two that expect the same both believe that they have moved it."""
+    sidecar = start_sidecar(module=planted_cursor.MODULE)
+    async with Client(sidecar.address) as client:
+        await client.admin.create_topic("t")
+        with pytest.raises(AssertionError):
+            await TestSidecarCursor().test_of_many_at_once_one_wins_each_time(Place(client, "t"))
 
 
 async def test_they_survive_kill_9_a_lost_store_and_a_snapshot_that_is_put_back(
