@@ -58,7 +58,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 Metadata = tuple[tuple[str, str], ...]
 
 
-def _shown(metadata: Metadata) -> dict[str, Metadata]:
+def _shown(metadata: Metadata) -> dict[str, Any]:
     """What a call is given beside what the channel itself shows, which takes no other metadata."""
     return {"metadata": metadata} if metadata else {}
 
