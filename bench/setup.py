@@ -58,6 +58,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 Metadata = tuple[tuple[str, str], ...]
 
 
+def _shown(metadata: Metadata) -> dict[str, Any]:
+    """What a call is given beside what the channel itself shows, which takes no other metadata."""
+    return {"metadata": metadata} if metadata else {}
+
+
 async def open_names(
     channel: grpc.aio.Channel, topic: str, names: list[str], metadata: Metadata = ()
 ) -> publish_pb2.OpenResponse:
@@ -68,7 +73,7 @@ async def open_names(
         publish_pb2.OpenResponse.FromString,
     )
     request = publish_pb2.OpenRequest(topic=topic, producer_names=names)
-    return await call(request, metadata=metadata)  # type: ignore[no-any-return]
+    return await call(request, **_shown(metadata))  # type: ignore[no-any-return]
 
 
 class Windowed:
@@ -152,7 +157,7 @@ class Stream(NamedTuple):
 async def opened(channel: grpc.aio.Channel, names: list[str], topic: str = TOPIC, metadata: Metadata = ()) -> Stream:
     """Opens the names, and a stream."""
     answer = await open_names(channel, topic, names, metadata)
-    call: Any = channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")(metadata=metadata)
+    call: Any = channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")(**_shown(metadata))
     await call.write(publish_pb2.PublishStreamRequest(topic=topic).SerializeToString())
     return Stream(call, np.array(answer.epochs, np.int64))
 

@@ -73,7 +73,7 @@ class Authentication:
             return Subject(OPERATOR, "token", None, address)
         if self._signed_tokens is None:
             raise error("UNAUTHENTICATED", "the token is not this sidecar's")
-        claims = self._signed_tokens.claims_of(token, time.time())
+        claims = self._signed_tokens.claims_of(token, address, time.time())
         return Subject(claims.subject, "jwt", claims.expires_at_seconds, address)
 
     def add_port(self, server: grpc.aio.Server, address: SidecarAddress) -> int:

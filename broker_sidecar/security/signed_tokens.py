@@ -1,6 +1,7 @@
 """Tokens that somebody signs who is trusted (JSON Web Tokens): the role is `sub`, as in Pulsar."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import jwt
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
+from broker_sidecar.security.refused import RefusedTokens
 from broker_sidecar.security.subject import MAX_NAME_BYTES, can_be_name
 from broker_sidecar.security.watching import Watched
 from seqdedupe.errors import SeqdedupeError, error
@@ -21,6 +23,9 @@ LEEWAY_SECONDS = 5
 
 MAX_REMEMBERED = 1024
 """Tokens whose signature need not be checked again."""
+
+EARLY_SECONDS = 1.0
+"""So often a token is looked at again that is not valid yet."""
 
 _LATEST_SECONDS = 253_402_300_799
 """The end of the year 9999."""
@@ -105,27 +110,30 @@ class SignedTokens:
         """Raises INVALID_CONFIGURATION."""
         self._audience = audience
         self._verified: dict[bytes, Claims] = {}
+        self._refused = RefusedTokens()
         self._on_change = on_change
         self.watched = Watched("the keys of tokens", [keys_file], lambda: read_keys(keys_file), self._changed)
 
     def _changed(self) -> None:
         self._verified.clear()
+        self._refused.clear()
         self._on_change()
 
-    def claims_of(self, token: bytes, now_seconds: float) -> Claims:
-        """What a valid token says. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
+    def claims_of(self, token: bytes, address: str, now_seconds: float) -> Claims:
+        """What a valid token says that is shown from there. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
         claims = self._verified.get(token)
         if claims is not None and now_seconds < claims.expires_at_seconds:
             return claims
-        keys = self.watched.value
+        # It may be signed with a key that was added just now.
+        self.watched.look(at_once=True)
+        self._refused.check(token, address, now_seconds)
         try:
-            claims = verify(token, keys, self._audience)
-        except SeqdedupeError:
-            # It may be signed with a key that was added just now.
-            self.watched.look(at_once=True)
-            if self.watched.value is keys:
-                raise
             claims = verify(token, self.watched.value, self._audience)
+        except SeqdedupeError as e:
+            is_early = isinstance(e.__cause__, jwt.ImmatureSignatureError)
+            until_seconds = now_seconds + EARLY_SECONDS if is_early else math.inf
+            self._refused.add(token, address, e, now_seconds, until_seconds)
+            raise
         if len(self._verified) >= MAX_REMEMBERED:
             self._verified.clear()
         self._verified[token] = claims

@@ -19,6 +19,11 @@ def can_be_name(name: str) -> bool:
     return name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
 
 
+def host_of(address: str) -> str:
+    """A peer's address, as gRPC writes it, without its port: another connection of the same client is no other one."""
+    return address.rpartition(":")[0] if address.startswith("ipv") else address.partition(":")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """Who makes a call, and by what that is known."""

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from broker_sidecar.security.audit import Audit
 from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, deciding_rule
-from broker_sidecar.security.subject import Subject, caller
+from broker_sidecar.security.subject import Subject, caller, host_of
 from broker_sidecar.security.takeovers import Openers
 from seqdedupe.errors import SeqdedupeError, error
 
@@ -28,7 +28,7 @@ class Trail:
     def unauthenticated(self, call: str, address: str, e: SeqdedupeError) -> None:
         """Somebody has shown nothing, or nothing that is valid."""
         if self._audit is not None:
-            self._audit.tell("unauthenticated", address=_host(address), call=_short(call), reason=e.reason)
+            self._audit.tell("unauthenticated", address=host_of(address), call=_short(call), reason=e.reason)
 
     def denied(self, denial: Denial) -> None:
         """The rules do not allow it."""
@@ -112,17 +112,12 @@ def _why(e: BaseException) -> str:
 
 
 def _who(subject: Subject) -> dict[str, Any]:
-    return {"subject": subject.name, "kind": subject.kind, "address": _host(subject.address)}
+    return {"subject": subject.name, "kind": subject.kind, "address": host_of(subject.address)}
 
 
 def _names(names: Iterable[str]) -> dict[str, Any]:
     listed = list(names)
     return {"producer_names": " ".join(map(repr, listed[:MAX_NAMES_TOLD])), "producers": len(listed)} if listed else {}
-
-
-def _host(address: str) -> str:
-    """A peer's address without its port: another connection of the same client is no other one."""
-    return address.rpartition(":")[0] if address.startswith("ipv") else address.partition(":")[0]
 
 
 def _short(call: str) -> str:

@@ -388,6 +388,15 @@ def find_empty(numbers: Int64s2, empty: Uint8s) -> int:
 
 
 @kernel()
+def are_all(column: Uint8s, numbers: Int64s, value: int) -> bool:
+    """Whether a column by producer number has this value for all of these; not where it does not reach so far."""
+    at = 0
+    while at < numbers.shape[0] and numbers[at] < column.shape[0] and column[numbers[at]] == value:
+        at += 1
+    return bool(at == numbers.shape[0])
+
+
+@kernel()
 def move_rows(numbers: Int64s2, stays: Uint8s, new_numbers: Int64s) -> int:
     """Moves the producer rows that stay to the front, in place: `new_numbers` says where, -1 for the others.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from seqdedupe.core.producers import Producers
+from seqdedupe.core.producers import Producers, are_all
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
 
@@ -41,19 +41,18 @@ class Allowing:
 
     def forbidden(self, numbers: Int64s) -> Int64s:
         """Those of these producers, by number, that are forbidden."""
-        if self._numbers != self.producers.generation:
+        # Every frame with other names than the one before comes here, and nearly all of them find that all is well.
+        is_of_these = self._numbers == self.producers.generation
+        if is_of_these and are_all(self._judged, numbers, _ALLOWED):
+            return _NONE
+        if not is_of_these:
             self._judged[:], self._numbers = _NOT_JUDGED, self.producers.generation
         if len(self._judged) < len(self.producers):
             more = np.zeros(2 * len(self.producers), np.uint8)
             more[: len(self._judged)] = self._judged
             self._judged = more
-        # Every frame with other names than the one before comes here, and nearly all of them find that all is well.
-        judged = self._judged.take(numbers)
-        if judged.min(initial=_ALLOWED) == _ALLOWED:
-            return _NONE
-        if not judged.all():
-            new = numbers[judged == _NOT_JUDGED]
+        new = numbers[self._judged[numbers] == _NOT_JUDGED]
+        if len(new):
             self._judged[new] = _FORBIDDEN + self._judge(*self.producers.listed(new))
-            judged = self._judged[numbers]
-        found: Int64s = numbers[judged == _FORBIDDEN]
+        found: Int64s = numbers[self._judged[numbers] == _FORBIDDEN]
         return found

@@ -1,4 +1,7 @@
-"""Backups at random moments under load, each restored and compared with what was acknowledged; a campaign of them."""
+"""Backups at random moments under load, each restored and compared with what was acknowledged; a campaign of them.
+
+`python -m tests.kernels tests.broker_sidecar.backup_campaign --backups 100 --seed 1`
+"""
 
 import argparse
 import itertools

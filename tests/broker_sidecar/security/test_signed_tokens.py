@@ -17,6 +17,7 @@ from seqdedupe.errors import SeqdedupeError
 from tests.broker_sidecar.security.signing import AUDIENCE, Issuer, write_keys
 
 HOUR = 3600
+HERE = "ipv4:127.0.0.1:50000"
 ED, EC, RSA = Issuer("ed"), Issuer("ec", "ES256"), Issuer("rsa", "RS256")
 ISSUERS = {issuer.kid: issuer for issuer in (ED, EC, RSA)}
 FOREIGN = {kid: Issuer(kid, issuer.algorithm) for kid, issuer in ISSUERS.items()}
@@ -201,22 +202,22 @@ def test_keys_are_read_again_and_what_is_remembered_goes_with_them(tmp_path: Pat
     changes: list[str] = []
     tokens = SignedTokens(path, AUDIENCE, lambda: changes.append("changed"))
     old, new = ED.token(), EC.token()
-    assert tokens.claims_of(old.encode(), time.time()).subject == "shop"
+    assert tokens.claims_of(old.encode(), HERE, time.time()).subject == "shop"
     with pytest.raises(SeqdedupeError):
-        tokens.claims_of(new.encode(), time.time())
+        tokens.claims_of(new.encode(), HERE, time.time())
     assert changes == []
     # A token of a key that was added just now makes it be read at once.
     write_keys(path, [EC.jwk()])
-    assert tokens.claims_of(new.encode(), time.time()).subject == "shop"
+    assert tokens.claims_of(new.encode(), HERE, time.time()).subject == "shop"
     assert changes == ["changed"]
     with pytest.raises(SeqdedupeError):
-        tokens.claims_of(old.encode(), time.time())
+        tokens.claims_of(old.encode(), HERE, time.time())
     # A broken file changes nothing.
     path.write_text("{")
     with pytest.raises(SeqdedupeError):
-        tokens.claims_of(old.encode(), time.time())
+        tokens.claims_of(old.encode(), HERE, time.time())
     assert tokens.watched.problem is not None
-    assert tokens.claims_of(new.encode(), time.time()).subject == "shop"
+    assert tokens.claims_of(new.encode(), HERE, time.time()).subject == "shop"
     assert changes == ["changed"]
 
 
@@ -225,21 +226,21 @@ def test_what_is_remembered_expires_and_is_bounded(tmp_path: Path, monkeypatch: 
     tokens = SignedTokens(path, AUDIENCE, lambda: None)
     now = time.time()
     token = ED.token(exp=int(now) - LEEWAY_SECONDS + 2).encode()
-    assert tokens.claims_of(token, now).subject == "shop"
+    assert tokens.claims_of(token, HERE, now).subject == "shop"
     while verified_at(token, tokens):
         time.sleep(0.05)
     with pytest.raises(SeqdedupeError) as raised:
-        tokens.claims_of(token, time.time())
+        tokens.claims_of(token, HERE, time.time())
     assert raised.value.reason == "TOKEN_EXPIRED"
     monkeypatch.setattr(signed_tokens, "MAX_REMEMBERED", 3)
     for k in range(10):
-        assert tokens.claims_of(ED.token(sub=f"shop-{k}").encode(), now).subject == f"shop-{k}"
+        assert tokens.claims_of(ED.token(sub=f"shop-{k}").encode(), HERE, now).subject == f"shop-{k}"
     assert len(tokens._verified) <= 3
 
 
 def verified_at(token: bytes, tokens: SignedTokens) -> bool:
     """Whether it is taken now."""
     try:
-        return bool(tokens.claims_of(token, time.time()))
+        return bool(tokens.claims_of(token, HERE, time.time()))
     except SeqdedupeError:
         return False
