@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rocksdict import AccessType, BlockBasedOptions, Cache, Options, Rdict, WriteBatch
@@ -67,7 +68,7 @@ class _Rocks:
         tables.set_block_cache(Cache(512 * 1024 * 1024))
         options.set_block_based_table_factory(tables)
         options.set_write_buffer_size(64 * 1024 * 1024)
-        self.db = Rdict(str(folder), options, access_type=AccessType.read_write())
+        self.db: Any = Rdict(str(folder), options, access_type=AccessType.read_write())
         self.first = self.next = 0
 
     def take(self, ids: bytes) -> int:
