@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rocksdict import AccessType, BlockBasedOptions, Cache, Options, Rdict, WriteBatch
@@ -67,7 +68,7 @@ class _Rocks:
         tables.set_block_cache(Cache(512 * 1024 * 1024))
         options.set_block_based_table_factory(tables)
         options.set_write_buffer_size(64 * 1024 * 1024)
-        self.db = Rdict(str(folder), options, access_type=AccessType.read_write())
+        self.db: Any = Rdict(str(folder), options, access_type=AccessType.read_write())
         self.first = self.next = 0
 
     def take(self, ids: bytes) -> int:
@@ -103,11 +104,11 @@ def figure(folder: Path) -> Iterator[Figure]:
         new, *_ = window.decide(*frame(ids_from(first, 50_000)), True, limits, 0)
         window.confirm(new)
         rocks.take(ids_from(first, 50_000))
-    first = [IDS, IDS]
+    begins = [IDS, IDS]
 
     def ours() -> dict[str, float]:
-        made = [frame(ids) for ids in frames(first[0])]
-        first[0] += FRAMES * (ROWS - COPIES)
+        made = [frame(ids) for ids in frames(begins[0])]
+        begins[0] += FRAMES * (ROWS - COPIES)
         each = []
         for one in made:
             began = time.perf_counter()
@@ -118,8 +119,8 @@ def figure(folder: Path) -> Iterator[Figure]:
         return {"IDs/s": FRAMES * ROWS / sum(each), "p99": p99_ms, "bytes": window.memory_bytes / len(window)}
 
     def rocksdb() -> dict[str, float]:
-        made = frames(first[1])
-        first[1] += FRAMES * (ROWS - COPIES)
+        made = frames(begins[1])
+        begins[1] += FRAMES * (ROWS - COPIES)
         began = time.perf_counter()
         for one in made:
             rocks.take(one)
