@@ -3,12 +3,14 @@
 import sys
 
 from broker_sidecar import kernels
-from broker_sidecar.__main__ import main
-from seqdedupe.topic.logged import LoggedTopic
 
 MODULE = "tests.broker_sidecar.planted_cursor"
 
 if __name__ == "__main__":
     kernels.prepare()
+
+    from broker_sidecar.__main__ import main
+    from seqdedupe.topic.logged import LoggedTopic
+
     LoggedTopic.newest_policy = property(lambda self: self.policy)  # type: ignore[assignment, method-assign]
     sys.exit(main())
