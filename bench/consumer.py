@@ -16,7 +16,7 @@ from seqdedupe.services.consumer import Consumer
 from seqdedupe.testing import Sidecar
 from tests.spark.postgres import PostgresServer
 
-MESSAGES = 50_000
+MESSAGES = 30_000
 PAYLOAD = b"x" * 200
 TRANSACTION = 1000
 """Rows; a consumer that is behind takes as many, if they are there."""
@@ -62,7 +62,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     try:
         with Sidecar(folder / "sidecar") as sidecar, Client(sidecar.address) as client:
             with client.producer("bench", "p") as producer:
-                producer.send_batch([PAYLOAD] * MESSAGES, range(MESSAGES)).result(60)
+                producer.send_batch([PAYLOAD] * MESSAGES, list(range(MESSAGES))).result(60)
             engine = create_engine(server.url.replace("postgresql://", "postgresql+psycopg://"))
             with engine.begin() as connection:
                 for table in ("by_consumer", "by_executemany"):

@@ -56,7 +56,7 @@ def live_and_die(seed: int, client: Client, topic: str, engine: Engine) -> set[i
     poison = dice.choice(["stop", "dead letter", "retry later"])
     always = set() if poison == "stop" else {n for n in range(200) if dice.random() < 0.05}
     config = ConsumerConfig(
-        max_batch_messages=dice.choice([1, 7, 1000]),
+        max_batch_messages=dice.choice([1, 7, 40]),
         max_attempts=1000 if poison == "stop" else 2,
         first_backoff_ms=0,
         poison=poison,  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def live_and_die(seed: int, client: Client, topic: str, engine: Engine) -> set[i
     )
 
     def die() -> None:
-        if dice.random() < 0.03:
+        if dice.random() < 0.01:
             raise Killed
 
     def handle(connection: Connection, message: Message) -> None:

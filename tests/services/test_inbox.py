@@ -64,7 +64,7 @@ def test_early_ones_wait_and_old_ones_are_dropped(engine: Engine, client: Client
     assert (waiting.message.payload, dict(waiting.missing), waiting.in_cycle) == (b"B3", {"B": 2}, False)
     assert handle.waiting(longer_than_seconds=3600) == []
     with engine.connect() as connection:
-        dropped = dict(connection.execute(select(KEYS.c.name, KEYS.c.dropped)).tuples().all())
+        dropped = {row.name: row.dropped for row in connection.execute(select(KEYS))}
     assert dropped == {"A": 1, "B": 0}
     publish(client, topic, "B2")
     consume(client, topic, engine, handle)

@@ -41,8 +41,8 @@ class Inbox:
     nothing else ends it.
 
     A parked message that the handler refuses when its turn has come stays parked with the error, and those after it;
-    `sweep` tries it again. Raises INVALID_OPTION, INVALID_OUTPUT, OUTPUT_UNAVAILABLE. INVALID_VERSION, for a message without a key or a version, is raised
-    to the consumer, as what the handler raises for the message that just came.
+    `sweep` tries it again. Raises INVALID_OPTION, INVALID_OUTPUT, OUTPUT_UNAVAILABLE. INVALID_VERSION, for a message
+    without a key or a version, is raised to the consumer, as what the handler raises for the message that just came.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Inbox:
         for name in names:
             connection.execute(update(KEYS).where(self._is(name)).values(locked=KEYS.c.locked + 1))
         wanted = select(KEYS.c.name, KEYS.c.version).where((KEYS.c.inbox == self.name) & KEYS.c.name.in_(names))
-        return dict(connection.execute(wanted.with_for_update()).tuples().all())
+        return {row.name: row.version for row in connection.execute(wanted.with_for_update())}
 
     def _is(self, name: str) -> Any:
         return (KEYS.c.inbox == self.name) & (KEYS.c.name == name)
@@ -201,7 +201,7 @@ class Inbox:
             mine = select(PARKED).where(PARKED.c.inbox == self.name).order_by(PARKED.c.parked_ms, PARKED.c.id)
             rows = connection.execute(mine).all()
             names = select(KEYS.c.name, KEYS.c.version).where(KEYS.c.inbox == self.name)
-            applied = dict(connection.execute(names).tuples().all())
+            applied = {row.name: row.version for row in connection.execute(names)}
         parked = []
         for row in rows:
             versions: dict[str, int] = json.loads(row.versions)
