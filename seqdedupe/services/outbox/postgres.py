@@ -73,13 +73,15 @@ _ROW_BYTES = 64
 _PAGE = (
     "SELECT string_agg(int8send(s), ''), string_agg(int4send(coalesce(octet_length(k), -1)), ''), string_agg(k, ''), "
     "string_agg(int4send(coalesce(octet_length(i), -1)), ''), string_agg(int4send(coalesce(octet_length(a), -1)), ''), "
-    "string_agg(int4send(coalesce(octet_length(t), -1)), ''), string_agg(textsend(coalesce(i, '') || coalesce(a, '') || coalesce(t, '')), ''), "
+    "string_agg(int4send(coalesce(octet_length(t), -1)), ''), "
+    "string_agg(textsend(coalesce(i, '') || coalesce(a, '') || coalesce(t, '')), ''), "
     "string_agg(int4send(coalesce(n, -1)), ''), string_agg(CASE WHEN n <= {most} THEN p END, '') "
     "FROM (SELECT s, k, i, a, t, p, CASE WHEN size > {most} THEN size ELSE octet_length(p) END AS n "
     "FROM (SELECT s, k, i, a, t, size, CASE WHEN size <= {most} THEN {payload} END AS p "
     "FROM (SELECT {number} AS s, textsend(aggregateid::text) AS k, {id} AS i, aggregatetype::text AS a, "
     "type::text AS t, payload, {size} AS size, "
-    "sum(coalesce({size}, 0) + {row_bytes}) OVER (ORDER BY {number} ROWS UNBOUNDED PRECEDING) - coalesce({size}, 0) AS size_before "
+    "sum(coalesce({size}, 0) + {row_bytes}) OVER (ORDER BY {number} ROWS UNBOUNDED PRECEDING) "
+    "- coalesce({size}, 0) AS size_before "
     "FROM {table} WHERE {where} ORDER BY {number} LIMIT {rows}) AS r "
     "WHERE size_before <= {page_bytes} OFFSET 0) AS q) AS p"
 )
@@ -228,6 +230,29 @@ class PostgresStore(Store):
         return connection.execute(query.encode(), parameters, binary=binary)
 
     def delete(self, pages: Sequence[Page]) -> None:
+        rest = [page for page in pages if not (page.is_whole and self._delete_range(page))]
+        if rest:
+            self._delete_each(rest)
+
+    def _delete_range(self, page: Page) -> bool:
+        """Deletes what stands between a page's first and last row, if these are exactly its rows: a third of the work.
+        Answers whether they are; if not, nothing is changed."""
+        query = (
+            f"WITH gone AS (DELETE FROM {TABLE} WHERE {SEQUENCE_ID} BETWEEN %s AND %s "
+            f"RETURNING {SEQUENCE_ID} AS s, {self._id} AS i) SELECT 1 / (string_agg(int8send(s), '') = %b AND "
+            "string_agg(textsend(i), '\\x00') = %b)::int FROM gone"
+        )
+        numbers = page.sequence_ids.astype(">i8").tobytes()
+        with self._using() as connection:
+            try:
+                connection.execute(
+                    query.encode(), (int(page.sequence_ids[0]), page.last, numbers, b"\0".join(page.ids()))
+                )
+            except psycopg.errors.DivisionByZero:
+                return False
+        return True
+
+    def _delete_each(self, pages: Sequence[Page]) -> None:
         numbers = np.concatenate([page.sequence_ids for page in pages])
         ids = [one for page in pages for one in page.ids()]
         with self._using() as connection:
@@ -323,6 +348,7 @@ def _page(row: Any) -> Page:
         np.maximum(sizes, 0),
         _all_there(by_property[there], values or b""),
         there,
+        is_whole=True,
     )
 
 

@@ -53,6 +53,8 @@ class Page:
     """Of the properties, row by row, in the order of `PROPERTIES`; what is NULL is left out."""
     there: npt.NDArray[np.bool_]
     """Which of the properties each row has, a column for each."""
+    is_whole: bool = False
+    """When it was read, no other rows stood between its first and its last one."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids)

@@ -5,6 +5,7 @@ Costs: one sidecar, one PostgreSQL, about 20 seconds.
 
 import asyncio
 import json
+import time
 import uuid
 
 import pytest
@@ -17,7 +18,7 @@ from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, Relay, run_relay
 from seqdedupe.services.outbox.finding import token_name
 from seqdedupe.services.outbox.rows import Page
-from seqdedupe.services.outbox.store import PAGE_ROWS
+from seqdedupe.services.outbox.store import PAGE_ROWS, open_store
 from seqdedupe.testing import Sidecar
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
 
@@ -170,6 +171,24 @@ async def test_only_the_relay_deletes(database: Database) -> None:
         with pytest.raises(DBAPIError, match="only the relay"):
             connection.execute(text("DELETE FROM outbox"))
     assert database.rows() == 1
+
+
+@pytest.mark.parametrize("changed", ["id = gen_random_uuid()", "sequence_id = sequence_id + 100"])
+async def test_rows_are_told_apart_by_number_and_id(postgres: Database, changed: str) -> None:
+    """What was read, and is another row by now, is not deleted; all others are."""
+    store = open_store(postgres.url)
+    store.open()
+    postgres.add(b"one", b"two", b"three")
+    page = store.read(-1)
+    postgres.as_relay(f"UPDATE outbox SET {changed} WHERE payload = 'two'")
+    store.delete([page])
+    assert postgres.value("SELECT string_agg(convert_from(payload, 'UTF8'), ' ') FROM outbox") == "two"
+    postgres.add(b"four", b"five")
+    page = store.read(page.last + 100)
+    postgres.as_relay("DELETE FROM outbox WHERE payload = 'four'")
+    store.delete([page])
+    store.close()
+    assert postgres.rows() == 1
 
 
 @pytest.mark.parametrize("kind", ["jsonb", "json", "text"])
@@ -333,6 +352,8 @@ async def test_without_follow_a_relay_that_is_fenced_ends(
 
         def taken_over(after: int) -> Page:
             if after >= 0:
+                while not one.counters.published:  # the page before is on its way
+                    time.sleep(0.01)
                 asyncio.run_coroutine_threadsafe(take_over(), loop).result()
             return read(after)
 
