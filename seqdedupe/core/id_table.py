@@ -4,7 +4,8 @@ IDs lie whole in *chunks*, each at a *place* with room for CHUNK_ROWS of them an
 is `place << ROW_BITS | row`. A slot of the table says where an ID lies and has some bits of its hash, which only spare
 looking: an ID is there if the same bytes are. The hash is keyed, so that nobody can choose IDs that meet.
 
-A slot is 27 bits of the hash and 36 of the row, or EMPTY. An ID stands at or after its home, the first slot that its
+A slot is 27 bits of the hash and 36 of the row, below zero; or EMPTY, which memory is by itself, so that a table of any
+size is made at once. An ID stands at or after its home, the first slot that its
 hash points to, without an empty one between; taking one out moves others up, so that nothing is left behind.
 """
 
@@ -20,8 +21,12 @@ CHUNK_BYTES = 1 << 20
 CHUNK_OFFSETS = CHUNK_ROWS + 1
 """Of a place: where each of its IDs begins, and where the last one ends."""
 
-EMPTY = -1
+EMPTY = 0
+"""A slot that has no ID."""
+NOWHERE = -1
+"""No row of a place."""
 
+_TAKEN = -(1 << 63)
 _PLACE_BITS = 36
 _PLACE = (1 << _PLACE_BITS) - 1
 _HOME_BITS = 13
@@ -53,7 +58,7 @@ STATES = 6
 
 @for_kernels
 def _slot(hashed: int, at: int) -> int:
-    return ((hashed & _HOME) | (((hashed >> 30) & _MORE) << _HOME_BITS)) << _PLACE_BITS | at
+    return _TAKEN | ((hashed & _HOME) | (((hashed >> 30) & _MORE) << _HOME_BITS)) << _PLACE_BITS | at
 
 
 @for_kernels
@@ -143,8 +148,8 @@ def decide(
 
     `frame_index` is the index that the first new row of the whole frame has got: a copy of such a row is DUP, since
     the receipt comes when both have settled. `found` gets the index of each DUP's original. With `deduplicate` off
-    every row is new; for one whose ID was known `replaced` gets where it lies now, and where it did (else -1). Returns
-    how many rows are new.
+    every row is new; for one whose ID was known `replaced` gets where it lies now, and where it did (else NOWHERE).
+    Returns how many rows are new.
     """
     row_offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     blob = start(places, DEDUPLICATION_IDS)
@@ -157,12 +162,12 @@ def decide(
         size = blob + load32(raw, row_offsets + 4 * row + 4) - begin
         hashed = siphash(raw, begin, begin + size, key)
         at = _find(slots, hashed, raw, begin, size, ids, offsets)
-        before = int(slots[at])
-        if before != EMPTY:
-            before &= _PLACE
+        before = NOWHERE
+        if slots[at] != EMPTY:
+            before = int(slots[at]) & _PLACE
             index = int(chunks[before >> ROW_BITS, FIRST_INDEX]) + (before & (CHUNK_ROWS - 1))
             if index < state[WINDOW]:
-                before = EMPTY
+                before = NOWHERE
             elif deduplicate:
                 if index < state[CONFIRMED] or index >= frame_index:
                     verdicts[row] = DUP

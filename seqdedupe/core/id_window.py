@@ -23,11 +23,11 @@ from seqdedupe.core.id_table import (
     COLUMNS,
     CONFIRMED,
     CURRENT,
-    EMPTY,
     FIRST_INDEX,
     FIRST_TIME_MS,
     LAST_TIME_MS,
     NEXT,
+    NOWHERE,
     ROW_BITS,
     ROWS,
     STATES,
@@ -164,7 +164,7 @@ class IdWindow:
                 self._chunks[place, LAST_TIME_MS] = max(int(self._chunks[place, LAST_TIME_MS]), now_ms)
             new += of_part
             first = end
-        if not deduplicate and (known := replaced[replaced[:, 1] != EMPTY]).size:
+        if not deduplicate and (known := replaced[replaced[:, 1] != NOWHERE]).size:
             self._replaced.append(known)
         self._go_on(rows)
         if new == rows:
@@ -430,7 +430,7 @@ _NO_ROWS: Int64s = np.zeros(0, np.int64)
 
 
 def _table(slots: int) -> Int64s:
-    return np.full(slots, EMPTY, np.int64)
+    return np.zeros(slots, np.int64)  # all EMPTY
 
 
 def _slots_for(ids: int) -> int:
