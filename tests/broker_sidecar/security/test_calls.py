@@ -68,6 +68,8 @@ NEEDS = {
     "Backup": {"administer"},
     "MoveTopic": {"administer"},
     "TakeTopic": {"administer"},
+    "ReceiveTopic": {"administer"},
+    "SettleMove": {"administer"},
     "GetVersion": set(ACTIONS),
 }
 """Each of these actions alone is enough."""
