@@ -7,7 +7,8 @@ READY := $(VENV)/.ready
 # Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pulsar pulsar function-wheel prepare compile test check bench bench-peers campaign proto lock clean
+.PHONY: demo demo-pulsar pulsar function-wheel prepare compile test check bench bench-peers campaign proto lock \
+	dist image install uninstall clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -53,37 +54,91 @@ bench: $(READY)
 bench-peers: $(READY)
 	$(BIN)/python -m bench.compare
 
-# What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports, and
-# faults of a real Pulsar broker, and of three sidecars in front of one.
+# What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports,
+# backups under load, and faults of a real Pulsar broker, and of three sidecars in front of one.
 CASES ?= 100000
 KILLS ?= 300
+BACKUPS ?= 100
 FAULTS ?= 300
 CRASHES ?= 100
+BAD_SECONDS ?= 300
 SEED ?= $(shell date +%s)
 campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.property.run --cases $(CASES) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz batches --cases $(CASES)00 --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)
-	$(BIN)/python -m tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
-	$(BIN)/python -m tests.pulsar.functions_campaign --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.broker_sidecar.backup_campaign --backups $(BACKUPS) --seed $(SEED)
+	$(BIN)/python -m tests.broker_sidecar.bad_company --seconds $(BAD_SECONDS) --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.pulsar.functions_campaign --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.crashes --faults $(CRASHES) --seed $(SEED)
 
 proto: $(READY)
 	BIN=$(abspath $(BIN)) ./proto/generate.sh
 
-# Pins every dependency again, at its newest version that fits.
+# Pins every dependency again, at its newest version that fits: of all there is, of a sidecar as a service, of a build.
+LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header --generate-hashes
 lock: $(READY)
-	$(BIN)/uv pip compile -q --universal --python-version 3.11 --all-extras --group dev --no-annotate \
-		--no-header --generate-hashes pyproject.toml -o requirements.lock
+	$(LOCK) --all-extras --group dev --no-annotate pyproject.toml -o requirements.lock
+	$(LOCK) --extra sidecar --extra pulsar --extra top --annotation-style line -c requirements.lock pyproject.toml \
+		-o deploy/requirements.lock
+	echo setuptools | $(LOCK) --no-annotate -c requirements.lock - -o deploy/build.lock
+
+# Wheel and source archive, the same bytes wherever they are built, and whoever does.
+BUILDING := build/venv
+dist:
+	$(PYTHON) -m venv --clear $(BUILDING)
+	$(BUILDING)/bin/pip install -q --require-hashes -r deploy/build.lock
+	mkdir -p dist
+	for what in sdist wheel; do \
+		SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} PYTHONPATH=deploy \
+			$(BUILDING)/bin/python -c "import reproducible; reproducible.build_$$what('dist')" > /dev/null || exit 1; \
+	done
+
+# The image of deploy/Containerfile, with whichever builder there is.
+BUILDER ?= $(or $(shell command -v podman),$(shell command -v docker))
+image:
+	$(BUILDER) build -f deploy/Containerfile -t seqdedupe .
+
+# A service of this machine, see docs/deployment.md. DESTDIR is where all of it goes instead of /, for packages.
+PREFIX ?= /usr/local
+SYSCONFDIR ?= /etc
+LIBRARY = $(PREFIX)/lib/seqdedupe
+INSTALL = $(BUILDING)/bin/pip --python $(DESTDIR)$(LIBRARY)/bin/python install -q --no-compile
+install: dist
+	$(PYTHON) -m venv --clear --without-pip $(DESTDIR)$(LIBRARY)
+	$(INSTALL) --require-hashes -r deploy/requirements.lock
+	$(INSTALL) --no-deps --no-index dist/seqdedupe-*.whl
+	$(DESTDIR)$(LIBRARY)/bin/python -m compileall -q -j 0 -x /tests/ -s "$(DESTDIR)" $(DESTDIR)$(LIBRARY)/lib
+	# What pip wrote says where it is now, and not where it will be.
+	$(if $(DESTDIR),grep -rlIF "$(DESTDIR)" $(DESTDIR)$(LIBRARY)/bin $(DESTDIR)$(LIBRARY)/pyvenv.cfg | xargs -r sed -i "s|$(DESTDIR)||g")
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
+	ln -sf ../lib/seqdedupe/bin/seqdedupe $(DESTDIR)$(PREFIX)/bin/seqdedupe
+	install -D -m 644 deploy/sysusers.conf $(DESTDIR)$(PREFIX)/lib/sysusers.d/seqdedupe.conf
+	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
+	sed "s|@PREFIX@|$(PREFIX)|; s|@SYSCONFDIR@|$(SYSCONFDIR)|" deploy/seqdedupe.service.in \
+		> $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
+	chmod 644 $(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service
+	install -m 644 docs/*.md $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
+	install -D -m 644 deploy/logrotate.conf $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
+	test -e $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml || \
+		install -D -m 644 deploy/seqdedupe.toml $(DESTDIR)$(SYSCONFDIR)/seqdedupe/seqdedupe.toml
+	@echo "Now: systemd-sysusers && systemctl daemon-reload && systemctl enable --now seqdedupe"
+
+# What the service has written, its configuration and its user stay.
+uninstall:
+	rm -rf $(DESTDIR)$(LIBRARY) $(DESTDIR)$(PREFIX)/share/doc/seqdedupe
+	rm -f $(DESTDIR)$(PREFIX)/bin/seqdedupe $(DESTDIR)$(PREFIX)/lib/sysusers.d/seqdedupe.conf \
+		$(DESTDIR)$(PREFIX)/lib/systemd/system/seqdedupe.service $(DESTDIR)$(SYSCONFDIR)/logrotate.d/seqdedupe
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -r requirements.lock
+	$(BIN)/pip install -q --require-hashes -r requirements.lock
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info spark/*.egg-info

@@ -19,7 +19,6 @@ import psutil
 from bench import dirty_topics, followers, many_topics, setup
 from bench.figure import percentiles_ms
 from bench.publish import IN_FLIGHT, published_rows, rising
-from bench.start import fill
 from broker_sidecar import kernels
 from seqdedupe.testing import Sidecar
 
@@ -54,6 +53,8 @@ def _resident(sidecar: Sidecar) -> str:
 
 
 def names(folder: Path, count: int) -> str:
+    from bench.start import fill
+
     asyncio.run(fill(folder / "data", 1, producers=count, tail=1))
 
     async def opens(address: str) -> list[float]:
@@ -132,6 +133,8 @@ def record_size(folder: Path, size: int) -> str:
 
 
 def log_size(folder: Path, messages: int) -> str:
+    from bench.start import fill
+
     asyncio.run(fill(folder / "data", ROWS, producers=1, tail=messages))
     sidecar = Sidecar(folder)
     seconds = []

@@ -55,14 +55,25 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(work)
 
 
-async def open_names(channel: grpc.aio.Channel, topic: str, names: list[str]) -> publish_pb2.OpenResponse:
+Metadata = tuple[tuple[str, str], ...]
+
+
+def _shown(metadata: Metadata) -> dict[str, Any]:
+    """What a call is given beside what the channel itself shows, which takes no other metadata."""
+    return {"metadata": metadata} if metadata else {}
+
+
+async def open_names(
+    channel: grpc.aio.Channel, topic: str, names: list[str], metadata: Metadata = ()
+) -> publish_pb2.OpenResponse:
     """Starts sessions."""
     call: Any = channel.unary_unary(
         "/seqdedupe.v1.PublishService/Open",
         publish_pb2.OpenRequest.SerializeToString,
         publish_pb2.OpenResponse.FromString,
     )
-    return await call(publish_pb2.OpenRequest(topic=topic, producer_names=names))  # type: ignore[no-any-return]
+    request = publish_pb2.OpenRequest(topic=topic, producer_names=names)
+    return await call(request, **_shown(metadata))  # type: ignore[no-any-return]
 
 
 class Windowed:
@@ -143,20 +154,26 @@ class Stream(NamedTuple):
         return await window.send(frames, count), window.seconds
 
 
-async def opened(channel: grpc.aio.Channel, names: list[str], topic: str = TOPIC) -> Stream:
+async def opened(channel: grpc.aio.Channel, names: list[str], topic: str = TOPIC, metadata: Metadata = ()) -> Stream:
     """Opens the names, and a stream."""
-    answer = await open_names(channel, topic, names)
-    call: Any = channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")()
+    answer = await open_names(channel, topic, names, metadata)
+    call: Any = channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")(**_shown(metadata))
     await call.write(publish_pb2.PublishStreamRequest(topic=topic).SerializeToString())
     return Stream(call, np.array(answer.epochs, np.int64))
 
 
 async def publish(
-    address: str, names: list[str], make: MakeBatch, count: int, in_flight: int, topic: str = TOPIC
+    address: str,
+    names: list[str],
+    make: MakeBatch,
+    count: int,
+    in_flight: int,
+    topic: str = TOPIC,
+    metadata: Metadata = (),
 ) -> tuple[float, list[float]]:
     """Opens the names and publishes `count` batches; seconds in all, and for each receipt."""
     async with grpc.aio.insecure_channel(address, options=LARGE) as channel:
-        return await (await opened(channel, names, topic)).publish(make, count, in_flight)
+        return await (await opened(channel, names, topic, metadata)).publish(make, count, in_flight)
 
 
 async def echo(

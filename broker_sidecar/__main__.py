@@ -2,15 +2,19 @@
 
 import argparse
 import difflib
+import os
 import sys
 from pathlib import Path
 
 from broker_sidecar import event_engine
 
-event_engine.turn_off()  # before gRPC is imported, as some of these do
+# Before gRPC is imported, as some of these do. It would write a line for each handshake that fails.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+event_engine.turn_off()
 
-from broker_sidecar.config import KEYS, from_process  # noqa: E402
+from broker_sidecar.config import KEYS  # noqa: E402
 from broker_sidecar.keys import flag_of  # noqa: E402
+from broker_sidecar.loading import from_process  # noqa: E402
 from seqdedupe.errors import SeqdedupeError  # noqa: E402
 
 
@@ -61,6 +65,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
         print(f"seqdedupe: {e} {e.hint}", file=sys.stderr)
         return 2
     from broker_sidecar import kernels, workers
+    from broker_sidecar.supervising import EXIT_ERROR
 
     try:
         count = workers.count_of(config)
@@ -69,7 +74,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
             return workers.run(config, count, sys.argv[1:] if argv is None else argv)
     except (SeqdedupeError, OSError) as e:
         print(f"seqdedupe: {e} {getattr(e, 'hint', '')}".rstrip(), file=sys.stderr)
-        return workers.EXIT_ERROR
+        return EXIT_ERROR
     if kernels.prepare(config.data_directory):
         print("seqdedupe: compiling for this machine, which can take a minute", file=sys.stderr, flush=True)
     from broker_sidecar.server import run

@@ -1,21 +1,26 @@
 """AdminService: topics, producers, policies, snapshots."""
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from broker_sidecar.backup import Backup
+from broker_sidecar.cursors import Cursors
 from broker_sidecar.listing import Listing
 from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.peers import Peers
 from broker_sidecar.policies import Policies
 from broker_sidecar.rpc import unary
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.trail import Trail
 from broker_sidecar.sidecars import Sidecars
+from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import Streams
-from broker_sidecar.topics import entry_format_of, partitioned_to_proto, policy_of, topic_to_proto
+from broker_sidecar.topics import entry_format_of, mode_of, partitioned_to_proto, policy_of, topic_to_proto
 from broker_sidecar.transfer import Transfer
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
@@ -46,21 +51,28 @@ class AdminService:
         topics: Topics[Any],
         own: Topics[Topic] | None,
         streams: Streams,
+        permissions: Permissions,
+        trail: Trail,
         cluster: "Cluster | None",
         peers: Peers | None,
         is_serving: Callable[[], bool],
+        statistics: Statistics,
+        backup: Backup,
     ) -> None:
         """`own` are the topics if they are on the sidecar's own log, or on that of a `cluster`. `peers` have the other
         shards, if there are some."""
         self._topics = topics
-        self._transfer = Transfer(topics, streams)
+        self._permissions = permissions
+        self._transfer = Transfer(topics, streams, permissions, trail)
         self._operate = Operate(own)
+        self._cursors = Cursors(own)
+        self._backup = backup
         self._peers = peers
         self._policies = Policies(topics, peers)
         self._sidecars = Sidecars(topics, cluster, peers, is_serving)
         self._instance_name = cluster.shared.instance_name if cluster is not None else ""
         self._listing = Listing()
-        self._began = time.monotonic()
+        self._statistics = statistics
 
     def handlers(self) -> grpc.GenericRpcHandler:
         calls = (
@@ -74,19 +86,24 @@ class AdminService:
             ("SetNamespacePolicy", admin_pb2.SetNamespacePolicyRequest, self._policies.set_of_namespace),
             ("GetNamespacePolicy", admin_pb2.GetNamespacePolicyRequest, self._policies.of_namespace),
             ("RemoveNamespacePolicy", admin_pb2.RemoveNamespacePolicyRequest, self._policies.remove_of_namespace),
-            ("ListProducers", admin_pb2.ListProducersRequest, self._producers),
-            ("GetProducer", admin_pb2.GetProducerRequest, self._producer),
+            ("ListProducers", admin_pb2.ListProducersRequest, self.producers),
+            ("GetProducer", admin_pb2.GetProducerRequest, self.producer),
             ("Snapshot", admin_pb2.SnapshotRequest, self._snapshot),
+            ("GetStatistics", admin_pb2.GetStatisticsRequest, self._statistics.answer),
             ("GetVersion", admin_pb2.GetVersionRequest, self._version),
         )
         methods: dict[str, Any] = {name: unary(kind, call) for name, kind, call in calls}  # type: ignore[arg-type]
-        return grpc.method_handlers_generic_handler(
-            SERVICE, methods | self._operate.methods() | self._transfer.methods() | self._sidecars.methods()
-        )
+        for part in (self._operate, self._cursors, self._transfer, self._sidecars, self._backup):
+            methods |= part.methods()
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _create(self, request: admin_pb2.CreateTopicRequest) -> admin_pb2.CreateTopicResponse:
+        by_id = mode_of(request, self._topics.kind.log)
         policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
+        policy = replace(policy.check_fits(by_deduplication_id=by_id), by_deduplication_id=by_id)
         entry_format = entry_format_of(request.entry_format, self._topics.kind.log)
+        partitions = max(1, request.partitions)
+        self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names(), partitions)
         if request.partitions:
             await partitioned.create(self._topics, request.topic, request.partitions, policy, entry_format)
         else:
@@ -134,14 +151,18 @@ class AdminService:
             topic.check_may_go_on()
         return topic
 
-    async def _producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
+    async def producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
+        """See `ListProducers`. Raises what that answers, TOPIC_NOT_FOUND and NOT_OWNER among it."""
         topic = await self._owned(request.topic)
-        page, following = self._listing.page(topic.producers, request.offset, PAGE_ITEMS)
+        if not 0 <= request.limit <= PAGE_ITEMS:
+            raise error("INVALID_REQUEST", f"limit is {request.limit}: it should be 0 to {PAGE_ITEMS}")
+        page, following = self._listing.page(topic.producers, request.offset, request.limit or PAGE_ITEMS)
         return admin_pb2.ListProducersResponse(
             producers=[producer_proto(topic, name, number) for number, name in page], next_offset=following
         )
 
-    async def _producer(self, request: admin_pb2.GetProducerRequest) -> admin_pb2.GetProducerResponse:
+    async def producer(self, request: admin_pb2.GetProducerRequest) -> admin_pb2.GetProducerResponse:
+        """See `GetProducer`. Raises what that answers, PRODUCER_NOT_FOUND among it."""
         topic = await self._owned(request.topic)
         name = producer_name(request.producer_name)
         number = topic.producers.number(name)
@@ -162,7 +183,7 @@ class AdminService:
         return admin_pb2.GetVersionResponse(
             version=version("seqdedupe"),
             record_format_version=FORMAT_VERSION,
-            uptime_seconds=int(time.monotonic() - self._began),
+            uptime_seconds=self._statistics.uptime_seconds,
             max_batch_bytes=MAX_BATCH_BYTES,
             max_batch_rows=MAX_BATCH_ROWS,
             instance_name=self._instance_name,

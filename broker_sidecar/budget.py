@@ -3,6 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
+from broker_sidecar.security.shares import Use
+from seqdedupe.errors import error
+
 MAX_HELD_BYTES = 96 * 1024 * 1024
 """For all clients together. With what gRPC holds for 20 streams the process grows by less than 200 MB
 (`python -m bench stalled_disk`)."""
@@ -49,10 +52,11 @@ class Budget:
 
 
 class Share:
-    """What one stream or call holds."""
+    """What one stream or call holds, which counts for the `use` of its caller."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, use: Use) -> None:
         self._budget = budget
+        self._use = use
         self.held_bytes = 0
         self._wanted_bytes = 0
         self._found: asyncio.Future[None] | None = None
@@ -65,16 +69,27 @@ class Share:
     def fits(self, size: int) -> bool:
         """Whether so much more may be taken."""
         held, budget = self.held_bytes, self._budget
-        return held + size <= budget.limit_bytes - budget.held_bytes and held < MAX_SHARE_BYTES
+        if held + size > budget.limit_bytes - budget.held_bytes or held >= MAX_SHARE_BYTES:
+            return False
+        return self._use.fits(size)
+
+    def check(self, size: int, why: str) -> None:
+        """Raises QUEUE_FULL with this text, or SHARE_EXCEEDED, unless so much more may be taken."""
+        if not self._use.fits(size):
+            raise self._use.exceeded("bytes_in_flight", f"{self._use.held_bytes} bytes are in flight")
+        if not self.fits(size):
+            raise error("QUEUE_FULL", why)
 
     def take(self, size: int) -> None:
         """Takes it, whether it fits or not: what has come into being is counted."""
         self.held_bytes += size
         self._budget.held_bytes += size
+        self._use.held_bytes += size
 
     def give_back(self, size: int) -> None:
         self.held_bytes -= size
         self._budget.held_bytes -= size
+        self._use.held_bytes -= size
         self.look()
 
     def look(self) -> None:

@@ -10,10 +10,10 @@ import pulsar
 import pulsar.asyncio
 
 from broker_sidecar.config import Config
-from broker_sidecar.neighbours import answers, snapshot_of
+from broker_sidecar.neighbours import Neighbours
 from broker_sidecar.pulsar_config import PulsarConfig
+from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin import Admin
 from seqdedupe.log.pulsar.client import PulsarClient
@@ -26,7 +26,6 @@ from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.log.pulsar.owner import owner_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.instance import Instance
-from seqdedupe.store.snapshots import Loaded
 
 OPERATION_TIMEOUT_SECONDS = 30
 """Opening a producer can take Pulsar as long: it reads what its deduplication has not in a snapshot."""
@@ -44,7 +43,8 @@ class Cluster:
         asked, instance = config.pulsar, Instance(store)
         tls, self._token = _tls(asked), _token(asked)
         self._asked = asked
-        self._sidecars = Sidecars.parse(config.sidecars) if config.sidecars else None
+        self._sidecars = listed(config, config.sidecars)
+        self.neighbours = Neighbours(self._sidecars)
         self._client = self._connect()
         self.shared = Shared(
             self._client,
@@ -54,7 +54,7 @@ class Cluster:
             lambda _, known: instance.claim_opening(known),
             Admin(AdminUrl(asked.admin_url, self._token, tls)),
             self._connect,
-            answers,
+            self.neighbours.answers,
         )
         self.namespaces = asked.namespace_names
         self.logs = PulsarLogs(
@@ -74,10 +74,6 @@ class Cluster:
         address = await owner_of(topic, self.shared.admin)
         # A producer of its own that was lost may still be listed.
         return "" if address == self.shared.address else address
-
-    async def snapshot_of(self, address: str, topic: str) -> tuple[int, Loaded]:
-        """See `SnapshotOf`."""
-        return await snapshot_of(address, topic, self._sidecars)
 
     def _connect(self) -> pulsar.asyncio.Client:
         asked, token = self._asked, self._token

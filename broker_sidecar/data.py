@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from broker_sidecar.config import Config
 from broker_sidecar.peers import Peers, claim_of
+from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Logs
+from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
@@ -68,8 +70,8 @@ class Data:
         folder = Path(config.data_directory)
         if config.log != "embedded":
             _check_no_logs(config.log, folder / "logs")
-        self._store = store = Store.open(folder / "store")
-        self._logs: EmbeddedLogs | None = None
+        self.store = store = Store.open(folder / "store")
+        self.logs: EmbeddedLogs | None = None
         self.peers: Peers | None = None
         self.cluster: Cluster | None = None
         self._is_standby = config.standby
@@ -100,7 +102,7 @@ class Data:
             kind, logs = LogKind.PULSAR, self.cluster.logs
         else:
             self.peers = _peers(config, store)
-            self._logs = EmbeddedLogs(
+            self.logs = EmbeddedLogs(
                 folder / "logs",
                 clock_ms=_clock_ms,
                 fatal=fatal,
@@ -108,7 +110,7 @@ class Data:
                 tell_journal=store.tell_journal,
                 gives_up_journal=gives_up_journal,
             )
-            kind, logs = LogKind.EMBEDDED, self._logs
+            kind, logs = LogKind.EMBEDDED, self.logs
         self.topics = Topics(
             store,
             lambda told: PublishedTopics(
@@ -131,14 +133,19 @@ class Data:
             raise RuntimeError("a data directory has topics of one kind")
         return topics
 
+    @property
+    def committer(self) -> Committer | None:
+        """The thread that writes the sidecar's own logs, if it runs by now."""
+        return self.logs.running_committer if self.logs is not None else None
+
     def begin_looking(self) -> None:
         """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics
         and for the state of those of which there is none here."""
-        if self._logs is not None and self._scrub_bytes_per_second:
-            self._logs.scrub(self._scrub_bytes_per_second)
+        if self.logs is not None and self._scrub_bytes_per_second:
+            self.logs.scrub(self._scrub_bytes_per_second)
         if self.cluster is not None:
             self.all_topics.in_background(_keep_looking(self.all_topics))
-            fetching = Fetching(self.all_topics, self.cluster.owner_of, self.cluster.snapshot_of)
+            fetching = Fetching(self.all_topics, self.cluster.owner_of, self.cluster.neighbours.snapshot_of)
             self.all_topics.in_background(fetching.run())
 
     def listens(self, address: SidecarAddress) -> None:
@@ -150,11 +157,11 @@ class Data:
 
     async def close(self) -> None:
         """Lets go of files, locks, connections and threads."""
-        if self._logs is not None:
-            await self._logs.close()
+        if self.logs is not None:
+            await self.logs.close()
         if self.cluster is not None:
             await self.cluster.close()
-        await asyncio.to_thread(self._store.close)
+        await asyncio.to_thread(self.store.close)
 
 
 async def _keep_looking(topics: Topics[Any]) -> None:
@@ -174,7 +181,7 @@ def _peers(config: Config, store: Store) -> Peers | None:
     claim, is_said = claim_of(config)
     if claim is None:
         return None
-    peers = Peers(claim, config.peers)
+    peers = Peers(claim, listed(config, config.peers))
     peers.check_found(record.name for record in store.topics())
     if not is_said:
         directories.write(Path(config.data_directory), claim)
@@ -214,4 +221,7 @@ def _applied(config: Config) -> Applied:
         retention_time_in_minutes=config.default_retention_time_in_minutes,
         gap=GapPolicy[config.gap_policy.upper()],
         deduplication_producer_inactivity_timeout_minutes=config.deduplication_producer_inactivity_timeout_minutes,
+        deduplication_window_max_messages=config.deduplication_window_max_messages,
+        deduplication_window_max_bytes=config.deduplication_window_max_bytes,
+        deduplication_window_max_minutes=config.deduplication_window_max_minutes,
     )

@@ -7,11 +7,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from broker_sidecar.rpc import Context, unary
+from broker_sidecar.rpc import Context, refusals, unary
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules import Action
 from broker_sidecar.steps import INT32, binary, columns_of, names_of, parse_steps, values
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe import wire
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import topic_name
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.attachment import ADMISSION_BYTES, CHECK_BYTES, Attachment
 from seqdedupe.topic.directory import Topics
@@ -34,9 +37,10 @@ END_SECONDS = 1.0
 class DedupeService:
     """The handlers of DedupeService."""
 
-    def __init__(self, topics: Topics[AttachedTopic], streams: Streams) -> None:
+    def __init__(self, topics: Topics[AttachedTopic], streams: Streams, permissions: Permissions) -> None:
         self._topics = topics
         self._streams = streams
+        self._permissions = permissions
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
@@ -58,10 +62,10 @@ class DedupeService:
         request = parse_steps(first)
         if not request.HasField("begin") or len(request.ListFields()) > 1:
             raise error("INVALID_REQUEST", "the first message is begin, alone and without a token")
-        topic = await self._topics.get_or_create(request.begin.topic)
+        topic = await self._topic_of(topic_name(request.begin.topic))
         # It holds the topic: it never gives way to another stream because nobody publishes.
         stream.frames_in_flight += 1
-        hold = _Hold(topic, stream)
+        hold = _Hold(topic, stream, self._permissions)
         try:
             await hold.serve()
         except SeqdedupeError as e:
@@ -69,6 +73,14 @@ class DedupeService:
             raise
         finally:
             hold.close()
+
+    async def _topic_of(self, name: str) -> AttachedTopic:
+        """The topic to attach, made if need be."""
+        self._permissions.check_topic(Action.PUBLISH, name)
+        await self._topics.waiting.use(name)
+        if name not in self._topics.live and name not in self._topics.closed:
+            self._permissions.check_creates(name, self._topics.taken_names())
+        return await self._topics.get_or_create(name)
 
 
 class _Hold:
@@ -78,9 +90,11 @@ class _Hold:
     last one.
     """
 
-    def __init__(self, topic: AttachedTopic, stream: Stream) -> None:
+    def __init__(self, topic: AttachedTopic, stream: Stream, permissions: Permissions) -> None:
         self._topic = topic
         self._stream = stream
+        self._permissions = permissions
+        stream.allowed.append(self._judge_names_again)
         self._token = secrets.randbelow(MAX_TOKEN) + 1
         self._held_bytes = 0
         """For admissions in flight, of the memory that all clients share."""
@@ -131,7 +145,10 @@ class _Hold:
         """Does all that a message says beside its checks."""
         topic, attachment = self._topic, self._attachment
         if request.HasField("register"):
-            attachment.register(request.register.first_handle, names_of(request.register))
+            names = names_of(request.register)
+            self._permissions.check_names(topic.name, names, self._stream.subject)
+            self._permissions.check_new_names(topic.name, topic.producers, names)
+            attachment.register(request.register.first_handle, names)
         if request.HasField("release"):
             attachment.release(values(request.release.handles, INT32, "handles"))
         if request.HasField("replay"):
@@ -145,6 +162,12 @@ class _Hold:
             topic.report(attachment, report.first_admission, report.persisted, report.position, report.failed)
         if request.HasField("reset"):
             attachment.reset()
+
+    def _judge_names_again(self) -> None:
+        """Raises NOT_ALLOWED for a name that is in use and may be no more."""
+        for numbers in self._attachment.in_use():
+            names = self._topic.producers.names_of(numbers[numbers >= 0])
+            self._permissions.check_names(self._topic.name, names, self._stream.subject)
 
     def _replay(self, replay: Any) -> None:
         columns = columns_of(replay)
@@ -162,6 +185,7 @@ class _Hold:
                 raise error("QUEUE_FULL", "this broker, or all clients together, have too much in flight")
             checked = self._topic.check(self._attachment, columns)
         except SeqdedupeError as e:
+            refusals[e.reason] += 1
             answer.refusals.add(
                 frame=check.frame,
                 reason=e.reason,

@@ -11,14 +11,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from broker_sidecar.rpc import Context, abort, parse_small
+from broker_sidecar.security.calls import ALL_SHARDS, CONFIGURATION
 from broker_sidecar.streams import Stream, Streams
 
 SERVICE = "grpc.health.v1.Health"
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
-ALL_SHARDS = "shards"
-"""Of all processes that have topics of the cluster. No topic has such a full name."""
-
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
@@ -39,7 +37,7 @@ class Health:
         self._check_owner = check_owner
         self._others_serve = others_serve
         self._asked = asked
-        self._statuses: dict[str, Any] = {"": NOT_SERVING}
+        self._statuses: dict[str, Any] = {"": NOT_SERVING, CONFIGURATION: SERVING}
         self._watching: dict[str, set[asyncio.Event]] = {}
         self._is_draining = False
 
@@ -58,6 +56,12 @@ class Health:
     def is_serving(self) -> bool:
         """That of the process as a whole."""
         return bool(self._statuses[""] == SERVING)
+
+    def summary(self) -> str:
+        """How far this process is, in a line for people."""
+        what = "Draining" if self._is_draining else "Serving" if self.is_serving else "Recovering"
+        topics = [status for name, status in self._statuses.items() if name not in ("", CONFIGURATION)]
+        return f"{what}: {topics.count(SERVING)} of {len(topics)} topics ready"
 
     def drain(self) -> None:
         """Everything is NOT_SERVING from now on."""

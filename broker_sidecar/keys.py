@@ -1,9 +1,11 @@
 """What a key of the configuration is: a field of a dataclass, with its default and its meaning."""
 
-from dataclasses import Field, field, fields
+from dataclasses import MISSING, Field, field, fields
 from typing import Any, cast
 
 from seqdedupe.errors import SeqdedupeError, error
+
+ENVIRONMENT_PREFIX = "SEQDEDUPE_"
 
 SECRET = "secret"
 """Of a key that is given in the environment alone, and is never shown."""
@@ -20,7 +22,7 @@ def keys_of(config: type, prefix: str = "") -> dict[str, Field[Any]]:
     for item in fields(config):
         if "about" in item.metadata:
             found[prefix + item.name] = item
-        else:
+        elif item.default_factory is not MISSING:
             found |= keys_of(cast(type, item.default_factory), f"{item.name}.")
     return found
 
@@ -32,7 +34,7 @@ def flag_of(name: str) -> str:
 
 def environment_of(name: str) -> str:
     """The name of a key in the environment."""
-    return "SEQDEDUPE_" + name.replace(".", "_").upper()
+    return ENVIRONMENT_PREFIX + name.replace(".", "_").upper()
 
 
 def invalid(name: str, why: str) -> SeqdedupeError:

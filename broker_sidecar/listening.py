@@ -8,8 +8,8 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 
 
-def cannot_listen(address: SidecarAddress, e: Exception) -> SeqdedupeError:
-    """What keeps gRPC from listening, which it does not tell: so it is tried again by plain means."""
+def cannot_listen(address: SidecarAddress, e: Exception, key: str = "listen") -> SeqdedupeError:
+    """What keeps a server from listening where `key` says. gRPC does not tell: so it is tried again by plain means."""
     why, hint = str(e), None
     path = Path(address.path)
     try:
@@ -25,7 +25,7 @@ def cannot_listen(address: SidecarAddress, e: Exception) -> SeqdedupeError:
             why, hint = f"there is no folder {str(path.parent)!r}", "Make the folder, or choose another path."
         elif found.errno == errno.EADDRINUSE:
             hint = "Stop the process that listens there, or choose another port."
-    return error("INVALID_CONFIGURATION", f"listen = {str(address)!r}: cannot listen there: {why}", hint=hint)
+    return error("INVALID_CONFIGURATION", f"{key} = {str(address)!r}: cannot listen there: {why}", hint=hint)
 
 
 def family_of(host: str) -> int:

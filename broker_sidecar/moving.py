@@ -4,6 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from broker_sidecar import neighbours
+from broker_sidecar.neighbours import Neighbours
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.owner import owner_of
@@ -25,7 +26,7 @@ class Moves:
     def __init__(self) -> None:
         self._under_way: dict[str, asyncio.Task[str]] = {}
 
-    async def move(self, topic: Topic, to: str, shared: "Shared") -> str:
+    async def move(self, topic: Topic, to: str, shared: "Shared", others: Neighbours) -> str:
         """Gives up a topic, unless it is to be where it is; answers at which address it is served then.
 
         Raises NOT_OWNER and why else it is not served here, INVALID_ADDRESS, MOVE_FAILED.
@@ -36,17 +37,17 @@ class Moves:
             return to
         if topic.name in self._under_way:
             raise error("MOVE_FAILED", f"topic {topic.name} is being moved already")
-        return await shielded(self._under_way, topic.name, _move(topic, to, shared))
+        return await shielded(self._under_way, topic.name, _move(topic, to, shared, others))
 
 
-async def _move(topic: Topic, to: str, shared: "Shared") -> str:
+async def _move(topic: Topic, to: str, shared: "Shared", others: Neighbours) -> str:
     if to:
-        await _check_can_have(topic, to)
+        await _check_can_have(topic, to, others)
     await topic.hand_over(to, AWAY_SECONDS)
     said = [f"nobody has taken it within {neighbours.TAKE_SECONDS:.0f} s"]
     try:
         async with asyncio.timeout(neighbours.TAKE_SECONDS):
-            return await _taken(topic, to, shared, said)
+            return await _taken(topic, to, shared, others, said)
     except (SeqdedupeError, TimeoutError) as e:
         why = "; ".join(said)
         raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and is taken again here: {why}") from e
@@ -55,10 +56,10 @@ async def _move(topic: Topic, to: str, shared: "Shared") -> str:
         topic.wanted.set()
 
 
-async def _check_can_have(topic: Topic, address: str) -> None:
+async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> None:
     """Raises MOVE_FAILED unless the sidecar there knows this topic, and stands by."""
     try:
-        known = await neighbours.topic(address, topic.name)
+        known = await others.topic(address, topic.name)
     except SeqdedupeError as e:
         raise error("MOVE_FAILED", f"topic {topic.name} stays here: {e}", hint=e.hint) from e
     if known.incarnation != topic.incarnation:
@@ -69,7 +70,7 @@ async def _check_can_have(topic: Topic, address: str) -> None:
         raise error("MOVE_FAILED", f"topic {topic.name} stays here: at {address} it is {state}: {known.why}")
 
 
-async def _taken(topic: Topic, to: str, shared: "Shared", said: list[str]) -> str:
+async def _taken(topic: Topic, to: str, shared: "Shared", others: Neighbours, said: list[str]) -> str:
     """The address of the sidecar that serves the topic, when one does: the one at `to`, or (empty) whoever has it.
 
     Raises why the one at `to` does not; `said` ends with what was heard last.
@@ -77,7 +78,7 @@ async def _taken(topic: Topic, to: str, shared: "Shared", said: list[str]) -> st
     while True:
         try:
             address = to or await _next_owner(topic.name, shared)
-            await neighbours.take(address, topic.name)
+            await others.take(address, topic.name)
             return address
         except SeqdedupeError as e:
             said[1:] = [str(e)]

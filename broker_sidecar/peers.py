@@ -8,8 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from broker_sidecar import neighbours
 from broker_sidecar.config import Config
+from broker_sidecar.neighbours import Neighbours
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.shards import from_text, shard_of, to_text
@@ -51,12 +51,13 @@ def claim_of(config: Config) -> tuple[Claim | None, bool]:
 class Peers(Ownership):
     """What this process claims, and what those at `addresses`, of which it may be one, say that they claim."""
 
-    def __init__(self, claim: Claim, addresses: str) -> None:
+    def __init__(self, claim: Claim, addresses: Sidecars | None) -> None:
         self.claim = claim
+        self._neighbours = Neighbours(addresses)
         self.process_id = secrets.token_hex(8)
         self.own_address = ""
         """At which the others reach this process."""
-        self._addresses = [str(address) for address in Sidecars.parse(addresses).addresses] if addresses else []
+        self._addresses = [str(address) for address in addresses.addresses] if addresses else []
         self._known: dict[str, Claim] = {}
         """What others claimed when they were asked last, by address."""
         self._one_at_a_time = asyncio.Lock()
@@ -113,7 +114,7 @@ class Peers(Ownership):
     async def _ask(self) -> dict[str, admin_pb2.GetShardsResponse | SeqdedupeError]:
         """What the others answer, by address, each of them once; this process is not among them."""
         asked = await asyncio.gather(
-            *(neighbours.shards(address) for address in self._addresses if address != self.own_address),
+            *(self._neighbours.shards(address) for address in self._addresses if address != self.own_address),
             return_exceptions=True,
         )
         others = [address for address in self._addresses if address != self.own_address]
@@ -153,7 +154,7 @@ class Peers(Ownership):
     ) -> admin_pb2.ListTopicsResponse:
         """A page of the topics of all, of which `here` is what this one has. Raises as `all_others`, UNREACHABLE."""
         others = await self.all_others()
-        pages = [here, *await asyncio.gather(*(neighbours.topics(address, after) for address in others))]
+        pages = [here, *await asyncio.gather(*(self._neighbours.topics(address, after) for address in others))]
         topics = sorted((topic for page in pages for topic in page.topics), key=attrgetter("name"))
         is_last = len(topics) <= page_items and not any(page.next for page in pages)
         topics = topics[:page_items]
@@ -184,7 +185,7 @@ class Peers(Ownership):
             others = await self.all_others()
             request.only_here = True
             for address in others:
-                await neighbours.ask(address, name, request)
+                await self._neighbours.ask(address, name, request)
             return await here(request)
 
 

@@ -26,7 +26,7 @@ class Policies:
 
     async def set_of_topic(self, request: admin_pb2.SetTopicPolicyRequest) -> admin_pb2.SetTopicPolicyResponse:
         topic = await find(self._topics, request.topic)
-        policy = self._given(request.policy)
+        policy = self._given(request.policy).check_fits(by_deduplication_id=topic.window is not None)
         await topic.set_policy(topic.newest_policy.with_values_of(policy))
         return admin_pb2.SetTopicPolicyResponse(topic=topic_to_proto(topic))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+import time
 from collections import deque
 from typing import Any
 
@@ -11,12 +12,17 @@ import numpy as np
 
 from broker_sidecar.budget import Share
 from broker_sidecar.frames import encode_receipt, encode_refusal, parse_frames, parse_publish, takes_early_receipts
-from broker_sidecar.rpc import Context, abort, unary
+from broker_sidecar.rpc import Context, abort, refusals, unary
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules import Action
+from broker_sidecar.security.subject import caller
+from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Stream, Streams
-from seqdedupe.errors import NotFoundError, error
+from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
+from seqdedupe.topic.allowing import Allowing
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, find_or_create
@@ -57,10 +63,13 @@ class _Publishing:
     come before what they say is durable.
     """
 
-    def __init__(self, topic: Topic, stream: Stream, *, is_early: bool = False) -> None:
+    def __init__(
+        self, topic: Topic, stream: Stream, allowing: Allowing | None = None, *, is_early: bool = False
+    ) -> None:
         self.topic = topic
         self.stream = stream
         self.cache = topic.connect(stream.end)
+        self.cache.allowing = allowing
         self.has_ended = False
         self.is_gone = False
         self.unsent: deque[bytes] = deque()
@@ -79,6 +88,8 @@ class _Publishing:
             if isinstance(answer, Refusal) or not answer.durable_at:
                 self.stream.frames_in_flight -= 1
             encoded = b""
+            if isinstance(answer, Refusal):
+                refusals[answer.error.reason] += 1
             if not self.is_gone:
                 encoded = encode_receipt(self.topic, answer) if isinstance(answer, Receipt) else encode_refusal(answer)
                 self.unsent.append(encoded)
@@ -143,9 +154,11 @@ class _Publishing:
 class PublishService:
     """The handlers of PublishService."""
 
-    def __init__(self, all_topics: Topics[Topic], streams: Streams) -> None:
+    def __init__(self, all_topics: Topics[Topic], streams: Streams, permissions: Permissions, trail: Trail) -> None:
         self._topics = all_topics
         self._streams = streams
+        self._permissions = permissions
+        self._trail = trail
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
@@ -158,11 +171,21 @@ class PublishService:
     async def _open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
         if len(request.producer_names) > MAX_OPEN_NAMES:  # before they become objects of Python
             raise error("INVALID_NAME", f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once")
-        names = list(request.producer_names)
+        names, epochs = list(request.producer_names), list(request.epochs)
+        denied = self._denied(topic_name(request.topic), names)
         topic = await self._topic_of(request, names)
         if self._topics.partitions_beside(topic.name):
             check_gap_policy(topic.name, topic.applied.gap)
-        opened = await open_sessions(topic, names, list(request.epochs) or None)
+        if denied:
+            names = [name for place, name in enumerate(names) if place not in denied]
+            epochs = [epoch for place, epoch in enumerate(epochs) if place not in denied]
+        # Resuming makes names known too: the epoch of another one is as good as its own.
+        self._permissions.check_new_names(topic.name, topic.producers, [name.encode() for name in names])
+        opened = await open_sessions(topic, names, epochs or None)
+        if not epochs:
+            fenced = ((names[place], epoch) for place, epoch in opened.fenced_epochs.items())
+            self._trail.opened(topic.name, topic.log.incarnation, max(opened.epochs), fenced)
+        opened = opened.among(len(request.producer_names), denied)
         response = publish_pb2.OpenResponse(
             incarnation=topic.log.incarnation,
             term=topic.term,
@@ -172,6 +195,7 @@ class PublishService:
             forgotten=opened.forgotten,
         )
         for place, e in sorted(opened.refusals.items()):
+            refusals[e.reason] += 1
             current = int(e.numbers.get("current_epoch", "0"))
             response.refusals.add(index=place, reason=e.reason, message=e.message, current_epoch=current)
         for one in zip(*topic.log.known_message_ids(np.array(opened.indexes, np.int64)), opened.indexes, strict=True):
@@ -179,6 +203,14 @@ class PublishService:
             message_id = MessageId(int(ledger_id), int(entry_id), int(batch_index)) if index >= 0 else NO_MESSAGE_ID
             response.persisted_message_ids.append(message_id.to_proto())
         return response
+
+    def _denied(self, topic: str, names: list[str]) -> dict[int, SeqdedupeError]:
+        """Those of the names as which the caller may not publish, by place. Raises NOT_ALLOWED if none is left."""
+        self._permissions.check_topic(Action.PUBLISH, topic)
+        denied = self._permissions.denied_names(topic, [name.encode() for name in names], caller())
+        if denied and len(denied) == len(names):
+            raise denied[0]
+        return denied
 
     async def _topic_of(self, request: publish_pb2.OpenRequest, names: list[str]) -> Topic:
         """The topic that an Open is for, made if need be; not for one that will be refused."""
@@ -189,15 +221,25 @@ class PublishService:
             if request.epochs:
                 return await find(self._topics, request.topic)
         encoded_names(names)
+        self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names())
         return await find_or_create(self._topics, request.topic)
+
+    def _log_bytes(self) -> dict[str, int]:
+        return {name: topic.log_bytes for name, topic in self._topics.live.items()}
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:
             name, batch = parse_publish(data)
+            self._permissions.check_topic(Action.PUBLISH, topic_name(name))
+            shares = self._permissions.shares
+            shares.check_rate(use := shares.of(caller().name), len(data), time.monotonic())
+            self._permissions.check_disk(use, self._log_bytes, time.monotonic())
             topic = await find(self._topics, name)
-            share = Share(self._streams.budget)
-            if not topic.flight.has_room() or not share.fits((1 + ANSWER_FACTOR) * len(batch)):
-                raise error("QUEUE_FULL", f"topic {topic.name}, or all clients together, have too much in flight")
+            share = Share(self._streams.budget, use)
+            why = f"topic {topic.name}, or all clients together, have too much in flight"
+            share.check((1 + ANSWER_FACTOR) * len(batch), why)
+            if not topic.flight.has_room():
+                raise error("QUEUE_FULL", why)
             share.take(len(batch))
             done: asyncio.Future[Receipt | Refusal] = asyncio.get_running_loop().create_future()
 
@@ -206,7 +248,9 @@ class PublishService:
                 if not done.done():
                     done.set_result(answer)
 
-            topic.admit(batch, 0, reply, NumbersCache(), lone=True)
+            self._check_unnamed(topic)
+            cache = NumbersCache(allowing=self._permissions.allowing(topic.name, topic.producers))
+            topic.admit(batch, 0, reply, cache, lone=True)
             answer = await done
             if isinstance(answer, Refusal):
                 raise answer.error
@@ -215,13 +259,23 @@ class PublishService:
         except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
             await abort(context, e)
 
+    def _check_unnamed(self, topic: Topic) -> None:
+        """Raises NOT_ALLOWED if the topic's messages have no producers, and the caller may publish as some alone."""
+        if topic.window is not None:
+            self._permissions.check_publishes_unnamed(topic.name)
+
     async def _stream(self, _requests: object, _context: Context, stream: Stream) -> None:
         first = await stream.read_first()
         if first is grpc.aio.EOF:
             return
         name, frames = parse_frames(first)
         is_early = takes_early_receipts(first)
-        publishing = _Publishing(await find(self._topics, name), stream, is_early=is_early)
+        # Once: from here on every frame is judged by itself.
+        self._permissions.check_topic(Action.PUBLISH, topic_name(name))
+        stream.allowed.clear()
+        topic = await find(self._topics, name)
+        allowing = self._permissions.allowing(topic.name, topic.producers)
+        publishing = _Publishing(topic, stream, allowing, is_early=is_early)
         writer = asyncio.ensure_future(publishing.send_all())
         # When the client is gone writing fails; the call is cancelled then, and nobody asks the task.
         writer.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -244,6 +298,8 @@ class PublishService:
         while True:
             if topic.has_successor:
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
+            self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
+            self._check_unnamed(topic)
             for number, batch in frames:
                 if not publishing.has_room(len(batch)):
                     await publishing.wait_for_room(len(batch))

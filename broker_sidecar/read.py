@@ -1,12 +1,15 @@
 """ReadService: pages, streams, and questions about where things are."""
 
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from broker_sidecar.budget import Share
+from broker_sidecar.cursors import Cursors
 from broker_sidecar.rpc import Context, abort, parse_small, unary
+from broker_sidecar.security.subject import caller
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
@@ -55,6 +58,22 @@ async def _start(topic: Topic, start: read_pb2.ReadStart, *, skip_damaged: bool)
     return index
 
 
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A stream of pages, as it stands."""
+
+    topic: Topic
+    index: int
+    """Of the message that goes out next."""
+    stop: int | None
+
+    @property
+    def lag(self) -> int:
+        """How many messages it could have and has not been sent."""
+        end = self.topic.readable_index
+        return max(0, (end if self.stop is None else min(end, self.stop)) - self.index)
+
+
 class ReadService:
     """The handlers of ReadService."""
 
@@ -62,6 +81,9 @@ class ReadService:
         self._topics = topics
         self._streams = streams
         self._followers = Followers(_encode)
+        self.readings: set[Reading] = set()
+        self.sent_messages = self.sent_bytes = 0
+        """In pages of all streams and calls."""
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
@@ -69,16 +91,16 @@ class ReadService:
             "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._stream)),
             "Locate": unary(read_pb2.LocateRequest, self._locate),
             "GetLastMessageId": unary(read_pb2.GetLastMessageIdRequest, self._last),
+            **Cursors(self._topics).reading(),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _read(self, data: bytes, context: Context) -> bytes:
         try:
             request = parse_small(read_pb2.ReadRequest, data)
-            share = Share(self._streams.budget)
+            share = Share(self._streams.budget, self._streams.shares.of(caller().name))
             page_bytes = _page_bytes(share)
-            if not share.fits(page_bytes):
-                raise error("QUEUE_FULL", "readers hold all the memory that there is for pages")
+            share.check(page_bytes, "readers hold all the memory that there is for pages")
             topic = await find(self._topics, request.topic)
             index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
             stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)
@@ -90,6 +112,7 @@ class ReadService:
                     topic.check_knows_its_end()
                 page = Page(b"", index)
             share.take(len(page.records))
+            self._count(index, page)
             # Unread, it is there until the call is over.
             context.add_done_callback(lambda _: share.give_back(len(page.records)))  # type: ignore[arg-type]
             return _encode(topic, page)
@@ -113,19 +136,30 @@ class ReadService:
             await stream.share.wait_for(size)
             return size
 
-        async for page in read_on(
-            topic, index, stop, room, skip_damaged=request.skip_damaged, followers=self._followers
-        ):
-            # Counted for each who is sent it: gRPC makes a copy.
-            size = len(page.records)
-            stream.share.take(size)
-            try:
-                await stream.write(page.encoded or _encode(topic, page))
-            finally:
-                stream.share.give_back(size)
-            index = page.next_index
-        if stop is None or index < stop:
+        reading = Reading(topic, index, stop)
+        self.readings.add(reading)
+        try:
+            async for page in read_on(
+                topic, index, stop, room, skip_damaged=request.skip_damaged, followers=self._followers
+            ):
+                # Counted for each who is sent it: gRPC makes a copy.
+                size = len(page.records)
+                stream.share.take(size)
+                try:
+                    await stream.write(page.encoded or _encode(topic, page))
+                finally:
+                    stream.share.give_back(size)
+                self._count(reading.index, page)
+                reading.index = page.next_index
+        finally:
+            self.readings.discard(reading)
+        if stop is None or reading.index < stop:
+            index = reading.index
             raise error("DRAINING", f"topic {topic.name} is closing: read on at index {index}", index=index)
+
+    def _count(self, index: int, page: Page) -> None:
+        self.sent_messages += page.next_index - index
+        self.sent_bytes += len(page.records)
 
     async def _locate(self, request: read_pb2.LocateRequest) -> read_pb2.LocateResponse:
         topic = await find(self._topics, request.topic)

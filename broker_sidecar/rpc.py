@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -22,6 +23,9 @@ MAX_CALL_BYTES = 1024 * 1024
 
 logger = logging.getLogger("seqdedupe.server")
 
+refusals: Counter[str] = Counter()
+"""How often callers were told which reason since the process began, as the status of a call or within a stream."""
+
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -41,6 +45,11 @@ def status_of(e: SeqdedupeError) -> grpc.Status:
     return rpc_status.to_status(status_pb2.Status(code=code.value[0], message=e.message, details=details))
 
 
+def known_code(code: Any) -> grpc.StatusCode | None:
+    """A call's code, which is a `StatusCode`, its number, or None where none was set."""
+    return next((known for known in grpc.StatusCode if code is known or code == known.value[0]), None)
+
+
 async def abort(context: Context, e: Exception) -> NoReturn:
     """Ends the call with this error. What is none of ours is a defect: logged, and told without its inside."""
     if isinstance(e, grpc.aio.InternalError):
@@ -51,6 +60,7 @@ async def abort(context: Context, e: Exception) -> NoReturn:
     if not isinstance(e, SeqdedupeError):
         logger.error("a call failed", exc_info=e)
         e = error("INTERNAL", f"the call failed inside the sidecar: {type(e).__name__}")
+    refusals[e.reason] += 1
     try:
         await context.abort_with_status(status_of(e))
     except grpc.aio.InternalError as over:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from broker_sidecar import neighbours
 from broker_sidecar.moving import Moves
 from broker_sidecar.peers import Peers
 from broker_sidecar.rpc import unary
@@ -87,13 +86,14 @@ class Sidecars:
         shared, namespaces = self._cluster.shared, self._cluster.namespaces
         if request.name == shared.instance_name:
             raise error("SIDECAR_ALIVE", f"{request.name} is the sidecar that was asked")
-        topics = await sidecars.forget(shared.admin, namespaces, request.name, neighbours.instance_name)
+        topics = await sidecars.forget(shared.admin, namespaces, request.name, self._cluster.neighbours.instance_name)
         return admin_pb2.ForgetSidecarResponse(topics=topics)
 
     async def _move(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:
-        shared = self._cluster.shared
+        cluster = self._cluster
         topic = await find(self._topics, request.topic)
-        return admin_pb2.MoveTopicResponse(owner_address=await self._moves.move(topic, request.to, shared))
+        address = await self._moves.move(topic, request.to, cluster.shared, cluster.neighbours)
+        return admin_pb2.MoveTopicResponse(owner_address=address)
 
     async def _take(self, request: admin_pb2.TakeTopicRequest) -> admin_pb2.TakeTopicResponse:
         _ = self._cluster

@@ -1,6 +1,7 @@
 """A topic's snapshot as it goes from sidecar to sidecar, and to whoever saves it: messages with a part of it each."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from broker_sidecar.rpc import columns, parse
@@ -11,6 +12,7 @@ from seqdedupe.batch import Binary
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.store.snapshots import Loaded
+from seqdedupe.topic import cursors
 from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.saved import SavedParts, parts, saved
 from seqdedupe.topic.state import TopicBase
@@ -63,7 +65,8 @@ class Taking:
 def _head(topic: TopicBase, snapshot: Loaded) -> Any:
     """The first part of a snapshot, of the alias schema."""
     policy = admin_pb2.TopicPolicy()
-    decode_policy(snapshot.policy).fill(policy)
+    kept = decode_policy(snapshot.policy)
+    kept.fill(policy)
     position = Position(topic.incarnation, snapshot.message_id, snapshot.next_index - 1, snapshot.ownership)
     head = admin_pb2.SnapshotHead(
         topic=topic.name,
@@ -74,6 +77,7 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
         producers=len(snapshot.names),
         has_forgotten=snapshot.has_forgotten,
     )
+    cursors.fill(kept.cursors, head.cursors)
     answer = wire.ExportSnapshotResponse()
     answer.part.head.ParseFromString(head.SerializeToString())
     return answer
@@ -82,7 +86,9 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
 def _parts_of(head: admin_pb2.SnapshotHead) -> SavedParts:
     """Raises INVALID_REQUEST, INVALID_POSITION."""
     position = Position.from_proto(head.position)
-    policy = policy_of(head.policy)
+    if len(head.cursors) > cursors.MAX_CURSORS:
+        raise error("INVALID_REQUEST", f"the snapshot has {len(head.cursors)} cursors: more than a topic can have")
+    policy = replace(policy_of(head.policy), cursors=cursors.of(head.cursors))
     return SavedParts(
         head.term, position, policy, head.broker_position, head.producers, has_forgotten=head.has_forgotten
     )

@@ -9,7 +9,11 @@ from typing import Any
 import grpc.aio
 
 from broker_sidecar.budget import MAX_HELD_BYTES, Budget, Share
+from broker_sidecar.metrics.calls import method_of_call
 from broker_sidecar.rpc import Context, abort
+from broker_sidecar.security.permissions import Permissions, allowed_so_far
+from broker_sidecar.security.shares import Shares
+from broker_sidecar.security.subject import Subject, caller
 from seqdedupe.errors import SeqdedupeError, error
 
 FIRST_MESSAGE_SECONDS = 10.0
@@ -28,15 +32,21 @@ CONNECTION_SHARE = 2
 class Stream:
     """One stream that is being served, by a task of its own."""
 
-    def __init__(self, context: Context, budget: Budget) -> None:
+    def __init__(self, context: Context, budget: Budget, subject: Subject, shares: Shares) -> None:
+        self.subject = subject
+        self.use = shares.of(subject.name)
+        self.allowed = allowed_so_far()
+        """Judged again when the rules change."""
         self.connection: str = context.peer()
-        self.share = Share(budget)
+        self.share = Share(budget, self.use)
+        self._method = method_of_call()
         self.frames_in_flight = 0
         self.moved_at = time.monotonic()
         """When a message last came or went."""
         self.writing_since: float | None = None
         self.ended_because: SeqdedupeError | None = None
         self._context = context
+        self._shares = shares
         self._task: asyncio.Task[None] | None = None
         """Once it has begun."""
 
@@ -53,16 +63,28 @@ class Stream:
         self._task = asyncio.current_task()
 
     async def read(self) -> Any:
-        """The client's next message, or `grpc.aio.EOF`."""
+        """The client's next message, or `grpc.aio.EOF`. Not before it may send more, by its share of bytes a second."""
+        await self._rest()
+        return await self._read()
+
+    async def _rest(self) -> None:
+        if rest_seconds := self._shares.rest_seconds(self.use, time.monotonic()):
+            await asyncio.sleep(rest_seconds)
+
+    async def _read(self) -> Any:
         data = await self._context.read()
         self.moved_at = time.monotonic()
+        if data is not grpc.aio.EOF:
+            self._method.received += 1
+            self._shares.spend(self.use, len(data), self.moved_at)
         return data
 
     async def read_first(self) -> Any:
         """`read`, for the first message. Raises STREAM_IDLE if it does not come in time."""
+        await self._rest()
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
-                return await self.read()
+                return await self._read()
         except TimeoutError as e:
             raise error(
                 "STREAM_IDLE", f"no message came on this stream within {FIRST_MESSAGE_SECONDS:.0f} seconds"
@@ -74,6 +96,7 @@ class Stream:
         await self._context.write(data)
         self.writing_since = None
         self.moved_at = time.monotonic()
+        self._method.sent += 1
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -96,11 +119,25 @@ class Stream:
 class Streams:
     """The streams of all services, and the memory that their clients share."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, permissions: Permissions) -> None:
         self._limit = limit
         self._open: set[Stream] = set()
+        self.shares = permissions.shares
+        permissions.on_replaced.append(self._judge_again)
         self.budget = Budget(self._relieve, MAX_HELD_BYTES)
         self.is_draining = False
+        self.gave_way = self.unread = 0
+        """So many were ended to make room for another, or because their clients read nothing while others waited for
+        the memory."""
+
+    def __len__(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    @property
+    def limit(self) -> int:
+        """How many there may be."""
+        return self._limit
 
     def handler(
         self, serve: Callable[[Any, Context, Stream], Awaitable[None]]
@@ -119,14 +156,26 @@ class Streams:
 
     @contextmanager
     def _serving(self, context: Context) -> Iterator[Stream]:
-        stream = Stream(context, self.budget)
+        stream = Stream(context, self.budget, caller(), self.shares)
+        self._make_room_in_share(stream)
         self._make_room(stream.connection)
         self._open.add(stream)
+        expiry = _at_expiry(stream)
         try:
             with stream.ending():
                 yield stream
         finally:
+            if expiry is not None:
+                expiry.cancel()
             self._open.discard(stream)
+
+    def _make_room_in_share(self, new: Stream) -> None:
+        """Lets another stream of the caller give way if need be. Raises SHARE_EXCEEDED."""
+        own = [stream for stream in self._open if stream.use is new.use]
+        # Of Unix sockets nobody says which connection it is.
+        new.use.check("connections", len({stream.connection for stream in (*own, new)}))
+        if (limit := new.use.limits.streams) is not None and len(own) >= limit and not self._gives_way(own, limit):
+            raise new.use.exceeded("streams", f"{len(own)} streams are open")
 
     def _make_room(self, connection: str) -> None:
         """Lets another stream give way if need be. Raises TOO_MANY_STREAMS."""
@@ -139,12 +188,19 @@ class Streams:
                 most, among = share, own
         if len(self._open) < self._limit and most == self._limit:
             return
+        if not self._gives_way(among, most):
+            raise error("TOO_MANY_STREAMS", f"{most} streams are open: that is the limit", limit=most)
+
+    def _gives_way(self, among: Iterable[Stream], most: int) -> bool:
+        """Ends the one of these that was silent for longest. Whether one could be."""
         until = time.monotonic() - IDLE_SECONDS
         idle = [stream for stream in among if not stream.frames_in_flight and stream.moved_at <= until]
         if not idle:
-            raise error("TOO_MANY_STREAMS", f"{most} streams are open: that is the limit", limit=most)
+            return False
+        self.gave_way += 1
         longest = min(idle, key=lambda stream: stream.moved_at)
         self._end(longest, f"this stream gave way to another: {most} are open, and it was silent for longest")
+        return True
 
     def _end(self, stream: Stream, why: str) -> None:
         self._open.discard(stream)
@@ -157,13 +213,37 @@ class Streams:
         until = time.monotonic() - UNREAD_SECONDS
         for stream in list(self._open):
             if stream.share.held_bytes and stream.writing_since is not None and stream.writing_since <= until:
+                self.unread += 1
                 self._end(stream, "this stream's client reads nothing, and others wait for the memory")
+
+    def end_where(self, why: Callable[[Subject], SeqdedupeError | None]) -> None:
+        """Ends each stream for whose caller there is an error."""
+        for stream in self._open:
+            if (e := why(stream.subject)) is not None:
+                stream.end(e)
+
+    def _judge_again(self) -> None:
+        """Other rules are in force: streams end that are not allowed any more."""
+        for stream in list(self._open):
+            try:
+                for judge in stream.allowed:
+                    judge()
+            except SeqdedupeError as e:
+                stream.end(e)
 
     def drain(self) -> None:
         """Ends all streams with DRAINING."""
         self.is_draining = True
         for stream in self._open:
             stream.end(error("DRAINING", "the sidecar is shutting down"))
+
+
+def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:
+    """Ends the stream when its caller's token expires, if it does."""
+    if (expires_at_seconds := stream.subject.expires_at_seconds) is None:
+        return None
+    why = error("TOKEN_EXPIRED", f"the token of {stream.subject.name} has expired: this stream ends with it")
+    return asyncio.get_running_loop().call_later(expires_at_seconds - time.time(), stream.end, why)
 
 
 async def messages(stream: Stream) -> Any:

@@ -1,5 +1,6 @@
-"""Topics and policies as the messages of `admin.proto`."""
+"""Topics and policies as the messages of `admin.proto`, and what is told of a topic beside that."""
 
+import asyncio
 from collections.abc import Sequence
 
 from seqdedupe.errors import error
@@ -44,7 +45,26 @@ def entry_format_of(value: int, log: LogKind) -> str:
     raise error("INVALID_REQUEST", f"entry_format is {value}, which this version does not know")
 
 
-_WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.STANDBY, State.READ_ONLY, State.DRAINING)
+def mode_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> bool:
+    """Whether a topic of deduplication IDs is asked for. Raises INVALID_REQUEST."""
+    mode = request.deduplication_mode
+    if mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+        if log is not LogKind.EMBEDDED:
+            why = (
+                "deduplication_mode can be DEDUPLICATION_ID only where the log is the sidecar's own, and here it is not"
+            )
+            raise error("INVALID_REQUEST", why)
+        if request.partitions:
+            raise error(
+                "INVALID_REQUEST", "a topic of deduplication IDs cannot have partitions", hint="Leave them out."
+            )
+        return True
+    if mode not in (admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED, admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID):
+        raise error("INVALID_REQUEST", f"deduplication_mode is {mode}, which this version does not know")
+    return False
+
+
+WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.STANDBY, State.READ_ONLY, State.DRAINING)
 
 _SUMMED = (
     "log_bytes",
@@ -80,7 +100,7 @@ def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | N
         setattr(message, name, sum(getattr(part, name) for part in parts))
     message.may_lose_ms = max((part.may_lose_ms for part in parts), default=0)
     message.entry_format = max((part.entry_format for part in parts), default=0)  # type: ignore[assignment]
-    for state in _WORST_FIRST:
+    for state in WORST_FIRST:
         if one := next((part for part in parts if part.state == state.value), None):
             message.state, message.why = one.state, f"{one.name}: {one.why}"
             break
@@ -108,7 +128,7 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         )
     counters, damage, skipped = topic.counters, topic.damage_found, topic.skipped
     interval = topic.applied.flush_interval
-    return admin_pb2.Topic(
+    message = admin_pb2.Topic(
         name=topic.name,
         incarnation=topic.incarnation,
         term=topic.term,
@@ -139,3 +159,32 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
         may_lose_ms=0 if interval.is_every_commit else interval.ms,
         not_durable_messages=topic.not_durable,
     )
+    _fill_window(message, topic)
+    return message
+
+
+def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
+    """By what the topic's messages are told from each other, and how far back that goes."""
+    window = topic.window
+    if window is None:
+        # Before its log is read that is not known of a topic without a snapshot.
+        if topic.knows_its_end:
+            message.deduplication_mode = admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID
+        return
+    message.deduplication_mode = admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+    message.window_first_index = message.window_forgotten = window.first_index
+    message.window_first_publish_time_ms = window.first_time_ms
+    message.window_messages = len(window)
+    message.window_memory_bytes = window.memory_bytes
+
+
+def replay_left_messages(topic: TopicBase | Closed) -> int:
+    """Messages that are known to be in its log, and not read yet by its recovery."""
+    return 0 if isinstance(topic, Closed) or topic.knows_its_end else topic.readable_index - topic.confirmed_index
+
+
+def snapshot_age_seconds(topic: TopicBase | Closed) -> float:
+    """Since its last durable snapshot, or since it was opened; 0 if that covers all messages."""
+    if isinstance(topic, Closed) or topic.confirmed_index <= topic.snapshot_index:
+        return 0.0
+    return asyncio.get_running_loop().time() - topic.snapshotter.durable_at

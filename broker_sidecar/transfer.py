@@ -9,6 +9,9 @@ import grpc
 import grpc.aio
 
 from broker_sidecar.rpc import Context, columns, parse_small, unary
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules import Action
+from broker_sidecar.security.trail import Trail
 from broker_sidecar.snapshot_parts import Taking, answers_of
 from broker_sidecar.steps import INT64, names_of, values
 from broker_sidecar.streams import Stream, Streams, messages
@@ -16,6 +19,7 @@ from broker_sidecar.topics import topic_to_proto
 from seqdedupe import wire
 from seqdedupe.batch import Binary
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import topic_name
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.finding import find, look_for
 from seqdedupe.topic.renewing import renew
@@ -30,9 +34,11 @@ SILENT_SECONDS = 2.0
 class Transfer:
     """The handlers."""
 
-    def __init__(self, topics: Topics[Any], streams: Streams) -> None:
+    def __init__(self, topics: Topics[Any], streams: Streams, permissions: Permissions, trail: Trail) -> None:
         self._topics = topics
         self._streams = streams
+        self._permissions = permissions
+        self._trail = trail
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """By the name of the call."""
@@ -58,6 +64,7 @@ class Transfer:
 
     async def _export_snapshot(self, data: bytes, _context: Context, stream: Stream) -> None:
         topic = await find(self._topics, parse_small(admin_pb2.ExportSnapshotRequest, data).topic)
+        _check_has_producers(topic)
         for answer in answers_of(topic):
             await stream.write(answer)
 
@@ -67,13 +74,15 @@ class Transfer:
             taking = Taking()
             async for data in messages(stream):
                 request = columns(wire.ImportSnapshotRequest, admin_pb2.ImportSnapshotRequest, data)
-                name = request.topic if name is None else name
+                if name is None:
+                    name = topic_name(request.topic)
+                    self._permissions.check_topic(Action.ADMINISTER, name)
                 taking.add(request.part)
             head, loaded = taking.finish()
             with _writing(stream):
-                topic = await renew(
-                    self._topics, await look_for(self._topics, name or ""), head.position.incarnation, loaded
-                )
+                found = await look_for(self._topics, name or "")
+                async with self._trail.change("ImportSnapshot", f"topic: {name}"):
+                    topic = await renew(self._topics, found, head.position.incarnation, loaded)
         await stream.write(admin_pb2.ImportSnapshotResponse(topic=topic_to_proto(topic)).SerializeToString())
 
     async def _rebuild(self, request: admin_pb2.RebuildTopicRequest) -> admin_pb2.RebuildTopicResponse:
@@ -94,7 +103,9 @@ class Transfer:
         async for data in messages(stream):
             request = columns(wire.ImportWatermarksRequest, admin_pb2.ImportWatermarksRequest, data)
             if importing is None:
+                self._permissions.check_topic(Action.ADMINISTER, topic_name(request.topic))
                 topic = await find(self._topics, request.topic)
+                _check_has_producers(topic)
                 importing = begin_import(topic)
                 ended.callback(importing.close)
             elif request.topic and self._topics.get(request.topic) is not topic:
@@ -107,9 +118,17 @@ class Transfer:
                 if request.HasField("producers"):
                     if request.producers != producers:
                         raise error("INVALID_REQUEST", f"producers is {request.producers}, but {producers} have come")
-                    await importing.finish()
+                    async with self._trail.change("ImportWatermarks", f"topic: {topic.name if topic else ''}"):
+                        await importing.finish()
                     return producers
         raise error("INVALID_REQUEST", "the import ended without the number of its producers: nothing is in force")
+
+
+def _check_has_producers(topic: TopicBase) -> None:
+    """Raises INVALID_REQUEST for a topic of deduplication IDs: its window is not in such a file."""
+    if topic.window is not None:
+        why = f"topic {topic.name} is one of deduplication IDs, whose state is exported and imported by backups alone"
+        raise error("INVALID_REQUEST", why, hint="`seqdedupe backup` has all of it.")
 
 
 @contextmanager

@@ -1,24 +1,23 @@
-"""Several sidecars on one data directory, each a process with shards of its own, and the parent that starts them."""
+"""Several sidecars on one data directory, each with shards of its own: how many, where, and with which flags."""
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import logging
 import os
 import secrets
-import signal
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from broker_sidecar import directory, kernels, logs
 from broker_sidecar.config import Config
 from broker_sidecar.listening import cannot_listen, family_of
+from broker_sidecar.security import own_token
+from broker_sidecar.supervising import Worker, run_all
 from seqdedupe.address import SidecarAddress
+from seqdedupe.backup.manifest import MANIFEST_FILE
 from seqdedupe.errors import error
 from seqdedupe.shards import shards_of_worker, to_text
 from seqdedupe.store import directories
@@ -26,29 +25,18 @@ from seqdedupe.store.directories import Claim, Split, of_worker
 
 logger = logging.getLogger("seqdedupe.workers")
 
-EXIT_ERROR = 1
-
-FIRST_DELAY_SECONDS = 0.1
-LONGEST_DELAY_SECONDS = 10.0
-"""Before a worker that has ended is started again: twice as long each time, until one has run for so long."""
-
 _LOCK_FILE = "WORKERS.lock"
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
-
-_ONCE = ("--rebuild-store", "--give-up-journal")
-"""Flags of a start that somebody wants, and not of each that follows."""
 
 
 def count_of(config: Config) -> int:
     """How many workers are to run. 1: the process that asks is the sidecar, as without workers.
 
     Raises INVALID_CONFIGURATION if the data directory is on its way to another number, or is a worker's of one that
-    is, or its topics are on another log; and what `read_split` raises.
+    is, or its topics are on another log, or it is a backup; and what `read_split` raises.
     """
     folder = Path(config.data_directory)
-    whole = folder.absolute().parent
-    if (folder / directories.SHARDS_FILE).exists() and (whole / directories.WORKERS_FILE).exists():
+    _check_is_no_backup(folder)
+    if (whole := directories.whole_of(folder)) is not None:
         directories.check_stays(whole)
     split = directories.read_split(folder)
     if split is None:
@@ -65,6 +53,18 @@ def count_of(config: Config) -> int:
             key="workers",
         )
     return config.workers or split.to or split.workers
+
+
+def _check_is_no_backup(folder: Path) -> None:
+    """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
+    for part in (folder, *folder.glob("worker-*")):
+        if (part / MANIFEST_FILE).exists():
+            raise error(
+                "INVALID_CONFIGURATION",
+                f"data_directory = {str(folder)!r} is a backup",
+                hint=f"Restore it: seqdedupe restore {folder} DATA_DIRECTORY",
+                key="data_directory",
+            )
 
 
 def divide(config: Config, count: int) -> None:
@@ -102,19 +102,29 @@ def run(config: Config, count: int, flags: Sequence[str]) -> int:
         directory.prepare(folder)
         held.enter_context(_locked(folder))
         split = make(folder, count)
+        if config.authentication == "token":
+            own_token.tell(own_token.make(folder), config.log_format)
         listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
         advertised = _addresses(config.advertised_address, count) if config.advertised_address else listen
+        metrics = _addresses(config.metrics_listen, count) if config.metrics_listen else []
         logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
-        workers = [_Worker(k, [*flags, *_flags(k, split, folder, listen[k], advertised)]) for k in range(split.workers)]
-        return asyncio.run(_run(workers))
+        workers = [
+            Worker(k, [*flags, *_flags(k, split, config, listen[k], advertised, metrics)]) for k in range(split.workers)
+        ]
+        return asyncio.run(run_all(workers))
 
 
 def _flags(
-    worker: int, split: Split, folder: Path, listen: SidecarAddress, advertised: Sequence[SidecarAddress]
+    worker: int,
+    split: Split,
+    config: Config,
+    listen: SidecarAddress,
+    advertised: Sequence[SidecarAddress],
+    metrics: Sequence[SidecarAddress],
 ) -> list[str]:
     """What a worker is told beside what the parent was told; the last flag counts."""
     keys = {
-        "data-directory": of_worker(folder, worker),
+        "data-directory": of_worker(Path(config.data_directory), worker),
         "workers": 1,
         "listen": listen,
         "advertised-address": advertised[worker],
@@ -122,6 +132,10 @@ def _flags(
         "peers": ",".join(map(str, advertised)),
         "cluster-id": split.cluster_id,
     }
+    if metrics:
+        keys["metrics-listen"] = metrics[worker]
+    if config.audit_file:
+        keys["audit-file"] = f"{config.audit_file}.{worker}"
     return [text for name, value in keys.items() for text in (f"--{name}", str(value))]
 
 
@@ -176,73 +190,3 @@ def _reserved(address: SidecarAddress) -> Iterator[SidecarAddress]:
         except (OSError, OverflowError) as e:
             raise cannot_listen(address, e) from e
         yield replace(address, port=reserving.getsockname()[1])
-
-
-class _Worker:
-    """A worker's process, and whichever takes its place."""
-
-    def __init__(self, number: int, flags: list[str]) -> None:
-        self._number = number
-        self._flags = flags
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def run(self, stopping: asyncio.Event) -> int:
-        """Until it has ended by itself after `stopping`; the exit status."""
-        delay_seconds = FIRST_DELAY_SECONDS
-        while True:
-            began = asyncio.get_running_loop().time()
-            try:
-                status = await self._run_once(stopping)
-            except OSError as e:
-                # There can be no process now. The other workers must not end with this one.
-                logger.error("worker not started: %s", e, extra={"worker": self._number})
-                status = EXIT_ERROR
-            if stopping.is_set():
-                return status
-            if asyncio.get_running_loop().time() - began > LONGEST_DELAY_SECONDS:
-                delay_seconds = FIRST_DELAY_SECONDS
-            told = {"worker": self._number, "status": status, "delay_seconds": delay_seconds}
-            logger.error("worker ended", extra=told)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), delay_seconds)
-                return status
-            delay_seconds = min(2 * delay_seconds, LONGEST_DELAY_SECONDS)
-
-    async def _run_once(self, stopping: asyncio.Event) -> int:
-        """From its start to its end; the exit status. Raises OSError if it cannot be started."""
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "broker_sidecar", *self._flags, preexec_fn=partial(_end_with, os.getpid())
-        )
-        self._flags = [flag for flag in self._flags if flag not in _ONCE]
-        logger.info("worker started", extra={"worker": self._number, "pid": process.pid})
-        if stopping.is_set():
-            self.stop()
-        return await process.wait()
-
-    def stop(self) -> None:
-        """SIGTERM, if it runs: it drains."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
-
-
-async def _run(workers: list[_Worker]) -> int:
-    stopping = asyncio.Event()
-
-    def stop() -> None:
-        stopping.set()
-        for worker in workers:
-            worker.stop()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    statuses = await asyncio.gather(*(worker.run(stopping) for worker in workers))
-    logger.info("stopped")
-    # Of one that was killed it is negative.
-    return max(abs(status) for status in statuses)
-
-
-def _end_with(parent: int) -> None:
-    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(EXIT_ERROR)

@@ -33,6 +33,7 @@ To try next:
   {bin}/python -m demo --no-deduplication                  the same without deduplication: see the doubles
   {bin}/python -m demo --pulsar                            the same with a real Pulsar broker as the log
   {bin}/seqdedupe serve --data-directory data              a sidecar of your own; then, in another terminal:
+  export SEQDEDUPE_TOKEN_FILE=$PWD/data/token
   {bin}/seqdedupe publish FILE --topic t --producer p      any file of lines or CSV; stop it, start it again
   {bin}/seqdedupe job run --job j --topic t --store sqlite:///t.db --table t     and into a table"""
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,17 @@ class Binary:
         """All of them, if all are there."""
         return [self.data[start:end] for start, end in pairwise(self.offsets.tolist())]
 
+    def rows(self, count: int) -> "list[bytes | None]":
+        """All of so many rows, None for one that is not there."""
+        if not self:
+            return [None] * count
+        values: list[bytes | None] = list(self.values())
+        if self.validity:
+            for row in range(count):
+                if not self.validity[row >> 3] >> (row & 7) & 1:
+                    values[row] = None
+        return values
+
     def cuts_into(self, count: int) -> bool:
         """Whether the offsets cut the data into so many values, with nothing before, between or after them."""
         offsets = self.offsets
@@ -111,7 +122,7 @@ class Batch:
     deduplication_ids: Binary = field(default_factory=Binary)
 
     def __len__(self) -> int:
-        return len(self.sequence_ids)
+        return len(self.sequence_ids) or max(len(self.deduplication_ids.offsets) - 1, 0)
 
     def producer_of(self, row: int) -> int:
         """The row's position in the list of producers."""
@@ -181,7 +192,7 @@ class Batch:
             epochs=epochs,
             previous_sequence_ids=links,
             producer_indexes=indexes,
-            sequence_ids=self.sequence_ids[rows],
+            sequence_ids=self.sequence_ids[rows] if len(self.sequence_ids) else NO_INT64S,
             event_times_ms=self.event_times_ms[rows] if len(self.event_times_ms) else NO_INT64S,
             keys=self.keys.take(rows),
             property_offsets=property_offsets if len(picked) else NO_INT32S,
@@ -194,6 +205,8 @@ class Batch:
 
     def _take_producers(self, rows: Int64s) -> tuple[Binary, Int64s, Int64s, Int32s, Int64s]:
         """The columns of producers for these rows."""
+        if not len(self.epochs):
+            return self.producer_names, self.epochs, self.previous_sequence_ids, NO_INT32S, self.complete_up_to
         if len(self.epochs) == 1:
             first = rows[0]
             links = self.sequence_ids[first - 1 : first] if first else self.previous_sequence_ids
@@ -276,7 +289,20 @@ def single_producer(
     )
 
 
-def properties(rows: Iterable[dict[str, str] | None]) -> tuple[Int32s, Binary, Binary]:
+def without_producers(deduplication_ids: Binary, payloads: Binary, **columns: Any) -> Batch:
+    """A batch for a topic of deduplication IDs."""
+    return Batch(Binary(), NO_INT64S, NO_INT64S, NO_INT64S, payloads, deduplication_ids=deduplication_ids, **columns)
+
+
+class PropertyColumns(NamedTuple):
+    """Properties as a batch has them: those of row i are names and values `offsets[i]` to before `offsets[i + 1]`."""
+
+    offsets: Int32s
+    names: Binary
+    values: Binary
+
+
+def properties(rows: Iterable[dict[str, str] | None]) -> PropertyColumns:
     """The three property columns of these rows; all left out if no row has any."""
     names: list[bytes] = []
     values: list[bytes] = []
@@ -287,5 +313,5 @@ def properties(rows: Iterable[dict[str, str] | None]) -> tuple[Int32s, Binary, B
             values.append(value.encode())
         offsets.append(len(names))
     if not names:
-        return NO_INT32S, Binary(), Binary()
-    return np.array(offsets, np.int32), Binary.of_all(names), Binary.of_all(values)
+        return PropertyColumns(NO_INT32S, Binary(), Binary())
+    return PropertyColumns(np.array(offsets, np.int32), Binary.of_all(names), Binary.of_all(values))

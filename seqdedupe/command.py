@@ -4,15 +4,19 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
 import click
 
+from seqdedupe.client import credentials
 from seqdedupe.client.connection import DEFAULT_ADDRESS
+from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import NEVER, SeqdedupeError, error
+
+Command = Callable[..., Any]
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -25,15 +29,59 @@ ADDRESS_VARIABLE = "SEQDEDUPE_ADDRESS"
 _NOT_PRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What a terminal may act on (but for the tab): control characters, and those that turn the direction of writing."""
 
-address_option = click.option(
-    "--address",
-    envvar=ADDRESS_VARIABLE,
-    default=DEFAULT_ADDRESS,
-    show_default=True,
-    show_envvar=True,
-    metavar="HOST:PORT,…",
-    help="The sidecar, or unix:PATH; or several of one cluster.",
-)
+_CREDENTIALS = {
+    "--token-file": (credentials.TOKEN_FILE, "The token, if the sidecar wants one."),
+    "--tls-ca-file": (credentials.TLS_CA_FILE, "Who is believed about the sidecar's certificate; with it TLS is used."),
+    "--tls-certificate-file": (credentials.TLS_CERTIFICATE_FILE, "A certificate of one's own."),
+    "--tls-key-file": (credentials.TLS_KEY_FILE, "Its key."),
+}
+"""No option takes a token itself: all users of a machine see the command lines of its processes."""
+
+_TOLD = "seqdedupe.credentials"
+
+
+def sidecar_options(command: Command) -> Command:
+    """Adds `--address`, which the command gets, and the options of which `told_credentials` are made."""
+    for name, (variable, what) in reversed(_CREDENTIALS.items()):
+        command = click.option(
+            name,
+            envvar=variable,
+            show_envvar=True,
+            type=click.Path(),
+            metavar="FILE",
+            help=what,
+            callback=_remember,
+            expose_value=False,
+        )(command)
+    return click.option(
+        "--address",
+        envvar=ADDRESS_VARIABLE,
+        default=DEFAULT_ADDRESS,
+        show_default=True,
+        show_envvar=True,
+        metavar="HOST:PORT,…",
+        help="The sidecar, or unix:PATH; or several of one cluster.",
+    )(command)
+
+
+CREDENTIAL_PARAMETERS = tuple(name.removeprefix("--").replace("-", "_") for name in _CREDENTIALS)
+"""The options' names, as click has them."""
+
+
+def _remember(context: click.Context, option: click.Parameter, value: str | None) -> None:
+    # What the environment says counts only where the command line says nothing.
+    if context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE:
+        context.meta.setdefault(_TOLD, {})[option.name] = value
+
+
+def told_files() -> dict[str, str]:
+    """The files that the command line of the command at work names, by the names that they have in `Credentials`."""
+    return dict(click.get_current_context().meta.get(_TOLD, {}))
+
+
+def told_credentials() -> Credentials:
+    """What the command at work was told, and for the rest the environment says. Raises INVALID_CREDENTIALS."""
+    return Credentials.from_environment(**told_files())
 
 
 def run_command(

@@ -3,6 +3,7 @@
     SeqdedupeError
     ├── InvalidRequestError     the request cannot be carried out, now or later
     │   └── NotFoundError
+    ├── AccessDeniedError       the caller is not known, or may not do this
     ├── FencedError             another process owns the producer name
     ├── UnavailableError        not now: trying again helps
     │   └── OutcomeUnknownError     what was sent may be in the log or not
@@ -30,6 +31,8 @@ class SeqdedupeError(Exception):
 
     def __init__(self, reason: str, message: str, hint: str, retry_delay_ms: int, numbers: dict[str, str]) -> None:
         super().__init__(message)
+        # What to do stands below the error in a traceback, which is all that the user of a library may see of it.
+        self.add_note(hint)
         self.reason = reason
         self.message = message
         self.hint = hint
@@ -49,6 +52,10 @@ class InvalidRequestError(SeqdedupeError):
 
 class NotFoundError(InvalidRequestError):
     """The topic or producer does not exist."""
+
+
+class AccessDeniedError(SeqdedupeError):
+    """The caller is not known, or may not do this. It changed nothing."""
 
 
 class FencedError(SeqdedupeError):
@@ -109,6 +116,7 @@ REASONS: dict[str, Reason] = {
     "INVALID_NAME": _invalid("Give every producer a name of 1 to 255 bytes of UTF-8, each once in a request."),
     "INVALID_BATCH": _invalid("Lay the batch's columns out as Batch in batch.proto says."),
     "INVALID_SEQUENCE_ID": _invalid("Use sequence IDs from 0 to 2^63 - 1."),
+    "INVALID_DEDUPLICATION_ID": _invalid("Give every message a deduplication ID of 1 to 255 bytes."),
     "NOT_ASCENDING": _invalid("Let the sequence IDs of each producer rise strictly within a batch."),
     "INVALID_PREDECESSOR": _invalid(
         "Link to the highest ID below the batch's first one that was sent in this session or that Open answered."
@@ -145,6 +153,14 @@ REASONS: dict[str, Reason] = {
     "PRODUCER_NOT_FOUND": Reason(
         NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe producers TOPIC` lists the producers."
     ),
+    "CURSOR_NOT_FOUND": Reason(
+        NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe cursors TOPIC` lists the cursors."
+    ),
+    "TOO_MANY_CURSORS": Reason(
+        InvalidRequestError,
+        "RESOURCE_EXHAUSTED",
+        "Remove those that nobody needs (`seqdedupe cursors TOPIC --remove NAME`), or keep positions in files.",
+    ),
     "SIDECAR_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
@@ -158,6 +174,19 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."
     ),
+    # Who may.
+    "UNAUTHENTICATED": Reason(
+        AccessDeniedError,
+        "UNAUTHENTICATED",
+        "Send the sidecar's token: SEQDEDUPE_TOKEN, or SEQDEDUPE_TOKEN_FILE with the path of the file `token` in its "
+        "data directory. docs/security.md says more.",
+    ),
+    "NOT_ALLOWED": Reason(
+        AccessDeniedError,
+        "PERMISSION_DENIED",
+        "Ask the sidecar's operator for a rule; `seqdedupe auth explain` names the one that decides.",
+    ),
+    "TOKEN_EXPIRED": Reason(UnavailableError, "UNAUTHENTICATED", "Send a token that is still valid.", 0),
     # Sessions and order.
     "FENCED": Reason(
         FencedError,
@@ -219,6 +248,12 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_STREAMS": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Share streams: one carries any number of producers.", 1000
     ),
+    "SHARE_EXCEEDED": Reason(
+        UnavailableError,
+        "RESOURCE_EXHAUSTED",
+        "Use less at once, or ask the sidecar's operator for a larger share; docs/rules.md has all of them.",
+        1000,
+    ),
     "STREAM_IDLE": Reason(
         UnavailableError, "UNAVAILABLE", "Open the stream again when there is something to send or to read.", 1000
     ),
@@ -231,7 +266,31 @@ REASONS: dict[str, Reason] = {
         "See why the store refuses writes (is the disk full?); retries go on.",
         250,
     ),
+    "AUDIT_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "See why the audit trail cannot be written (is the disk full?); operators' calls are refused until it can.",
+        1000,
+    ),
+    "BACKUP_FAILED": Reason(
+        UnavailableError,
+        "RESOURCE_EXHAUSTED",
+        "See why the backup could not be written (is its disk full?), and make another.",
+        1000,
+    ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
+    "TLS_FAILED": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "Both ends have to believe the other's certificate; docs/client.md says how.",
+        500,
+    ),
+    "CREDENTIALS_UNAVAILABLE": Reason(
+        UnavailableError,
+        "UNAUTHENTICATED",
+        "See why the token or the TLS files cannot be had; it is tried again.",
+        500,
+    ),
     "OUTCOME_UNKNOWN": Reason(
         OutcomeUnknownError,
         "UNAVAILABLE",
@@ -261,6 +320,11 @@ REASONS: dict[str, Reason] = {
         "Another message stands there now: an old copy of the log was restored and has grown again. What was read "
         "before is not what the topic holds.",
     ),
+    "CURSOR_MOVED": Reason(
+        FencedError,
+        "ABORTED",
+        "Another process uses this cursor: stop one of them, or give each one of its own. To go on, read it again.",
+    ),
     # Data that is not there.
     "DATA_LOSS": Reason(
         DataLossError, "DATA_LOSS", "Acknowledged messages are missing: was an old copy of the data restored?"
@@ -282,9 +346,17 @@ REASONS: dict[str, Reason] = {
         "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
         "and start once with --rebuild-store, which makes its records anew from the logs."
     ),
+    "CURSOR_DAMAGED": _damaged(
+        "Put the cursor's file back from a copy, or remove it: its owner then begins as one that never kept a position."
+    ),
+    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` says which ones are whole."),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
     "OLDER_FORMAT": _damaged(
         "Start the version that wrote it. Its data is not converted: publish anew what is still needed."
+    ),
+    "AUDIT_DAMAGED": _damaged(
+        "Find out who could write to the file, and keep it. A sidecar that does not start for it begins a new trail "
+        "once the file is moved away."
     ),
     "STORE_MISSING": _damaged(
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "
@@ -293,13 +365,24 @@ REASONS: dict[str, Reason] = {
     # What an operator or a user of the command told.
     "INVALID_CONFIGURATION": _configuration("Correct the key that the message names; docs/configuration.md has all."),
     "INVALID_ADDRESS": _configuration("Write the address as host:port, [IPv6]:port or unix:/path."),
+    "INVALID_CREDENTIALS": _configuration(
+        "Name files that this process can read: SEQDEDUPE_TOKEN_FILE, SEQDEDUPE_TLS_CA_FILE, or options of that name."
+    ),
+    "INSECURE_ADDRESS": _configuration(
+        "Let the sidecar speak TLS, and name its authority: SEQDEDUPE_TLS_CA_FILE, tls_ca_file. If something else "
+        "encrypts the connection, say so: SEQDEDUPE_ALLOW_INSECURE_TOKEN=true, allow_insecure_token."
+    ),
     "INSECURE_LISTEN": _configuration(
-        "Listen on loopback or a Unix socket, or say that it is wanted: allow_insecure_listen = true."
+        "Give the sidecar a certificate (tls_certificate_file, tls_key_file), listen on loopback or a Unix socket, or "
+        "say that it is wanted: allow_insecure_listen = true."
     ),
     "INVALID_FUNCTION": _configuration(
         "Correct userConfig, or how the function is deployed; docs/functions.md has both."
     ),
     "FUNCTION_FAILED": _configuration("Correct the function, or set dead_letter_topic in userConfig."),
+    "PIPE_FUNCTION_FAILED": _configuration(
+        "Correct the pipe's function and start the pipe again: it goes on with that message."
+    ),
     "PULSAR_FORBIDS": _configuration(
         "Give the sidecar's credentials the permissions that docs/pulsar-log.md lists, or give it the right ones."
     ),
@@ -335,6 +418,15 @@ REASONS: dict[str, Reason] = {
         "Is the disk full? What the command has done stands; only what it prints is missing."
     ),
     "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it goes on."),
+    # Services: the outbox.
+    "INVALID_OUTBOX": _configuration(
+        "Run what `seqdedupe outbox ddl` prints, or correct what the message names; docs/outbox.md says what is wanted."
+    ),
+    "OUTBOX_CHANGED": _configuration(
+        "Run the relay as before. To change it, let it empty the outbox, stop it, and set producer and topic in "
+        "outbox_token to NULL."
+    ),
+    "OUTBOX_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the outbox's database cannot be used.", 500),
     # Spark jobs.
     "INVALID_OPTION": _configuration(
         "Correct the option that the message names; docs/spark-source.md and docs/spark-job.md list all."
@@ -369,6 +461,23 @@ REASONS: dict[str, Reason] = {
         "The job's database is older than what this run has committed to it: was a backup restored? Start the job "
         "again to write anew what the backup lacks.",
     ),
+    # Services.
+    "CONSUMER_CHANGED": _configuration(
+        "Two consumers need two names. If it is the same one and only its handler was renamed, say the old purpose: "
+        "Consumer(…, purpose=…)."
+    ),
+    "HANDLER_FAILED": _configuration(
+        "Correct the handler, and start the consumer again: it goes on with this message. docs/consumer.md says how to "
+        "set such messages aside."
+    ),
+    "TRANSACTION_ENDED": _configuration(
+        "Let the handler leave COMMIT, ROLLBACK and DDL to others. What it did before may be committed without the "
+        "position, and is done once more when the consumer is started again."
+    ),
+    "NOT_TRANSACTIONAL": _configuration(
+        "Use an engine without AUTOCOMMIT, and tables with transactions: ALTER TABLE … ENGINE = InnoDB."
+    ),
+    "INVALID_VERSION": _invalid("Give every message a key and a version from 0 up, each of them to one message."),
     "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "This is a defect: report it with the sidecar's log."),
 }
 

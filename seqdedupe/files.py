@@ -1,8 +1,15 @@
-"""Making files durable."""
+"""Making files durable, and folders that are there whole or not at all."""
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from seqdedupe.errors import error
+
+UNFINISHED = ".unfinished"
+"""What the name of a new folder ends with until everything in it is durable."""
 
 WRITE_BYTES = 1024 * 1024
 """What one call writes. For a larger write the system takes memory in larger pieces, of those that it has not used for
@@ -68,3 +75,32 @@ def _in_pieces(buffers: Sequence[bytes | memoryview]) -> Iterator[Sequence[bytes
             some.append(part)
             left -= len(part)
     yield some
+
+
+@contextmanager
+def becoming(to: Path, apart_from: Path) -> Iterator[Path]:
+    """A new folder for the block, which afterwards is there by the name `to`; if the block raises nothing is left.
+
+    Raises DIRECTORY_NOT_EMPTY if `to` is not free, or within the folder that is to stay as it is; OSError.
+    """
+    to = to.resolve()
+    unfinished = to.with_name(to.name + UNFINISHED)
+    _check_is_free(to, unfinished, apart_from.resolve())
+    unfinished.mkdir(mode=0o700, parents=True)
+    try:
+        yield unfinished
+        unfinished.rename(to)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+    sync_folder(to.parent)
+
+
+def _check_is_free(to: Path, unfinished: Path, apart_from: Path) -> None:
+    if unfinished.exists():
+        raise error("DIRECTORY_NOT_EMPTY", f"{unfinished} is there: what did not end has left it")
+    if to.is_relative_to(apart_from):
+        raise error("DIRECTORY_NOT_EMPTY", f"{to} is within {apart_from}, which stays as it is")
+    if to.is_mount() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
+        what = "the root of a file system" if to.is_mount() else "not an empty directory"
+        raise error("DIRECTORY_NOT_EMPTY", f"{to} is {what}")

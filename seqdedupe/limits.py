@@ -3,6 +3,12 @@
 MAX_NAME_BYTES = 255
 """A topic's or producer's name, in UTF-8."""
 
+MAX_TOKEN_BYTES = 6 * 1024
+"""What a caller shows. gRPC takes 8 KiB for all that comes with a call."""
+
+MIN_RSA_BITS = 2048
+"""Of a key that signs tokens, or is a certificate's."""
+
 MAX_SEQUENCE_ID = 2**63 - 1
 NO_SEQUENCE_ID = -1
 """Stands for *none*: no message yet, no predecessor."""
@@ -20,6 +26,7 @@ MAX_BATCH_BYTES = 8 * 1024 * 1024
 """An encoded batch. One with the largest payload has room for keys and properties beside it."""
 
 MAX_BATCH_ROWS = 65_536
+MAX_DEDUPLICATION_ID_BYTES = 255
 MAX_PAYLOAD_BYTES = 5 * 1024 * 1024
 """Pulsar's `maxMessageSize`."""
 MAX_PARTITIONS = 1024

@@ -79,12 +79,17 @@ def producer_name(name: str) -> bytes:
         encoded = name.encode()
     except UnicodeEncodeError as e:
         raise error("INVALID_NAME", f"the producer name {name[:80]!r} is not valid Unicode") from e
+    check_name_length(encoded)
+    return encoded
+
+
+def check_name_length(encoded: bytes) -> None:
+    """Raises INVALID_NAME if a producer name has not 1 to 255 bytes."""
     if not 1 <= len(encoded) <= MAX_NAME_BYTES:
         raise error(
             "INVALID_NAME",
             f"a producer name is {len(encoded)} bytes long: it should be 1 to {MAX_NAME_BYTES}",
         )
-    return encoded
 
 
 def new_producer_name(name: str) -> bytes:
@@ -93,3 +98,10 @@ def new_producer_name(name: str) -> bytes:
     if _CONTROL.search(name):
         raise error("INVALID_NAME", f"the producer name {name[:80]!r} has a control character in it")
     return encoded
+
+
+def source_name(name: str, topic: str, creation: int) -> str:
+    """By what the outputs of a topic's messages are known, whoever makes them: `name` is that of a function or a pipe,
+    `topic` a full one, of a partition if it is one of several, and `creation` says which topic of that name it is (an
+    incarnation, a ledger): one that was made anew counts from 0 again. No two sources have the same one."""
+    return f"{name}/{topic}/{creation}"

@@ -41,6 +41,7 @@ class Sidecar:
     `folder` is where its data directory is made, and stays; left out, that is a temporary one and goes with the block.
     `keys` are keys of the configuration (docs/configuration.md); `environment` is added to this process's own;
     `module` is what `python -m` runs. Keys may be changed between two starts. Needs the extra `seqdedupe[sidecar]`.
+    It asks nobody who they are, so that clients need no token, unless `keys` has `authentication="token"`.
     With several `workers` they listen on Unix sockets, and `address` has all of them, with commas between.
     Its methods block; they belong to one thread.
     """
@@ -89,6 +90,11 @@ class Sidecar:
         return self.folder / "data"
 
     @property
+    def token_file(self) -> Path:
+        """With `authentication="token"`: the file with the token, once it serves."""
+        return self.data / "token"
+
+    @property
     def pid(self) -> int:
         """The process's number. Raises RuntimeError before the first start."""
         if self._process is None:
@@ -131,7 +137,8 @@ class Sidecar:
 
     def _flags(self) -> list[str]:
         flags: list[str] = []
-        for name, value in ({"data_directory": self.data, "listen": self.address} | self.keys).items():
+        keys = {"data_directory": self.data, "listen": self.address, "authentication": "none"} | self.keys
+        for name, value in keys.items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):
                 flags.append(f"--{flag}" if value else f"--no-{flag}")

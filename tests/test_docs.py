@@ -1,8 +1,10 @@
 """The documents say what the code does: reasons of errors, keys of the configuration."""
 
 import ast
+import pickle
 import re
 import tomllib
+import traceback
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +14,10 @@ import pytest
 
 from bench.__main__ import FIGURES
 from broker_sidecar import __main__ as main
-from broker_sidecar.config import KEYS, load, table
+from broker_sidecar.config import KEYS, table
 from broker_sidecar.keys import flag_of
-from seqdedupe.errors import NEVER, REASONS
+from broker_sidecar.loading import load
+from seqdedupe.errors import NEVER, REASONS, error
 from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2, read_pb2
 
 ROOT = Path(__file__).parent.parent
@@ -109,6 +112,13 @@ def test_hints_and_codes_are_what_the_answers_need() -> None:
         assert known.hint.endswith((".", "?")), reason
         # A gRPC status that says "never again" must not come with a delay, and the other way round.
         assert (known.code == "UNAVAILABLE") <= (known.retry_delay_ms >= 0), reason
+
+
+def test_a_traceback_says_what_to_do() -> None:
+    """Also that of an error which comes from another process."""
+    failure = error("UNAUTHENTICATED", "the call shows no token")
+    for one in (failure, pickle.loads(pickle.dumps(failure))):
+        assert traceback.format_exception_only(one)[1:] == [failure.hint + "\n"]
 
 
 def test_the_page_has_the_table_of_keys() -> None:

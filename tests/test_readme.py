@@ -12,6 +12,7 @@ import pytest
 
 from seqdedupe.testing import Sidecar
 from tests import warm
+from tests.conftest import StartSidecar
 from tests.processes import running
 from tests.spark.run_job import QUICK
 
@@ -30,23 +31,39 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_program_publishes_and_reads_back(sidecar: Sidecar) -> None:
+EXPORT = "export SEQDEDUPE_TOKEN_FILE=$PWD/data/token"
+
+
+@pytest.fixture
+def closed(start_sidecar: StartSidecar) -> Sidecar:
+    """As `seqdedupe serve` starts it."""
+    return start_sidecar(authentication="token")
+
+
+def environment_of(sidecar: Sidecar) -> dict[str, str]:
+    return os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address, "SEQDEDUPE_TOKEN_FILE": str(sidecar.token_file)}
+
+
+def test_the_program_publishes_and_reads_back(closed: Sidecar) -> None:
     (program,) = blocks("python")
     assert "127.0.0.1:6660" in program
-    program = program.replace("127.0.0.1:6660", sidecar.address)
+    program = program.replace("127.0.0.1:6660", closed.address)
+    command, environment = [sys.executable, "-c", program], environment_of(closed)
     for first in (0, 100):
-        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
         assert ran.returncode == 0, ran.stderr
         assert ran.stdout.count("NOT_DUP") == 100
         assert f"{first + 99} order-service {first + 99} b'order {first + 99}'" in ran.stdout
 
 
-def test_the_commands_do_what_they_are_shown_for(sidecar: Sidecar, tmp_path: Path) -> None:
+def test_the_commands_do_what_they_are_shown_for(closed: Sidecar, tmp_path: Path) -> None:
     shown = [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+    assert shown.index(EXPORT) > shown.index("seqdedupe serve --data-directory ./data")
+    shown.remove(EXPORT)
     commands = [shlex.split(line.partition("#")[0]) for line in shown if not line.startswith("make")]
     assert [command[1] for command in commands] == ["serve", "publish", "read", "topics", "job", "job"]
     (tmp_path / "events.csv").write_text("id,what\n" + "".join(f"{i},event {i}\n" for i in range(5)))
-    environment = os.environ | QUICK | {"SEQDEDUPE_ADDRESS": sidecar.address}
+    environment = environment_of(closed) | QUICK
     output = []
     for command in commands[1:]:
         ran = subprocess.run(
@@ -80,6 +97,7 @@ def test_the_sidecar_starts_as_shown(tmp_path: Path) -> None:
         process.stderr.read()
         assert process.wait(120) == 0
     assert (tmp_path / "data" / "store").is_dir()
+    assert (tmp_path / "data" / "token").is_file()
 
 
 def test_every_file_that_the_readme_points_to_is_there() -> None:

@@ -30,8 +30,8 @@ SIDECAR = [sys.executable, "-m", "broker_sidecar"]
 MAINS = {"command": "seqdedupe.cli.main", "sidecar": "broker_sidecar.__main__"}
 """What can start warm: the modules of their functions `main`."""
 
-# gRPC's experiments are what the sidecar's own start says: any process that has imported its main module has them.
-_READ_LATE = ("SEQDEDUPE_", "PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "GRPC_EXPERIMENTS")
+# gRPC's own are what a start of sidecar or command says: any process that has imported their modules has them.
+_READ_LATE = ("SEQDEDUPE_", "NOTIFY_SOCKET", "WATCHDOG_", "PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "GRPC_")
 _SPARKS = ("SPARK_", "PYSPARK_")
 """What a session in the tests' process leaves in its environment, beside folders of this repository in PYTHONPATH."""
 _MAX_REQUEST_BYTES = 1 << 20

@@ -25,6 +25,8 @@ def _serve(_: Path, folder: Path, mode: Mode) -> Iterator[Server]:
         folder / "data",
         "--listen",
         address,
+        "--authentication",
+        "none",
     ]
     with Server(address, folder, command, lambda: listens(address)).running() as server:
         yield server

@@ -7,15 +7,24 @@ from types import TracebackType
 
 import click
 
+from seqdedupe.cli.audit import audit
+from seqdedupe.cli.auth import auth
+from seqdedupe.cli.backup import backup, restore, verify
 from seqdedupe.cli.bench import bench
+from seqdedupe.cli.consumer import consumer
+from seqdedupe.cli.cursors import cursors
 from seqdedupe.cli.doctor import doctor
 from seqdedupe.cli.job import job
 from seqdedupe.cli.operate import in_flight, message_state, reset_producer
+from seqdedupe.cli.outbox import outbox
+from seqdedupe.cli.pipe import pipe
 from seqdedupe.cli.policy import policy
 from seqdedupe.cli.publish import publish
 from seqdedupe.cli.read import read
 from seqdedupe.cli.serve import serve
 from seqdedupe.cli.sidecars import sidecars
+from seqdedupe.cli.token import token
+from seqdedupe.cli.top import top
 from seqdedupe.cli.topics import producers, snapshot, topics, version
 from seqdedupe.cli.transfer import export_file, import_file, rebuild_topic
 from seqdedupe.command import run_command, say_failure, says_json
@@ -36,18 +45,29 @@ for _command in (
     read,
     topics,
     sidecars,
+    top,
     policy,
     producers,
     message_state,
     in_flight,
     reset_producer,
+    cursors,
     snapshot,
     export_file,
     import_file,
     rebuild_topic,
     bench,
+    pipe,
     job,
+    consumer,
+    outbox,
+    backup,
+    verify,
+    restore,
     doctor,
+    audit,
+    token,
+    auth,
     version,
 ):
     cli.add_command(_command)

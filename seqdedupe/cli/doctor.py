@@ -43,28 +43,36 @@ def doctor(directory: Path, to: Path | None, as_json: bool) -> int:
     return WRONG_USAGE
 
 
-def _run(directory: Path, to: Path | None, as_json: bool) -> int:
+def prepare() -> None:
+    """Before what looks at a data directory is imported. Raises INVALID_CONFIGURATION if that cannot be."""
     # What is logged while a store is opened is of the copy.
     logging.getLogger("seqdedupe").addHandler(logging.NullHandler())
     try:
         from broker_sidecar import kernels
 
         kernels.prepare()
-        from seqdedupe.doctor.examine import examine
-        from seqdedupe.doctor.salvage import salvage
-        from seqdedupe.store.directories import parts_of
+        from seqdedupe.doctor import examine
     except ModuleNotFoundError as e:
         raise error(
             "INVALID_CONFIGURATION",
             f"a data directory is looked at with {e.name}, which is not installed",
             hint="Install it: pip install 'seqdedupe[sidecar]'",
         ) from e
+    _ = examine
+
+
+def _run(directory: Path, to: Path | None, as_json: bool) -> int:
+    prepare()
+    from seqdedupe.doctor.examine import examine
+    from seqdedupe.doctor.salvage import salvage
+    from seqdedupe.store.directories import parts_of
+
     parts = parts_of(directory)
     if parts != [directory]:
         return _run_on_workers(directory, [examine(part) for part in parts] if to is None else None, as_json)
     if to is None:
         findings = examine(directory)
-        print_json(findings.to_json()) if as_json else _print(findings)
+        print_json(findings.to_json()) if as_json else print_findings(findings)
     else:
         made = salvage(directory, to)
         findings = made.findings
@@ -82,12 +90,13 @@ def _run_on_workers(directory: Path, each: "list[Findings] | None", as_json: boo
         print_json({"directory": str(directory), "whole": is_whole, "workers": workers})
         return 0 if is_whole else FAILED
     for findings in each:
-        _print(findings)
+        print_findings(findings)
     _say(f"{directory}, {len(each)} workers, is " + ("whole" if is_whole else "NOT WHOLE"))
     return 0 if is_whole else FAILED
 
 
-def _print(findings: "Findings") -> None:
+def print_findings(findings: "Findings") -> None:
+    """For a person."""
     for topic in findings.topics:
         _print_topic(topic)
     _say(f"store: {findings.store.value}" + (f": {findings.store_why}" if findings.store_why else ""))
@@ -147,7 +156,7 @@ def _missing(missing: "Missing") -> str:
 
 
 def _print_salvage(made: "Salvage", to: Path) -> None:
-    _print(made.findings)
+    print_findings(made.findings)
     for topic in made.topics:
         how = "copied" if topic.is_copied else f"written anew, incarnation {topic.record.incarnation}"
         _say(f"{topic.record.name}: {how}")

@@ -12,6 +12,7 @@ import numpy as np
 
 from seqdedupe.cli.histogram import Histogram
 from seqdedupe.client import Client, Producer, Receipt
+from seqdedupe.command import told_credentials
 
 _INTERVAL_SECONDS = 1.0
 _INTERRUPT_GRACE_SECONDS = 5.0
@@ -76,7 +77,7 @@ class Load:
     async def run(self, address: str, on_interval: Callable[[Interval], None]) -> None:
         """Sends, and calls `on_interval` about once a second. Returns when all that
         was sent has its receipts, or after Ctrl-C; raises what a producer failed with."""
-        async with Client(address) as client, AsyncExitStack() as stack:
+        async with Client(address, told_credentials()) as client, AsyncExitStack() as stack:
             await client.admin.version()  # a sidecar that is not there is said so at once
             for number in range(self.plan.names):
                 producer = client.producer(self.plan.topic, f"bench-{number}")

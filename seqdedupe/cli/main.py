@@ -1,5 +1,6 @@
 """The entry."""
 
+import os
 import sys
 
 _INTERRUPTED = 130
@@ -8,6 +9,9 @@ _INTERRUPTED = 130
 def main() -> None:
     """Runs the command of this process. An error is one line on stderr and a status: 1, or 2 for wrong usage."""
     try:
+        # A command that fails says why in one line; gRPC has lines of its own for what is wrong with TLS.
+        if sys.argv[1:2] != ["serve"]:
+            os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Here, since imports take long enough to be interrupted, and that is no defect.
         from seqdedupe.cli.commands import run
     except KeyboardInterrupt:

@@ -30,6 +30,8 @@ _COLUMNS: dict[str, Callable[[Message], int | str | None]] = {
     "message_id": lambda message: str(message.message_id),
     "producer_name": lambda message: message.producer_name,
     "sequence_id": lambda message: message.sequence_id,
+    "deduplication_id": lambda message: _utf8(message.deduplication_id),
+    "deduplication_id_base64": lambda message: _base64(message.deduplication_id),
     "publish_time_ms": lambda message: message.publish_time_ms,
     "event_time_ms": lambda message: message.event_time_ms or None,
     "key": lambda message: _utf8(message.key),
@@ -37,6 +39,9 @@ _COLUMNS: dict[str, Callable[[Message], int | str | None]] = {
     "payload": lambda message: _utf8(message.payload),
     "payload_base64": lambda message: _base64(message.payload),
 }
+
+
+_ONLY_WHERE_THERE = ("partition", "deduplication_id")
 
 
 def json_line(message: Message) -> bytes:
@@ -48,9 +53,9 @@ def json_line(message: Message) -> bytes:
         found = column(message)
         if name.endswith("_base64"):
             if found is not None:  # in place of the text, which there is not
-                del value[name.removesuffix("_base64")]
+                value.pop(name.removesuffix("_base64"), None)
                 value[name] = found
-        elif name != "partition" or found is not None:
+        elif name not in _ONLY_WHERE_THERE or found is not None:
             value[name] = found
     return json_text(value).encode() + b"\n"
 

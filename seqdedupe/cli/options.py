@@ -1,18 +1,25 @@
 """What the commands share: where the sidecar is, the form of the output, a hint for a topic that is not there."""
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import address_option, echo, json_text, printable, say
+from seqdedupe.command import (
+    CREDENTIAL_PARAMETERS,
+    Command,
+    echo,
+    json_text,
+    printable,
+    say,
+    sidecar_options,
+    told_credentials,
+)
 from seqdedupe.errors import NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
-
-Command = Callable[..., Any]
 
 _SHORT_NAMES = "persistent://public/default/"
 
@@ -25,8 +32,8 @@ as_json_option = click.option(
 
 
 def common(command: Command) -> Command:
-    """Adds `--address` and `--json`."""
-    return address_option(as_json_option(command))
+    """Adds `--address`, the options for credentials, and `--json`."""
+    return sidecar_options(as_json_option(command))
 
 
 def is_alone(context: click.Context) -> bool:
@@ -34,14 +41,14 @@ def is_alone(context: click.Context) -> bool:
     if context.invoked_subcommand is None:
         return True
     given = click.core.ParameterSource.COMMANDLINE
-    if any(context.get_parameter_source(name) is given for name in ("address", "as_json")):
+    if any(context.get_parameter_source(name) is given for name in ("address", *CREDENTIAL_PARAMETERS, "as_json")):
         raise click.UsageError(f"Options come after {context.invoked_subcommand!r}.", context)
     return False
 
 
 def connect(address: str) -> Client:
     """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS."""
-    client = Client(address)
+    client = Client(address, told_credentials())
     try:
         client.admin.version()
     except OutcomeUnknownError as e:  # nothing was asked for whose outcome could matter

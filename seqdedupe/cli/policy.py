@@ -75,6 +75,11 @@ def get(name: str, address: str, as_json: bool) -> None:
 )
 @click.option("--log-flush-interval-messages", type=int, help="A sync after so many messages; 1: every commit.")
 @click.option("--log-flush-interval-ms", type=int, help="A sync so long after a message; 0: every commit.")
+@click.option(
+    "--deduplication-window-max-messages", type=int, help="A copy is known until so many messages came after."
+)
+@click.option("--deduplication-window-max-bytes", type=int, help="Or until their IDs have so many bytes; -1: no limit.")
+@click.option("--deduplication-window-max-minutes", type=int, help="Or so long after its original; -1: no limit.")
 @common
 def set_values(name: str, address: str, as_json: bool, **values: Any) -> None:
     """Set the values that are given; the others stay. In force, and durable, when this returns."""

@@ -12,6 +12,7 @@ import click
 
 from seqdedupe.cli.json_lines import JsonPath
 from seqdedupe.cli.options import common, connect_to, print_json, tell_waiting
+from seqdedupe.cli.publish_by_id import publish_by_id
 from seqdedupe.cli.resume import RECORD_PROPERTY, Resume
 from seqdedupe.cli.source import STANDARD_INPUT, Form, Source
 from seqdedupe.cli.verify import verify
@@ -43,7 +44,7 @@ class _PathType(click.ParamType[JsonPath]):
 @click.command(short_help="Publish the records of a file.")
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--topic", required=True, help="The topic.")
-@click.option("--producer", "name", required=True, help="The producer name: one for each file.")
+@click.option("--producer", "name", help="The producer name: one for each file. Not with deduplication IDs.")
 @click.option("--format", "form", type=click.Choice(get_args(Form)), help="Default: what the name's end says.")
 @click.option("--sequence-id-column", metavar="NAME", help="CSV: the column with the sequence IDs; they must rise.")
 @click.option("--key-column", metavar="NAME", help="CSV: the column with the messages' keys.")
@@ -51,6 +52,17 @@ class _PathType(click.ParamType[JsonPath]):
     "--sequence-id-path", metavar="PATH", type=_PathType(), help="JSON lines: the same, in the member after.id, say."
 )
 @click.option("--key-path", metavar="PATH", type=_PathType(), help="JSON lines: where the key is: meta.keys[0], say.")
+@click.option(
+    "--deduplication-id-column",
+    metavar="NAME",
+    help="CSV, to a topic of deduplication IDs: the column with each record's ID; in any order.",
+)
+@click.option(
+    "--deduplication-id-path",
+    metavar="PATH",
+    type=_PathType(),
+    help="JSON lines: the same, in the member event.id, say.",
+)
 @click.option("--final", is_flag=True, help="The file is complete: its last line counts without an end, too.")
 @click.option("--follow", is_flag=True, help="The file grows: at its end wait for more.")
 @click.option("--trust-source", is_flag=True, help="Go on also where the file cannot be compared with the topic.")
@@ -59,12 +71,14 @@ class _PathType(click.ParamType[JsonPath]):
 def publish(
     file: Path,
     topic: str,
-    name: str,
+    name: str | None,
     form: Form | None,
     sequence_id_column: str | None,
     key_column: str | None,
     sequence_id_path: JsonPath | None,
     key_path: JsonPath | None,
+    deduplication_id_column: str | None,
+    deduplication_id_path: JsonPath | None,
     final: bool,
     follow: bool,
     trust_source: bool,
@@ -76,8 +90,25 @@ def publish(
 
     A payload is the record's text. The sequence ID is the record's number from 0, after a CSV header. Each record is
     published once: started again, the command goes on after the last ID that the topic has of this producer, if the
-    file still has the same record there.
+    file still has the same record there. To a topic of deduplication IDs no producer is named, and each record is
+    published once by its own ID: started again, the command sends all of them, and those that are known are Dup.
     """
+    by_id = deduplication_id_column is not None or deduplication_id_path is not None
+    if by_id and (name, sequence_id_column, sequence_id_path, key_column, key_path) != (None,) * 5:
+        raise click.UsageError("Deduplication IDs go with no producer, sequence IDs and keys.")
+    if by_id and (follow or trust_source or verifies):
+        raise click.UsageError("Deduplication IDs go with neither --follow, --trust-source nor --verify.")
+    if deduplication_id_column is not None and deduplication_id_path is not None:
+        raise click.UsageError("Columns are for CSV and paths for JSON lines: a file is one of them.")
+    if by_id:
+        with Source(
+            file, form=form, key_column=deduplication_id_column, key_path=deduplication_id_path, final=final
+        ) as source:
+            source.check()
+            _publish_by_id(source, topic, address, as_json=as_json)
+        return
+    if name is None:
+        raise click.UsageError("Say --producer, or where the deduplication IDs are.")
     if follow and (final or file == STANDARD_INPUT):
         raise click.UsageError("--follow is for a file that grows: not for a final one, nor for standard input.")
     if verifies and (follow or trust_source):
@@ -109,6 +140,18 @@ def publish(
             echo(run.text())
         if source.unfinished_line:
             raise source.incomplete()
+
+
+def _publish_by_id(source: Source, topic: str, address: str, *, as_json: bool) -> None:
+    waiting = partial(tell_waiting, topic, as_json)
+    with connect_to(address, topic) as client, client.publisher(topic, on_waiting=waiting) as publisher:
+        summary = publish_by_id(publisher, source)
+    if as_json:
+        print_json(summary)
+    else:
+        echo(f"{summary['read']:,} records read: {summary['not_dup']:,} NotDup, {summary['dup']:,} Dup")
+    if source.unfinished_line:
+        raise source.incomplete()
 
 
 def _verify(source: Source, topic: str, name: str, address: str, *, as_json: bool) -> None:

@@ -1,12 +1,15 @@
 """The operators' commands: topics, producers, snapshots, versions."""
 
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any, TypeVar
 
 import click
 
 from seqdedupe.cli.options import common, connect, connect_to, is_alone, print_json, print_table
+from seqdedupe.client.admin import MODES
 from seqdedupe.command import echo, printable
+from seqdedupe.figures import state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -20,11 +23,6 @@ def position_json(position: Position) -> dict[str, Any]:
         "message_id": None if position.message_id is None else str(position.message_id),
         "ownership": f"{position.ownership:016x}" if position.ownership else None,
     }
-
-
-def state_name(topic: admin_pb2.Topic) -> str:
-    known = topic.state in admin_pb2.TopicState.values()  # a newer sidecar may say more
-    return admin_pb2.TopicState.Name(topic.state).removeprefix("TOPIC_STATE_") if known else str(topic.state)
 
 
 T = TypeVar("T")
@@ -49,12 +47,14 @@ def _messages(topic: admin_pb2.Topic) -> int | None:
 def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
     return {
         "name": topic.name,
-        "state": state_name(topic),
+        "state": state_name(topic.state),
         "why": topic.why or None,
         "partitions": topic.partitions,
         "unused_partitions": topic.unused_partitions,
         "partition_of": topic.partition_of or None,
         "entry_format": _entry_format(topic) or None,
+        "deduplication_mode": _mode(topic),
+        "window": _window_json(topic),
         "deduplication_enabled": topic.policy.deduplication_enabled if topic.HasField("policy") else None,
         "messages": _messages(topic),
         "first_index": _of_log(topic, topic.first_index),
@@ -87,7 +87,7 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         return
     for name, value in (
         ("topic", topic.name),
-        ("state", state_name(topic) + (f": {topic.why}" if topic.why else "")),
+        ("state", state_name(topic.state) + (f": {topic.why}" if topic.why else "")),
         *(_of_whole(topic) if topic.partitions else _of_one(topic)),
         ("log", _known(topic, f"{topic.log_bytes:,} bytes")),
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since it was opened"),
@@ -124,12 +124,48 @@ def _of_one(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
     return [
         *([("partition of", topic.partition_of)] if topic.partition_of else []),
         *([("entries", _entry_format(topic))] if topic.entry_format else []),
-        ("deduplication", _on_off(topic)),
+        ("deduplication", _deduplication(topic)),
+        *_window(topic),
         ("messages", _known(topic, _extent(topic))),
         ("last", _known(topic, Position.from_proto(topic.last))),
         ("snapshot", _known(topic, f"up to index {topic.snapshot_index}, not included")),
         ("producers", _known(topic, f"{topic.producers:,}")),
     ]
+
+
+def _mode(topic: admin_pb2.Topic) -> str | None:
+    """By what its messages are told from each other; None if that is not known."""
+    return next((name for name, mode in MODES.items() if name and mode == topic.deduplication_mode), None)
+
+
+def _deduplication(topic: admin_pb2.Topic) -> str | None:
+    on_off = _on_off(topic)
+    is_by_id = topic.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+    return f"{on_off}, by deduplication ID" if is_by_id and on_off is not None else on_off
+
+
+def _window_json(topic: admin_pb2.Topic) -> dict[str, Any] | None:
+    """How far back copies are known; null for a topic of sequence IDs."""
+    if topic.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+        return None
+    return {
+        "first_index": topic.window_first_index,
+        "first_publish_time_ms": topic.window_first_publish_time_ms or None,
+        "messages": topic.window_messages,
+        "forgotten": topic.window_forgotten,
+        "memory_bytes": topic.window_memory_bytes,
+    }
+
+
+def _window(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
+    """A line for a topic of deduplication IDs."""
+    if topic.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+        return []
+    since = ""
+    if topic.window_first_publish_time_ms:
+        since = f" since {datetime.fromtimestamp(topic.window_first_publish_time_ms / 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    reach = f"{topic.window_messages:,} IDs, from index {topic.window_first_index} on{since}"
+    return [("window", f"{reach}; {topic.window_forgotten:,} forgotten; {topic.window_memory_bytes:,} bytes")]
 
 
 def _entry_format(topic: admin_pb2.Topic) -> str:
@@ -195,7 +231,7 @@ def _print_topics(found: list[admin_pb2.Topic]) -> None:
     print_table(
         ("TOPIC", "STATE", "DEDUPLICATION", "MESSAGES", "PRODUCERS", "LOG BYTES"),
         [
-            (_title(t), state_name(t), _on_off(t), _messages(t), _of_log(t, t.producers), _known(t, t.log_bytes))
+            (_title(t), state_name(t.state), _on_off(t), _messages(t), _of_log(t, t.producers), _known(t, t.log_bytes))
             for t in found
         ],
     )
@@ -229,14 +265,29 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
     type=click.Choice(("plain", "packed")),
     help="On a Pulsar cluster: a message an entry, which every consumer reads, or a batch an entry.",
 )
+@click.option(
+    "--deduplication-mode",
+    type=click.Choice(("sequence-id", "deduplication-id")),
+    help="What tells messages from each other, for good: a producer's sequence IDs, or an ID of each message's own.",
+)
 @common
 def create(
-    name: str, deduplication: bool | None, partitions: int | None, entry_format: str | None, address: str, as_json: bool
+    name: str,
+    deduplication: bool | None,
+    partitions: int | None,
+    entry_format: str | None,
+    deduplication_mode: str | None,
+    address: str,
+    as_json: bool,
 ) -> None:
     """Create a topic and show it."""
     with connect(address) as client:
         made = client.admin.create_topic(
-            name, partitions=partitions or 0, entry_format=entry_format or "", deduplication_enabled=deduplication
+            name,
+            partitions=partitions or 0,
+            deduplication_mode=deduplication_mode or "",
+            entry_format=entry_format or "",
+            deduplication_enabled=deduplication,
         )
     _print_topic(made, as_json)
 

@@ -6,8 +6,9 @@ import click
 
 from seqdedupe import sealed, snapshot_file, watermarks
 from seqdedupe.cli.options import common, connect_to, print_json
-from seqdedupe.cli.topics import position_json, state_name
+from seqdedupe.cli.topics import position_json
 from seqdedupe.command import echo, printable
+from seqdedupe.figures import state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -69,7 +70,7 @@ def rebuild_topic(topic: str, address: str, as_json: bool) -> None:
 
 
 def _say_opened(topic: admin_pb2.Topic, kind: str, where: str, as_json: bool) -> None:
-    state = state_name(topic)
+    state = state_name(topic.state)
     text = f"{topic.name} was opened again {where}, and is {state}" + (f": {topic.why}" if topic.why else "")
     values = {"topic": topic.name, "kind": kind, "producers": topic.producers, "state": state, "why": topic.why or None}
     _say(values, text, as_json)

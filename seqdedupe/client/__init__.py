@@ -7,14 +7,19 @@ from seqdedupe.client.awaited import BatchReceipt, Receipt
 from seqdedupe.client.broker import BrokerClient, ProducerNumbers
 from seqdedupe.client.client import Client, Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.credentials import Credentials
+from seqdedupe.client.cursor import Cursor, Kept
+from seqdedupe.client.cursor_file import FileCursor
 from seqdedupe.client.outbox import Counters
 from seqdedupe.client.partitioned_reader import PartitionedPosition, PartitionedReader
 from seqdedupe.client.producer import Producer
+from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import Reader
 from seqdedupe.client.receipts import BatchResult, Published, Verdict
 from seqdedupe.client.resuming import Persisted
 from seqdedupe.client.stored import Message, StoredBatch
 from seqdedupe.errors import (
+    AccessDeniedError,
     DamagedError,
     DataLossError,
     FencedError,
@@ -28,6 +33,7 @@ from seqdedupe.errors import (
 from seqdedupe.message_id import MessageId, Position
 
 __all__ = [
+    "AccessDeniedError",
     "Admin",
     "Attachment",
     "Batch",
@@ -37,11 +43,15 @@ __all__ = [
     "BrokerClient",
     "Client",
     "Counters",
+    "Credentials",
+    "Cursor",
     "DamagedError",
     "DataLossError",
     "Entry",
     "FencedError",
+    "FileCursor",
     "InvalidRequestError",
+    "Kept",
     "Located",
     "Message",
     "MessageId",
@@ -56,6 +66,7 @@ __all__ = [
     "ProducerConfig",
     "ProducerNumbers",
     "Published",
+    "Publisher",
     "Range",
     "Reader",
     "Receipt",

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client import transfer
+from seqdedupe.client import backup, transfer
 from seqdedupe.client.calls import Calls, Connection
 from seqdedupe.client.connection import call
-from seqdedupe.errors import error
+from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, topic_name
 from seqdedupe.v1 import admin_pb2
@@ -23,6 +23,14 @@ _ENTRY_FORMATS = {
     "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
     "packed": admin_pb2.ENTRY_FORMAT_PACKED,
 }
+
+
+MODES = {
+    "": admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED,
+    "sequence-id": admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID,
+    "deduplication-id": admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID,
+}
+"""Deduplication modes by name."""
 
 
 class PolicyState(NamedTuple):
@@ -64,19 +72,28 @@ class Admin:
         *,
         partitions: int = 0,
         entry_format: str = "",
+        deduplication_mode: str = "",
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
     ) -> admin_pb2.Topic:
         """With so many partitions, for good; 0: it is not partitioned. What its policy (of each partition) leaves out
         is inherited, and so is `deduplication_enabled` None. `entry_format` is `plain` or `packed`, where the log is a
-        Pulsar cluster's; left out, it is the sidecar's default. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        Pulsar cluster's; left out, it is the sidecar's default. `deduplication_mode` is `sequence-id`, the default, or
+        `deduplication-id`, for good. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        if deduplication_mode not in MODES:
+            why = f"{deduplication_mode!r} is no deduplication mode: sequence-id and deduplication-id are"
+            raise error("INVALID_REQUEST", why)
         if entry_format not in _ENTRY_FORMATS:
             raise error("INVALID_REQUEST", f"{entry_format!r} is no entry format: plain and packed are")
         given = admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
         given.MergeFrom(policy or admin_pb2.TopicPolicy())
         with _making_a_request():
             request = admin_pb2.CreateTopicRequest(
-                topic=topic_name(topic), policy=given, partitions=partitions, entry_format=_ENTRY_FORMATS[entry_format]
+                topic=topic_name(topic),
+                policy=given,
+                partitions=partitions,
+                entry_format=_ENTRY_FORMATS[entry_format],
+                deduplication_mode=MODES[deduplication_mode],
             )
         return (await self._calls.call(lambda sidecar: sidecar.admin.CreateTopic, request)).topic
 
@@ -185,6 +202,26 @@ class Admin:
             request = admin_pb2.ResetProducerRequest(topic=topic_name(topic), producer_name=name, persisted=persisted)
         return await self._calls.call(lambda sidecar: sidecar.admin.ResetProducer, request)
 
+    async def cursors(self, topic: str) -> list[admin_pb2.TopicCursor]:
+        """The named cursors of a topic, by name. Raises NotFoundError."""
+        request = admin_pb2.ListCursorsRequest(topic=topic_name(topic))
+        return list((await self._calls.call(lambda sidecar: sidecar.admin.ListCursors, request)).cursors)
+
+    async def hold_cursor(self, topic: str, name: str, retention_in_mb: int) -> None:
+        """Has retention keep what the cursor has not passed, as long as the log is not larger than this; 0: not any
+        more. Raises NotFoundError, InvalidRequestError, UnavailableError: then it may be in force or not."""
+        with _making_a_request():
+            request = admin_pb2.SetCursorHoldRequest(
+                topic=topic_name(topic), name=name, hold_retention_in_mb=retention_in_mb
+            )
+        await self._calls.call(lambda sidecar: sidecar.admin.SetCursorHold, request)
+
+    async def delete_cursor(self, topic: str, name: str) -> None:
+        """Removes a cursor: it keeps nothing any more. Raises NotFoundError, UnavailableError: then it may be gone."""
+        with _making_a_request():
+            request = admin_pb2.DeleteCursorRequest(topic=topic_name(topic), name=name)
+        await self._calls.call(lambda sidecar: sidecar.admin.DeleteCursor, request)
+
     async def snapshot(self, topic: str) -> Position:
         """Takes a snapshot now; returns when it is durable, with the position after which recovery would start."""
         request = admin_pb2.SnapshotRequest(topic=topic_name(topic))
@@ -262,6 +299,42 @@ class Admin:
         with _making_a_request():
             request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
         return (await self._calls.call(lambda sidecar: sidecar.admin.MoveTopic, request)).owner_address
+
+    async def statistics(
+        self,
+        *,
+        search: str = "",
+        order: "admin_pb2.StatisticsOrder.ValueType" = admin_pb2.STATISTICS_ORDER_UNSPECIFIED,
+        offset: int = 0,
+        limit: int = 0,
+    ) -> admin_pb2.GetStatisticsResponse:
+        """How one sidecar does, and which of its topics, in this order, are on the page asked for: see
+        `GetStatisticsRequest`. Raises InvalidRequestError."""
+        with _making_a_request():
+            request = admin_pb2.GetStatisticsRequest(search=search, order=order, offset=offset, limit=limit)
+        return await self._calls.call(lambda sidecar: sidecar.admin.GetStatistics, request)
+
+    async def backup(
+        self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
+    ) -> list[admin_pb2.BackupResponse]:
+        """Makes a backup of this name below the sidecar's `backup_directory`; what each process says at its end, when
+        all is durable. Where topics are spread over processes each makes its own part, and all have to be among the
+        addresses that the client was given.
+
+        `told` gets what each has said last. Raises InvalidRequestError (no `backup_directory`),
+        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not go to;
+        UnavailableError (BACKUP_FAILED), DataLossError.
+        """
+        with _making_a_request():
+            request = admin_pb2.BackupRequest(name=name)
+        return await backup.make(self._calls, await self._spread_over(), request, told)
+
+    async def _spread_over(self) -> list[str]:
+        """The addresses of the processes that topics are spread over; none if they are not."""
+        try:
+            return [one.name for one in await self.sidecars() if one.shards]
+        except InvalidRequestError:
+            return []
 
     async def version(self) -> admin_pb2.GetVersionResponse:
         """The sidecar's version and limits."""

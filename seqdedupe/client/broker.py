@@ -13,6 +13,7 @@ from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.attachment import ATTACH, Attachment, Entry
 from seqdedupe.client.connection import call, new_channel
+from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import dedupe_pb2
@@ -36,9 +37,11 @@ Replay = Callable[[bytes], AsyncIterator[Entry]]
 class BrokerClient:
     """A broker's connection to its sidecar. Close it with `close`, or use it as a context."""
 
-    def __init__(self, address: str) -> None:
-        """Raises INVALID_ADDRESS. Nothing is connected yet."""
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+        """`credentials` left out are what the environment says. Raises INVALID_ADDRESS, INVALID_CREDENTIALS. Nothing is
+        connected yet."""
         self._address = SidecarAddress.parse(address)
+        self._credentials = Credentials.from_environment() if credentials is None else credentials
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
@@ -57,7 +60,7 @@ class BrokerClient:
 
     def _connected(self) -> grpc.aio.Channel:
         if self._channel is None:
-            self._channel = new_channel(self._address)
+            self._channel = new_channel(self._address, self._credentials)
         return self._channel
 
     async def attach(self, topic: str, replay: Replay, *, last_position: bytes) -> Attachment:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.batch import NO_INT64S, Batch, Binary, Int64s, single_producer
+from seqdedupe.batch import NO_INT64S, Batch, Binary, Int64s, PropertyColumns, single_producer
 from seqdedupe.batch import properties as property_columns
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.receipts import PendingBatch
@@ -30,6 +30,7 @@ Payloads = Binary | Sequence[bytes | None]
 Keys = Binary | Sequence[bytes | str | None]
 Numbers = npt.NDArray[np.int64] | Sequence[int]
 Properties = Mapping[str, str]
+PropertyRows = PropertyColumns | Sequence[Properties | None]
 
 
 class Builder:
@@ -117,7 +118,7 @@ class Builder:
         if size > MAX_PAYLOAD_BYTES:
             raise _payload_too_large(size)
         key = key_bytes(key)
-        event_time_ms = _milliseconds(event_time)
+        event_time_ms = milliseconds(event_time)
         properties = _copy(properties)
         size += len(key or b"") + ROW_OVERHEAD_BYTES
         for name, value in properties.items():
@@ -187,7 +188,7 @@ class Builder:
         sequence_ids: Numbers | None,
         keys: Keys | None,
         event_times_ms: Numbers | None,
-        properties: Sequence[Properties | None] | None,
+        properties: PropertyRows | None,
     ) -> PendingBatch:
         """Hands over a ready batch, after what is gathered. Raises before anything is changed."""
         return self.add_batch(self.check_columns(payloads, sequence_ids, keys, event_times_ms, properties))
@@ -198,7 +199,7 @@ class Builder:
         sequence_ids: Numbers | None,
         keys: Keys | None,
         event_times_ms: Numbers | None,
-        properties: Sequence[Properties | None] | None,
+        properties: PropertyRows | None,
     ) -> Batch:
         """The batch of these columns. Raises what of them cannot be sent."""
         batch = single_producer(
@@ -218,7 +219,9 @@ class Builder:
             times = np.ascontiguousarray(event_times_ms, np.int64)
             batch.event_times_ms = times if times.any() else NO_INT64S
         if properties is not None:
-            _set_properties(batch, [_copy(row) for row in properties])
+            if not isinstance(properties, PropertyColumns):
+                properties = [_copy(row) for row in properties]
+            _set_properties(batch, properties)
         _check_columns(batch, rows)
         return batch
 
@@ -281,9 +284,13 @@ def _payload_column(payloads: Sequence[bytes | None]) -> Binary:
     return Binary.of_all([value or b"" for value in values], validity)
 
 
-def _set_properties(batch: Batch, rows: Sequence[Properties | None]) -> None:
-    if len(rows) != len(batch.payloads.offsets) - 1:
-        raise error("INVALID_BATCH", f"there are properties for {len(rows)} of {len(batch)} rows")
+def _set_properties(batch: Batch, rows: PropertyRows) -> None:
+    count = len(rows.offsets) - 1 if isinstance(rows, PropertyColumns) else len(rows)
+    if count != len(batch.payloads.offsets) - 1:
+        raise error("INVALID_BATCH", f"there are properties for {count} of {len(batch)} rows")
+    if isinstance(rows, PropertyColumns):
+        batch.property_offsets, batch.property_names, batch.property_values = rows
+        return
     try:
         batch.property_offsets, batch.property_names, batch.property_values = property_columns(
             None if row is None else dict(row) for row in rows
@@ -354,7 +361,7 @@ def _copy(row: Properties | None) -> dict[str, str]:
     return dict(row) if row else {}
 
 
-def _milliseconds(event_time: datetime | int | None) -> int:
+def milliseconds(event_time: datetime | int | None) -> int:
     """Milliseconds since 1970; 0 for none."""
     if isinstance(event_time, datetime):
         if event_time.tzinfo is None:

@@ -9,17 +9,11 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.connection import (
-    CALL_TIMEOUT_SECONDS,
-    Backoff,
-    call,
-    check_not_forked,
-    new_channel,
-    was_never_sent,
-)
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, call, check_not_forked
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
-from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.client.unreachable import was_never_sent
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
@@ -34,6 +28,8 @@ MAX_REMEMBERED = 10_000
 
 CHANGED_NOTHING = {"NOT_OWNER", "DRAINING"}
 """A call that is refused so has changed nothing."""
+
+_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED"}
 
 _LOOKS = ("Get", "List", "Locate", "Read", "Export")
 """How requests are called that change nothing."""
@@ -77,9 +73,20 @@ class Calls:
         """The one connection to this sidecar."""
         check_not_forked()
         if address not in self._connections:
-            channel = new_channel(address, is_one=self._sidecars.is_one)
-            self._connections[address] = Connection(address, channel)
+            self._connections[address] = Connection(address, self._sidecars.new_channel(address))
         return self._connections[address]
+
+    def connection_to(self, text: str) -> Connection:
+        """The one to a sidecar that another one has named. Raises NOT_OWNER if the client may not go there."""
+        address = self._sidecars.allowed(text)
+        if address is None:
+            why = f"the sidecar at {text} has a part of it, and is not among the addresses that the client was given"
+            raise error("NOT_OWNER", why, hint="Give the client the addresses of all sidecars.", owner_address=text)
+        return self.connection(address)
+
+    def first_connection(self) -> Connection:
+        """That to the first address."""
+        return self.connection(self._sidecars.addresses[0])
 
     async def call(self, method: Callable[[Connection], Callable[..., Awaitable[T]]], request: Message) -> T:
         """Makes a unary call, of the request's topic or of the whole. A topic that recovers is waited for.
@@ -108,6 +115,8 @@ class Calls:
             try:
                 answer = await act(self.connection(route.address))
             except SeqdedupeError as failure:
+                if failure.reason in _CONNECTION_IS_LOST:
+                    self._forget(route.address)
                 e = route.doubted(failure)
                 if not isinstance(e, UnavailableError):
                     raise
@@ -123,6 +132,12 @@ class Calls:
                 if not route.is_one:
                     self._remember(topic, route.address)
                 return answer
+
+    def _forget(self, address: SidecarAddress) -> None:
+        """The next call makes a connection with the TLS files as they are then. Others that are under way over the old
+        one end as they may."""
+        if self._sidecars.credentials.has_tls:
+            self._connections.pop(address, None)
 
     def _remember(self, topic: str, address: SidecarAddress) -> None:
         if len(self._found_at) >= MAX_REMEMBERED:

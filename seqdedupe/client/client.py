@@ -12,8 +12,12 @@ from seqdedupe.client.calls import Calls
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS, typed_errors
 from seqdedupe.client.connections import Connections
+from seqdedupe.client.credentials import Credentials
+from seqdedupe.client.cursor import Cursor
+from seqdedupe.client.cursor_sidecar import SidecarCursor
 from seqdedupe.client.partitioned_reader import PartitionedReader, PartitionedStart, PartitionEnds
 from seqdedupe.client.producer import Producer
+from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import Reader, Start
 from seqdedupe.client.sidecars import Addresses, Sidecars
 from seqdedupe.client.waiting import OnWaiting
@@ -55,15 +59,18 @@ class Client:
     may send this client to the others in the list, and to hosts in a domain that stands there too (`*.example.org`),
     to nobody else.
 
-    Raises INVALID_ADDRESS for text that is no address.
+    All of them are shown its `credentials`; left out they are what the environment says, see `Credentials`.
+
+    Raises INVALID_ADDRESS for text that is no address, INVALID_CREDENTIALS.
 
     Its producers share a connection to each sidecar, and those of one topic a stream; any number of names works. Each
     reader has a connection of its own, made when it is first read, and this object one to each sidecar for the other
     calls. It belongs to one event loop.
     """
 
-    def __init__(self, address: Addresses = DEFAULT_ADDRESS) -> None:
-        self._sidecars = Sidecars.parse(address)
+    def __init__(self, address: Addresses = DEFAULT_ADDRESS, credentials: Credentials | None = None) -> None:
+        credentials = Credentials.from_environment() if credentials is None else credentials
+        self._sidecars = Sidecars.parse(address, credentials)
         self.address = address if isinstance(address, str) else str(self._sidecars)
         """As it was given."""
         self._connections = Connections(self._sidecars)
@@ -94,6 +101,10 @@ class Client:
         """A producer, to be entered, see `Producer`."""
         return Producer(self._connections, topic, name, config, on_waiting)
 
+    def publisher(self, topic: str, *, on_waiting: OnWaiting | None = None) -> Publisher:
+        """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
+        return Publisher(self._sidecars, topic, on_waiting)
+
     def reader(
         self,
         topic: str,
@@ -103,6 +114,7 @@ class Client:
         stop_index: int | None = None,
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
+        cursor: Cursor | None = None,
     ) -> Reader:
         """A reader, see `Reader`."""
         return Reader(
@@ -113,6 +125,7 @@ class Client:
             stop_index=stop_index,
             skip_damaged=skip_damaged,
             on_waiting=on_waiting,
+            cursor=cursor,
         )
 
     def partitioned_reader(
@@ -136,10 +149,21 @@ class Client:
 
         def part(k: int, start: Start) -> Reader:
             name = partition_name(whole, k)
-            options = {"follow": follow, "skip_damaged": skip_damaged}
-            return Reader(self._sidecars, name, start, **options, on_waiting=on_waiting, partition=k)
+            return Reader(
+                self._sidecars,
+                name,
+                start,
+                follow=follow,
+                skip_damaged=skip_damaged,
+                on_waiting=on_waiting,
+                partition=k,
+            )
 
         return PartitionedReader(whole, start, ends, part)
+
+    def cursor(self, topic: str, name: str) -> SidecarCursor:
+        """A named cursor of the topic, kept by the sidecar: see `Cursor`, and docs/cursors.md. At most 32 a topic."""
+        return SidecarCursor(self._calls, topic, name)
 
     async def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError; RECOVERING if its end is still not known after 30 seconds."""

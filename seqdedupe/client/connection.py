@@ -14,6 +14,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from seqdedupe.address import SidecarAddress
+from seqdedupe.client.channel import AuthorizedChannel
+from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
+from seqdedupe.client.unreachable import is_of_another_host, unreachable
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
 
 T = TypeVar("T")
@@ -61,19 +64,6 @@ _DOMAIN = "seqdedupe"
 
 _SHORTEST_DELAY_SECONDS = 0.01
 
-_HINTS_OF_UNREACHABLE = {
-    "errors resolving": "Is the host's name right? It could not be found.",
-    "DNS resolution failed": "Is the host's name right? It could not be found.",
-    "refused": "Nothing listens there: is the sidecar running, and is this its address?",
-    "No such file": "There is no such socket: is the sidecar running, and is this its path?",
-    "Permission denied": "May this user use the socket?",
-    "HTTP": "Something other than a sidecar listens there: is the port right?",
-}
-"""By what gRPC says."""
-
-_NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
-"""What gRPC says where nothing can have been sent."""
-
 _LOST = {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.CANCELLED,
@@ -111,30 +101,47 @@ def check_not_forked() -> None:
         )
 
 
-def new_channel(address: SidecarAddress, *, is_one: bool = True) -> grpc.aio.Channel:
-    """A channel with a connection of its own. `is_one`: there is no other sidecar that could be asked."""
+def new_channel(
+    address: SidecarAddress, credentials: Credentials = NO_CREDENTIALS, *, is_one: bool = True
+) -> grpc.aio.Channel:
+    """A channel with a connection of its own. `is_one`: there is no other sidecar that could be asked.
+
+    Raises INSECURE_ADDRESS where a token would go over a network as it is, CREDENTIALS_UNAVAILABLE.
+    """
     global _used
     check_not_forked()
     _used = True
-    return grpc.aio.insecure_channel(str(address), options=_OPTIONS + (_PATIENT if is_one else _IMPATIENT))
+    options = _OPTIONS + (_PATIENT if is_one else _IMPATIENT)
+    tls = None if address.path else credentials.channel_credentials()
+    if tls is not None:
+        channel = grpc.aio.secure_channel(str(address), tls, options=options)
+    elif credentials.has_token and not (address.is_local or credentials.allow_insecure_token):
+        raise error("INSECURE_ADDRESS", f"there is a token, and no TLS to the sidecar at {address}: nothing was sent")
+    else:
+        channel = grpc.aio.insecure_channel(str(address), options=options)
+    return AuthorizedChannel(channel, credentials) if credentials.has_token else channel
 
 
 async def call(address: SidecarAddress, method: Callable[..., Awaitable[T]], request: object) -> T:
-    """Makes a unary call. While the answer is RECOVERING, it is made again after the delay that the answer asks for.
+    """Makes a unary call. While the answer is RECOVERING, it is made again after the delay that the answer asks for;
+    once, if it is TOKEN_EXPIRED, with the token as it is then.
 
     Raises what the call is refused for, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
     """
     check_not_forked()
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + CALL_TIMEOUT_SECONDS
+    has_expired = False
     while True:
         try:
             with typed_errors(address):
                 return await method(request, timeout=CALL_TIMEOUT_SECONDS)
         except UnavailableError as e:
             delay_seconds = max(e.retry_delay_ms / 1000, _SHORTEST_DELAY_SECONDS)
-            if e.reason != "RECOVERING" or loop.time() + delay_seconds > give_up_at:
+            helps = e.reason == "RECOVERING" or (e.reason == "TOKEN_EXPIRED" and not has_expired)
+            if not helps or loop.time() + delay_seconds > give_up_at:
                 raise
+            has_expired = e.reason == "TOKEN_EXPIRED"
         await asyncio.sleep(delay_seconds)
 
 
@@ -156,11 +163,6 @@ def typed_errors(address: SidecarAddress) -> Iterator[None]:
         raise _error_of_call(e, address) from e
 
 
-def was_never_sent(failure: SeqdedupeError) -> bool:
-    """Whether it is certain that the call did not reach a sidecar."""
-    return failure.reason == "UNREACHABLE" and any(sign in failure.message for sign in _NEVER_CONNECTED)
-
-
 def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dict[str, str]) -> SeqdedupeError:
     """The error that a sidecar named by its reason. A newer sidecar's unknown reason is kept as it is."""
     known = REASONS.get(reason)
@@ -174,9 +176,10 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
     details = failure.details() or failure.code().name
     if info is not None:
         return error_of_reason(info.reason, details, retry_delay_ms, dict(info.metadata))
-    if failure.code() is grpc.StatusCode.UNAVAILABLE:
-        hint = next((hint for sign, hint in _HINTS_OF_UNREACHABLE.items() if sign in details), None)
-        return error("UNREACHABLE", f"no connection to the sidecar at {address}: {details}", hint=hint)
+    if failure.code() is grpc.StatusCode.UNAVAILABLE or is_of_another_host(details):
+        return unreachable(address, details)
+    if failure.code() is grpc.StatusCode.UNAUTHENTICATED:  # by something before the sidecar
+        return error("UNAUTHENTICATED", f"{address} answered: {details}")
     if failure.code() in _LOST:
         what = f"the call to {address} broke: {failure.code().name}: {details}"
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

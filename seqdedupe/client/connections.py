@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.connection import new_channel
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.stream import PublishStream
 from seqdedupe.errors import UnavailableError
 
-_CONNECTION_IS_LOST = {"UNREACHABLE", "OUTCOME_UNKNOWN"}
+_CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "OUTCOME_UNKNOWN"}
 """With these a stream ends when its connection does, or when nothing comes over it any more."""
 
 _Place = tuple[asyncio.AbstractEventLoop, SidecarAddress]
@@ -44,31 +43,30 @@ class Connections:
         place = asyncio.get_running_loop(), address
         shared = self._shared.get(place)
         if shared is None:
-            shared = self._shared[place] = _Shared(new_channel(address, is_one=self.sidecars.is_one))
-        stream = shared.streams.get(topic)
-        if stream is None or stream.has_ended:
-            stream = shared.streams[topic] = PublishStream(shared.channel, address, topic)
+            shared = self._shared[place] = _Shared(self.sidecars.new_channel(address))
         shared.users += 1
-        stream.users += 1
         try:
-            yield stream
-        except UnavailableError as e:
-            if stream.has_ended and e.reason in _CONNECTION_IS_LOST:
-                self._forget(place, shared)
-            raise
+            stream = shared.streams.get(topic)
+            if stream is None or stream.has_ended:
+                stream = shared.streams[topic] = PublishStream(shared.channel, address, topic)
+            stream.users += 1
+            try:
+                yield stream
+            except UnavailableError as e:
+                if stream.has_ended and e.reason in _CONNECTION_IS_LOST:
+                    self._forget(place, shared)
+                raise
+            finally:
+                stream.users -= 1
+                if not stream.users:
+                    if shared.streams.get(topic) is stream:
+                        del shared.streams[topic]
+                    await stream.close()
         finally:
             shared.users -= 1
-            stream.users -= 1
-            if not stream.users and shared.streams.get(topic) is stream:
-                del shared.streams[topic]
             if not shared.users:
                 self._forget(place, shared)
-            try:
-                if not stream.users:
-                    await stream.close()
-            finally:
-                if not shared.users:
-                    await shared.channel.close()
+                await shared.channel.close()
 
     def _forget(self, place: _Place, shared: _Shared) -> None:
         if self._shared.get(place) is shared:

@@ -107,6 +107,11 @@ class Outbox:
         return self._term
 
     @property
+    def incarnation(self) -> int:
+        """That of the topic, as Open answered it; 0 before."""
+        return self._incarnation
+
+    @property
     def durable_sequence_id(self) -> int:
         """Everything up to this ID that was sent is durable; -1 if nothing is."""
         return max(self._opened, self._settled_up_to)

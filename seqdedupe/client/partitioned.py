@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from seqdedupe.batch import Batch
 from seqdedupe.client.awaited import BatchReceipt, Receipt, SpreadBatch
-from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, key_bytes
+from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows, key_bytes
 from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.client.spread import Numbering
 
@@ -70,7 +70,7 @@ class Spread:
         sequence_ids: Numbers | None,
         keys: Keys | None,
         event_times_ms: Numbers | None,
-        properties: Sequence[Properties | None] | None,
+        properties: PropertyRows | None,
     ) -> BatchReceipt:
         async with self._turn:
             batch = self._numbers.check_columns(payloads, sequence_ids, keys, event_times_ms, properties)

@@ -1,7 +1,6 @@
 """The producer: messages in, receipts out."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import datetime
 from types import TracebackType
@@ -9,7 +8,7 @@ from typing import Any, Self
 
 from seqdedupe.batch import Batch
 from seqdedupe.client.awaited import BatchReceipt, Receipt
-from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
+from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import check_not_forked
 from seqdedupe.client.connections import Connections
@@ -140,7 +139,8 @@ class ProducerBase:
         """The last message that the topic, or each partition of it, had of this producer when the session started."""
         if self._parts:
             return tuple(persisted for part in self._parts for persisted in part.persisted)
-        return (Persisted(self.topic, self._session.persisted, self._session.persisted_position),)
+        session = self._session
+        return (Persisted(self.topic, session.persisted, session.persisted_position, session.outbox.incarnation),)
 
     @property
     def durable_sequence_id(self) -> int:
@@ -260,7 +260,7 @@ class Producer(ProducerBase):
         *,
         keys: Keys | None = None,
         event_times_ms: Numbers | None = None,
-        properties: Sequence[Properties | None] | None = None,
+        properties: PropertyRows | None = None,
     ) -> BatchReceipt:
         """Queues a ready batch of at most 65,536 messages and 8 MiB, after what was sent before.
 

@@ -7,7 +7,8 @@ import grpc.aio
 
 from seqdedupe import wire
 from seqdedupe.batch import decode
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, new_channel, typed_errors
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, check_not_forked, typed_errors
+from seqdedupe.client.cursor import Cursor, Kept
 from seqdedupe.client.messages import Messages
 from seqdedupe.client.receipts import NO_PARTITION
 from seqdedupe.client.route import Route
@@ -40,6 +41,10 @@ class Reader(Messages):
     reads on by itself, and for a topic that recovers it waits, for as long as it takes, without skipping or doubling a
     message: `position` is that of the last one handed out.
 
+    With a `cursor` it starts after the position kept there, and as told where none is. `save_position` moves it: call
+    it when all that the messages handed out have caused is done. After a crash what came since then comes again, so
+    that it should do no harm to do it twice.
+
     Messages that are damaged on the sidecar's disk end it, unless `skip_damaged` says to go on with the next one that
     can be read. What is missing is in `skipped` before any message after it is handed out.
 
@@ -62,6 +67,7 @@ class Reader(Messages):
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
         partition: int = NO_PARTITION,
+        cursor: Cursor | None = None,
     ) -> None:
         if stop_index is not None and follow:
             raise error("INVALID_POSITION", f"stop_index is {stop_index}: a reader that follows has no end")
@@ -69,8 +75,12 @@ class Reader(Messages):
         self.skipped: list[range] = []
         """With `skip_damaged`, the indexes of messages that were passed over, in order."""
         self._partition = partition
+        self._cursor = cursor
+        self._kept: Kept | None = None  # in the cursor, as far as is known
+        self._knows_cursor = cursor is None
         self._skip_damaged = skip_damaged
         self._waiting = Waiting(on_waiting)
+        self._sidecars = sidecars
         self._route = Route(sidecars, self.topic)
         self._start = start
         self._follow = follow
@@ -99,6 +109,26 @@ class Reader(Messages):
     def _read_on_after(self, position: Position) -> None:
         self._after, self._incarnation, self._next_index = position, position.incarnation, position.index + 1
 
+    async def save_position(self) -> None:
+        """Moves the cursor to `position`; durable when it returns. Without a position, or at the same one, it does
+        nothing. Raises CURSOR_MOVED if somebody else has moved it since it was read; INVALID_REQUEST without a cursor.
+        """
+        if self._cursor is None:
+            raise error("INVALID_REQUEST", f"this reader of {self.topic} was given no cursor")
+        position = self.position
+        if position is None or not self._knows_cursor or (self._kept and self._kept.position == position):
+            return
+        new = Kept(position)
+        await self._cursor.compare_and_set(self._kept, new)
+        self._kept = new
+
+    async def _start_at_cursor(self, cursor: Cursor) -> None:
+        self._kept = await cursor.read()
+        if self._kept is not None:
+            self._read_on_after(self._kept.position)
+            self._before = self._kept.position
+        self._knows_cursor = True
+
     @property
     def position(self) -> Position | None:
         """After the last message handed out; before the first, where it was told to start if that is known."""
@@ -123,6 +153,8 @@ class Reader(Messages):
 
     async def fetch(self) -> bool:
         check_not_forked()
+        if not self._knows_cursor and self._cursor is not None:
+            await self._start_at_cursor(self._cursor)
         while not self._closed:
             try:
                 if self.take_record():
@@ -169,7 +201,7 @@ class Reader(Messages):
 
     async def _connect(self) -> bool:
         """Begins to read at the next index; false if there is nothing to read."""
-        self._channel = new_channel(self._route.address, is_one=self._route.is_one)
+        self._channel = self._sidecars.new_channel(self._route.address)
         if self._incarnation is None or (self._stops_at_end and not self._is_at_stop):
             await self._look_at_the_ends(self._channel)
         if self._is_at_stop:

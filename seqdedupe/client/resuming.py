@@ -19,6 +19,8 @@ class Persisted(NamedTuple):
     """-1 if there was none."""
     position: Position | None
     """None if it is no longer known, or there was none."""
+    incarnation: int
+    """Which creation of that topic it is."""
 
 
 async def complete_up_to(sidecars: Sidecars, producer_name: str, last: Iterable[Persisted]) -> int:

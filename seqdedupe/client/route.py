@@ -14,7 +14,7 @@ MAX_REDIRECTS = 5
 OWNER_ADDRESS = "owner_address"
 """The number of NOT_OWNER that says where the owner can be reached. It may be missing, or empty."""
 
-_LEADS_ELSEWHERE = {"NOT_OWNER", "DRAINING", "UNREACHABLE", "OUTCOME_UNKNOWN"}
+_LEADS_ELSEWHERE = {"NOT_OWNER", "DRAINING", "UNREACHABLE", "TLS_FAILED", "OUTCOME_UNKNOWN"}
 """With these another sidecar is asked; with all others the same one again, later."""
 
 _IS_DOUBTED = {"TOPIC_NOT_FOUND", "NO_STATE"}

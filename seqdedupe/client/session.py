@@ -15,7 +15,7 @@ from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.client.route import Route
 from seqdedupe.client.stream import Answers, PublishStream
 from seqdedupe.client.waiting import OnWaiting, Waiting
-from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import AccessDeniedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 
 logger = logging.getLogger("seqdedupe.client")
@@ -225,8 +225,15 @@ class Session:
             except SeqdedupeError as e:
                 # A frame was refused so, no Open: see `Outbox.asks_for_resume`.
                 if e.reason != "INVALID_EPOCH":
-                    self._fail(e)
+                    self._fail(self._of_resume(e))
                     return
+
+    def _of_resume(self, failure: SeqdedupeError) -> SeqdedupeError:
+        """What it comes to that the session is not resumed. Of what was sent before it says nothing."""
+        if not isinstance(failure, AccessDeniedError) or self._is_starting or self.is_idle:
+            return failure
+        self.outbox.held_up(failure)
+        return self.outbox.outcome_unknown(f"producer {self.name!r} may not go on")
 
     async def _wait_for_something_to_send(self) -> None:
         while not len(self.outbox) and self.failure is None:

@@ -1,11 +1,15 @@
-"""Which sidecars a client was told of: those that it tries, and where else one of them may send it."""
+"""Which sidecars a client was told of: those that it tries, where else one may send it, and what it shows them."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import grpc.aio
+
 from seqdedupe.address import SidecarAddress
+from seqdedupe.client.connection import new_channel
+from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.rendezvous import in_order
 
@@ -28,8 +32,11 @@ class Sidecars:
     domains: tuple[str, ...] = ()
     """A sidecar may send a client to the hosts in these as well, on any port."""
 
+    credentials: Credentials = NO_CREDENTIALS
+    """What they are shown: they, and nobody else."""
+
     @classmethod
-    def parse(cls, given: Addresses) -> Self:
+    def parse(cls, given: Addresses, credentials: Credentials = NO_CREDENTIALS) -> Self:
         """Reads addresses, and domains as `*.example.org`. One that is there twice counts once.
 
         In a sequence a comma is part of an address, as of a socket's path. Raises INVALID_ADDRESS.
@@ -39,7 +46,7 @@ class Sidecars:
         domains = tuple(_domain(text) for text in texts if text.startswith(_DOMAIN))
         if not addresses:
             raise error("INVALID_ADDRESS", f"{given!r} has no sidecar's address: a client has to begin with one")
-        return cls(tuple(dict.fromkeys(addresses)), tuple(dict.fromkeys(domains)))
+        return cls(tuple(dict.fromkeys(addresses)), tuple(dict.fromkeys(domains)), credentials)
 
     def __str__(self) -> str:
         return ",".join([*map(str, self.addresses), *(_DOMAIN + domain for domain in self.domains)])
@@ -56,6 +63,10 @@ class Sidecars:
             return self.addresses
         by_text = {str(address): address for address in self.addresses}
         return tuple(by_text[text] for text in in_order(topic, by_text))
+
+    def new_channel(self, address: SidecarAddress) -> grpc.aio.Channel:
+        """A channel to one of them, with a connection of its own. Raises as `connection.new_channel`."""
+        return new_channel(address, self.credentials, is_one=self.is_one)
 
     def allowed(self, text: str) -> SidecarAddress | None:
         """The address, if a client may be sent there: it is listed, or a host in one of the domains. Else None."""

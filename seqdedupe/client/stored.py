@@ -1,12 +1,13 @@
 """What readers get: batches as the log stores them, and the messages in them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
 
 from seqdedupe.batch import Batch
 from seqdedupe.client.receipts import NO_PARTITION
+from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.message_ids import MessageIds
 
@@ -27,6 +28,15 @@ class StoredBatch:
     """Those of the rows, where the log gives them; None where the index says them, as in the embedded log."""
     partition: int = NO_PARTITION
     """Where it was read as one of a partitioned topic; -1 otherwise."""
+    _payloads: list[bytes | None] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def payloads(self) -> list[bytes | None]:
+        """Those of all rows, cut out of the batch when they are first asked for: one by one it takes many times as
+        long."""
+        if self._payloads is None:
+            self._payloads = self.batch.payloads.rows(len(self))
+        return self._payloads
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -61,7 +71,7 @@ class Message:
 
     @property
     def payload(self) -> bytes | None:
-        return self._stored.batch.payloads[self._row]
+        return self._stored.payloads[self._row]
 
     @property
     def key(self) -> bytes | None:
@@ -94,12 +104,20 @@ class Message:
 
     @property
     def producer_name(self) -> str:
+        """Empty in a topic of deduplication IDs."""
         batch = self._stored.batch
         return (batch.producer_names[batch.producer_of(self._row)] or b"").decode()
 
     @property
     def sequence_id(self) -> int:
-        return int(self._stored.batch.sequence_ids[self._row])
+        """-1 in a topic of deduplication IDs."""
+        ids = self._stored.batch.sequence_ids
+        return int(ids[self._row]) if len(ids) else NO_SEQUENCE_ID
+
+    @property
+    def deduplication_id(self) -> bytes | None:
+        """None in a topic of sequence IDs."""
+        return self._stored.batch.deduplication_ids[self._row]
 
     @property
     def index(self) -> int:
@@ -120,4 +138,6 @@ class Message:
         return self._stored.position(self._row)
 
     def __repr__(self) -> str:
+        if (deduplication_id := self.deduplication_id) is not None:
+            return f"Message(deduplication_id={deduplication_id!r}, message_id={self.message_id})"
         return f"Message({self.producer_name!r}, sequence_id={self.sequence_id}, message_id={self.message_id})"

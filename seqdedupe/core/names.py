@@ -234,6 +234,11 @@ class Names:
         bounds = self._bounds.rows[: self._count + 1]
         return self._text.rows, np.column_stack((bounds[:-1], bounds[1:]))
 
+    def listed_some(self, numbers: Int64s) -> tuple[Bytes, Int64s2]:
+        """The same, for the names with these numbers."""
+        bounds = self._bounds.rows
+        return self._text.rows, np.column_stack((bounds[numbers], bounds[numbers + 1]))
+
     def names(self, numbers: Int64s) -> list[bytes]:
         """The names with these numbers."""
         text, bounds = self._text.rows, self._bounds.rows

@@ -95,6 +95,10 @@ class Producers:
         """The names of the producers with these numbers."""
         return self._names.names(numbers)
 
+    def listed(self, numbers: Int64s) -> tuple[Bytes, Int64s2]:
+        """The names of the producers with these numbers in a buffer, and from where to where each stands in it."""
+        return self._names.listed_some(numbers)
+
     def number(self, name: bytes) -> int | None:
         """The producer's number, None if the name never came."""
         return self._names.number(name)
@@ -381,6 +385,15 @@ def find_empty(numbers: Int64s2, empty: Uint8s) -> int:
         ids = numbers[row, PUSHED] >= 0 or numbers[row, PERSISTED] >= 0
         empty[row] = not (ids or numbers[row, EPOCH] > NO_EPOCH or numbers[row, DURABLE_EPOCH] > NO_EPOCH)
     return 0
+
+
+@kernel()
+def are_all(column: Uint8s, numbers: Int64s, value: int) -> bool:
+    """Whether a column by producer number has this value for all of these; not where it does not reach so far."""
+    at = 0
+    while at < numbers.shape[0] and numbers[at] < column.shape[0] and column[numbers[at]] == value:
+        at += 1
+    return bool(at == numbers.shape[0])
 
 
 @kernel()

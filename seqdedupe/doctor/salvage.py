@@ -22,7 +22,7 @@ from seqdedupe.doctor.examine import Examined, examine
 from seqdedupe.doctor.findings import Findings
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import error
-from seqdedupe.files import sync_folder
+from seqdedupe.files import becoming, sync_folder
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RECORD_START, ROWS
 from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
 from seqdedupe.format.records import body_of
@@ -42,8 +42,6 @@ from seqdedupe.store.topics import TopicRecord, TopicState
 from seqdedupe.topic import control
 
 REPORT_FILE = "salvage.json"
-UNFINISHED = ".unfinished"
-"""What the new directory's name ends with until everything in it is durable."""
 
 
 @dataclass(slots=True)
@@ -105,30 +103,10 @@ def salvage(directory: Path, to: Path) -> Salvage:
     Raises DIRECTORY_NOT_EMPTY, LOG_REFUSED, INVALID_CONFIGURATION if the topics are on a broker's own log, and what
     `examine` raises; OSError. Then nothing is left; a power cut leaves what is named `.unfinished`.
     """
-    to = to.resolve()
-    unfinished = to.with_name(to.name + UNFINISHED)
-    _check_is_free(directory.resolve(), to, unfinished)
-    unfinished.mkdir(parents=True)
-    try:
+    with becoming(to, directory) as unfinished:
         if claim := read_claim(directory):
             write(unfinished, claim)
-        made = asyncio.run(_fill(directory, unfinished))
-        unfinished.rename(to)
-    except BaseException:
-        shutil.rmtree(unfinished)
-        raise
-    sync_folder(to.parent)
-    return made
-
-
-def _check_is_free(directory: Path, to: Path, unfinished: Path) -> None:
-    if unfinished.exists():
-        raise error("DIRECTORY_NOT_EMPTY", f"{unfinished} is there: a salvage that did not end has left it")
-    if to.is_relative_to(directory):
-        raise error("DIRECTORY_NOT_EMPTY", f"{to} is within {directory}, which stays as it is")
-    if to.is_mount() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
-        what = "the root of a file system" if to.is_mount() else "not an empty directory"
-        raise error("DIRECTORY_NOT_EMPTY", f"{to} is {what}")
+        return asyncio.run(_fill(directory, unfinished))
 
 
 async def _fill(directory: Path, to: Path) -> Salvage:

@@ -20,6 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # What a kernel takes and returns, beside int and bool.
 Bytes = Annotated[npt.NDArray[np.uint8], "what was received or read: nobody may change it"]
 Uint8s = npt.NDArray[np.uint8]
+Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Int64s2 = Annotated[npt.NDArray[np.int64], "of two dimensions"]
 # Anywhere in a buffer, so perhaps not aligned. Any contiguous array of these numbers will do.
@@ -88,6 +89,7 @@ else:
         bool: types.boolean,
         Bytes: types.Array(types.uint8, 1, "C", readonly=True),
         Uint8s: types.Array(types.uint8, 1, "C"),
+        Int32s: types.Array(types.int32, 1, "C"),
         Int64s: types.Array(types.int64, 1, "C"),
         Int64s2: types.Array(types.int64, 2, "C"),
         Int32Column: types.Array(types.int32, 1, "C", readonly=True, aligned=False),

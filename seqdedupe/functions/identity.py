@@ -5,7 +5,7 @@ from typing import NamedTuple
 from seqdedupe.entry_properties import Place
 from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
-from seqdedupe.names import new_producer_name
+from seqdedupe.names import new_producer_name, source_name
 
 BATCH_INDEX_BITS = 20
 """Of a sequence ID: the place within a batched entry. The entry stands above them."""
@@ -60,7 +60,7 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
             f"the message {ledger_id}:{entry_id}:{batch_index} of {topic} has no sequence ID: entries up to "
             f"{MAX_ENTRY_ID} and batches of {1 << BATCH_INDEX_BITS} messages are possible",
         )
-    return Identity(f"{function}/{topic}/{ledger_id}", entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
+    return Identity(source_name(function, topic, ledger_id), entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
 
 
 def by_index(function: str, topic: str, place: Place | None) -> Identity:
@@ -71,4 +71,4 @@ def by_index(function: str, topic: str, place: Place | None) -> Identity:
             f"identity is 'index', but a message of {topic} was written by no sidecar: it has no index",
             hint="Use identity = 'message_id' for topics that others write to.",
         )
-    return Identity(f"{function}/{topic}/{place.owner.incarnation}", place.index)
+    return Identity(source_name(function, topic, place.owner.incarnation), place.index)

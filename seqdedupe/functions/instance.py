@@ -9,9 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.entry_properties import BATCH, CONTROL, MARKER
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.functions import identity as identities
+from seqdedupe.functions.credentials import credentials_of
 from seqdedupe.functions.identity import Identity
 from seqdedupe.functions.outputs import Output
 from seqdedupe.functions.owners import Owners
@@ -63,7 +65,8 @@ class Instance:
         self._counts = Counter(retries=0, dead_letters=0, void=0)
         self._reported: Counter[str] = Counter()
         self._record_metric: Callable[[str, float], None] = context.record_metric
-        self._pipeline = Pipeline(settings, process, self._report)
+        sidecars = Sidecars.parse(settings.sidecar_address, credentials_of(settings, context.get_secret))
+        self._pipeline = Pipeline(settings, sidecars, process, self._report)
 
     @property
     def in_flight(self) -> int:

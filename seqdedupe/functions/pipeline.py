@@ -58,12 +58,12 @@ class Input:
 class Pipeline:
     """What a function's inputs have under way. `add`, `settle` and `persisted` belong to the thread of `process`."""
 
-    def __init__(self, settings: Settings, process: Process, report: Report) -> None:
+    def __init__(self, settings: Settings, sidecars: Sidecars, process: Process, report: Report) -> None:
         """`report` is called again and again in the pipeline's thread, whatever waits."""
         self._settings = settings
         self._process = process
         self._report = report
-        self._sidecars = Sidecars.parse(settings.sidecar_address)
+        self._sidecars = sidecars
         self._loop = asyncio.new_event_loop()
         self._publishers: dict[str, Publisher] = {}
         self._lanes: dict[str, deque[Input]] = {}

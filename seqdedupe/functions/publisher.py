@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_reason, new_channel, typed_errors
+from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, Backoff, error_of_reason, typed_errors
 from seqdedupe.client.exchange import exchange, publish_call
 from seqdedupe.client.frames import decode_answer, refusal_error
 from seqdedupe.client.outbox import Frame
@@ -48,6 +48,7 @@ class Publisher:
         self.unknown = self.resumes = 0
         self.trouble: SeqdedupeError | None = None
         """Why nothing can be published now; None while that is not known."""
+        self._sidecars = sidecars
         self._route = Route(sidecars, topic)
         self._topic = topic
         self._incarnation = 0
@@ -98,7 +99,7 @@ class Publisher:
 
     async def _connect(self) -> None:
         self.backlog.rewind()
-        async with new_channel(self._route.address, is_one=self._route.is_one) as channel:
+        async with self._sidecars.new_channel(self._route.address) as channel:
             stub = PublishServiceStub(channel)
             await self._resume(stub)
             self.backlog.forget_idle()

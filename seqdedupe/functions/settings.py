@@ -28,6 +28,13 @@ class Settings:
     """The function: `module.Class`, or `module` with a `process(input)`."""
     sidecar_address: str = DEFAULT_ADDRESS
     """One, or several with commas between, as a client takes them."""
+    sidecar_token_file: str = ""
+    """What the sidecar is shown, in files that each instance has; left out: what its environment says."""
+    sidecar_token_secret: str = ""
+    """Or the name of the function's secret with the token."""
+    sidecar_tls_ca_file: str = ""
+    sidecar_tls_certificate_file: str = ""
+    sidecar_tls_key_file: str = ""
     output_topic: str = ""
     """For what the function returns; left out: the one that it was deployed with."""
     dead_letter_topic: str = ""

@@ -1,17 +1,30 @@
-"""A store opened to be looked at: a copy of it, since opening one cuts what is torn, and RocksDB always writes."""
+"""Copies of a store: one to be looked at, since opening a store cuts what is torn, and RocksDB always writes; and one
+that is kept, of records that are read while the store is in use."""
 
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rocksdict import Rdict, WriteBatch
+
 from seqdedupe.errors import error
 from seqdedupe.store.db import Store
+from seqdedupe.store.mark import Mark
 from seqdedupe.store.records import unseal
+from seqdedupe.store.rocksdb import close_rocksdb, create_rocksdb, open_rocksdb, sync, write
 
 _PREFIX = "seqdedupe-store-"
+
+BATCH_BYTES = 256 * 1024
+"""What is written at once: other threads wait for it."""
+
+TRIES = 1200
+PAUSE_SECONDS = 0.05
+_STALLED = "Write stall"
 
 
 @contextmanager
@@ -36,6 +49,60 @@ def opened_copy(folder: Path) -> Iterator[Store]:
             yield store
         finally:
             store.close()
+
+
+def write_copy(folder: Path, rows: Iterator[tuple[bytes, bytes]]) -> None:
+    """Makes a store of these records, each checked; durable on return, but for the names of its files. Blocks.
+
+    Raises STORE_DAMAGED for a record that is not what was written, what `rows` raises; OSError if it cannot be written.
+    """
+    with _as_os_errors():
+        create_rocksdb(folder)
+        mark = Mark.open(folder)
+        try:
+            db = open_rocksdb(folder, mark)
+            try:
+                for some in _in_batches(rows):
+                    _write_patiently(db, some)
+                mark.move(sync(db))
+            finally:
+                close_rocksdb(db)
+        finally:
+            mark.close()
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """RocksDB's own errors are bare `Exception`s with its text."""
+    try:
+        yield
+    except Exception as e:
+        if type(e) is not Exception:
+            raise
+        raise OSError(str(e)) from e
+
+
+def _in_batches(rows: Iterator[tuple[bytes, bytes]]) -> Iterator[WriteBatch]:
+    batch = WriteBatch(raw_mode=True)
+    for key, value in rows:
+        unseal(key, value)
+        batch.put(key, value)
+        if batch.size_in_bytes() >= BATCH_BYTES:
+            yield batch
+            batch = WriteBatch(raw_mode=True)
+    yield batch
+
+
+def _write_patiently(db: Rdict, batch: WriteBatch) -> None:
+    """As soon as RocksDB takes it: it writes down what it has in memory, and would hold up the whole process."""
+    for left in reversed(range(TRIES)):
+        try:
+            write(db, batch)
+            return
+        except Exception as e:
+            if _STALLED not in str(e) or not left:
+                raise
+            time.sleep(PAUSE_SECONDS)
 
 
 def of_original(message: str, folder: Path) -> str:

@@ -106,6 +106,12 @@ def of_worker(directory: Path, worker: int) -> Path:
     return directory / f"worker-{worker}"
 
 
+def whole_of(directory: Path) -> Path | None:
+    """The directory of which this one is a worker's; None if it is none."""
+    whole = directory.absolute().parent
+    return whole if (directory / SHARDS_FILE).exists() and (whole / WORKERS_FILE).exists() else None
+
+
 def parts_of(directory: Path) -> list[Path]:
     """The directories of its workers, or itself if it is not split. Raises what `check_stays` and `check_workers`
     raise."""

@@ -30,6 +30,8 @@ HEADER = b"H"
 NAMES = b"N"
 PAGE = b"P"
 DELTA = b"D"
+WINDOW = b"W"
+IDS = b"I"
 
 MAX_NUMBER = 2**64 - 1
 
@@ -49,7 +51,8 @@ def namespace_key(namespace: str) -> bytes:
 
 
 def part_key(incarnation: int, part: bytes, number: int) -> bytes:
-    """Where a part of a snapshot is: the header (0), names and pages by producer number, deltas by theirs."""
+    """Where a part of a snapshot is: header and window (0), names and pages by producer number, deltas by theirs, IDs
+    by the index of the first."""
     return _PART.pack(b"S", incarnation, part, number)
 
 
@@ -68,6 +71,11 @@ def seal(key: bytes, body: bytes) -> bytes:
     checked = bytes((FORMAT_VERSION,)) + body
     crc: int = google_crc32c.extend(google_crc32c.value(key), checked)
     return crc.to_bytes(4, "little") + checked
+
+
+def incarnation_of(key: bytes) -> int | None:
+    """The incarnation of the topic that a record is of; None if it is none's."""
+    return int.from_bytes(key[1 : _TOPIC.size], "big") if key[:1] in (b"T", b"S") else None
 
 
 def unseal(key: bytes, value: bytes) -> bytes:
@@ -94,13 +102,13 @@ _HINT_OLDER = (
 )
 
 
-def other_format(what: str, version: int) -> SeqdedupeError:
+def other_format(what: str, version: int, known_version: int = FORMAT_VERSION) -> SeqdedupeError:
     """The error of something of another format version than this code reads."""
-    is_newer = version > FORMAT_VERSION
+    is_newer = version > known_version
     return error(
         "NEWER_FORMAT" if is_newer else "OLDER_FORMAT",
-        f"{what} has format version {version}, read is {FORMAT_VERSION}",
+        f"{what} has format version {version}, read is {known_version}",
         hint=None if is_newer else _HINT_OLDER,
         version=version,
-        known_version=FORMAT_VERSION,
+        known_version=known_version,
     )

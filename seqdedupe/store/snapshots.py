@@ -13,12 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 from rocksdict import WriteBatch
 
+from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.names import Names
 from seqdedupe.errors import error
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
+from seqdedupe.store import ids
 from seqdedupe.store.compaction import compact
 from seqdedupe.store.db import Store
+from seqdedupe.store.ids import StoredIds
 from seqdedupe.store.parts import (
     NOT_STATED,
     PAGE_PRODUCERS,
@@ -66,7 +69,7 @@ class Delta:
     `ownership` (64 bits, unsigned) is that of the same message's record, 0 if there is none. `policy` is what is
     in force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set.
     `opaque` (at most 65,535 bytes) is the position in a broker's own log. `has_forgotten`: whether names were ever
-    forgotten.
+    forgotten. `ids` is the window of a topic of deduplication IDs.
     """
 
     term: int
@@ -82,6 +85,7 @@ class Delta:
     policy: bytes = b""
     opaque: bytes = b""
     has_forgotten: bool = False
+    ids: StoredIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,8 @@ class Loaded:
     policy: bytes = b""
     opaque: bytes = b""
     has_forgotten: bool = False
+    window: IdWindow | None = None
+    """Of a topic of deduplication IDs, for one that is opened from this."""
 
     def whole(self) -> Delta:
         """All of it as one delta."""
@@ -186,6 +192,7 @@ class Snapshots:
             position.policy,
             position.opaque,
             position.has_forgotten,
+            ids.load(self._store, self._incarnation, position.next_index),
         )
 
     def write_delta(self, delta: Delta) -> int:
@@ -206,6 +213,8 @@ class Snapshots:
         for first in range(known, producers, PAGE_PRODUCERS):
             at = first - delta.first_name
             self._put(batch, NAMES, first, encode_names(delta.names[at : at + PAGE_PRODUCERS]))
+        if delta.ids is not None:
+            ids.put(batch, self._incarnation, delta.ids)
         size_bytes = self._put(batch, DELTA, self._last_delta + 1, stored.encode())
         opening = self._store.write(batch)
         self._last_delta += 1
@@ -226,6 +235,8 @@ class Snapshots:
         producers = stored.position.producers
         header = Header(1, max(producers - 1, 0) // PAGE_PRODUCERS * PAGE_PRODUCERS, stored.position)
         batch = await asyncio.to_thread(self._replacement, header, delta.names, stored)
+        if delta.ids is not None:
+            ids.put(batch, self._incarnation, delta.ids)
         opening = self._store.write(batch)
         self._opening, self._header, self._last_delta = opening, header, header.through
         self._position, self._delta_bytes = stored.position, 0

@@ -14,7 +14,7 @@ from seqdedupe.format.columns import (
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import Frame, NumbersCache, check, cut
 from seqdedupe.topic.policy import Applied, GapPolicy
-from seqdedupe.topic.refusing import refused
+from seqdedupe.topic.refusing import forbidden, refused
 
 
 def admit(
@@ -38,6 +38,8 @@ def admit(
         check_log(frame.encoded)
     except SeqdedupeError as e:
         return None, Refusal(number, e)
+    if cache.allowing is not None and len(cache.forbidden):
+        return None, Refusal(number, *forbidden(cache.allowing, cache.forbidden))
     gapless = applied.gap is GapPolicy.REJECT
     why = producers.refusal(frame.view, frame.places, frame.producer_rows, lone, gapless)
     if why:

@@ -28,6 +28,13 @@ class Receipt:
     durable_at: int = 0
     """0: the rows that are new are durable. Else they are only written, until the topic is durable up to this index."""
 
+    def stands_at(self, first_index: int) -> None:
+        """The new rows have these indexes in the log, which need not be those that they were to get."""
+        if self.known_rows.size:
+            moved = np.where(self.known_indexes >= self.first_index, first_index - self.first_index, 0)
+            self.known_indexes = self.known_indexes + moved
+        self.first_index = first_index
+
 
 @dataclass(frozen=True, slots=True)
 class ProducerNumbers:

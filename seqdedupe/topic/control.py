@@ -1,7 +1,7 @@
 """Control records: what changes a topic's state other than by messages, as `Control` in batch.proto has it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, file_offset_of
 from seqdedupe.limits import MAX_BATCH_BYTES
+from seqdedupe.topic import cursors
 from seqdedupe.topic.policy import Policy
 
 STATED_A_RECORD = 8192
@@ -149,8 +150,10 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
     """The body of a control record, written in this term. With `record_id` it is unlike all others of the topic."""
     control = wire.Control(id=record_id, term=term)
     if isinstance(change, Policy):
-        change.fill(control.policy)
-        control.policy.SetInParent()
+        policy = control.policy_of_deduplication_ids if change.by_deduplication_id else control.policy
+        change.fill(policy)
+        cursors.fill(change.cursors, policy.cursors)
+        policy.SetInParent()
     else:
         columns = getattr(control, _FIELDS[type(change)])
         names = Binary.of_all(change.names)
@@ -165,13 +168,19 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
     return body
 
 
+def _policy(stored: Any) -> Policy:
+    return replace(Policy.of(stored), cursors=cursors.of(stored.cursors))
+
+
 def decode(body: bytes) -> tuple[Change, int]:
     """What a control record changes, and its term. Raises NEWER_FORMAT for a kind that is not known, LOG_DAMAGED."""
     try:
         control = wire.Control.FromString(body)
         match control.WhichOneof("kind"):
             case "policy":
-                return Policy.of(control.policy), control.term
+                return _policy(control.policy), control.term
+            case "policy_of_deduplication_ids":
+                return replace(_policy(control.policy_of_deduplication_ids), by_deduplication_id=True), control.term
             case "sessions":
                 return _sessions(control.sessions), control.term
             case "reset":

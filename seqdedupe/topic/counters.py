@@ -10,14 +10,19 @@ from seqdedupe.topic.control import Change, Purge, Reset
 
 @dataclass(slots=True)
 class Counters:
-    """Since this process opened the topic: rows by verdict, frames refused, failures of the log, producers reset or
-    forgotten, and sessions that were resumed after that."""
+    """Since this process opened the topic: rows by verdict, bytes stored, frames refused, failures of the log,
+    recoveries, messages that were read for these, and their time, producers reset or forgotten, and sessions that were
+    resumed after that."""
 
     not_dup: int = 0
     dup: int = 0
     unknown: int = 0
     refused: int = 0
+    stored_bytes: int = 0
     log_failures: int = 0
+    recoveries: int = 0
+    replayed: int = 0
+    recovery_seconds: float = 0.0
     resets: int = 0
     purged: int = 0
     resumed_after_purge: int = 0

@@ -32,6 +32,9 @@ from seqdedupe.topic.waiting import Waiting
 
 logger = logging.getLogger("seqdedupe.topics")
 
+_LEVELS = {State.DAMAGED: logging.ERROR, State.READ_ONLY: logging.WARNING}
+"""Of what is told of a topic's state; else INFO."""
+
 T = TypeVar("T", bound=TopicBase)
 
 
@@ -209,7 +212,8 @@ class Topics(Generic[T]):
         self.on_state(name, closed.state)
 
     def _topic_changed(self, topic: T) -> None:
-        logger.info("topic %s is %s%s", topic.name, topic.state.name, f": {topic.why}" if topic.why else "")
+        level = _LEVELS.get(topic.state, logging.INFO)
+        logger.log(level, "topic %s is %s%s", topic.name, topic.state.name, f": {topic.why}" if topic.why else "")
         if self.live.get(topic.name) is topic:
             self.on_state(topic.name, topic.state)
 
@@ -356,16 +360,18 @@ class Topics(Generic[T]):
                 raise
             return self.live[full]
 
+    def taken_names(self) -> set[str]:
+        """Of all topics that are there or are being made; partitions, not what they are of."""
+        making = (name for whole in self.changing for name in self.partitions.names(whole))
+        return {*self.records, *self.creating, *making}
+
     def check_room(self, more: int = 1) -> None:
         """Raises TOO_MANY_TOPICS unless there may be so many more."""
         making = sum(name not in self.records for whole in self.changing for name in self.partitions.names(whole))
         count = len(self.live) + len(self.closed) + len(self.creating) + making
         if count + more > self._max_topics:
-            raise error(
-                "TOO_MANY_TOPICS",
-                f"there are {count} topics: max_topics allows no more",
-                max_topics=self._max_topics,
-            )
+            why = f"there are {count} topics: max_topics allows no more"
+            raise error("TOO_MANY_TOPICS", why, max_topics=self._max_topics)
 
     async def _create(self, full: str, policy: Policy, entry_format: str) -> T:
         [topic] = await self.lives.make([full], policy, entry_format=entry_format)

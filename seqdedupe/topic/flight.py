@@ -97,6 +97,11 @@ class Flight:
     def __len__(self) -> int:
         return len(self._admitted)
 
+    @property
+    def bytes(self) -> int:
+        """Of all that was handed over."""
+        return self._bytes
+
     def add(self, admitted: Admitted | Changing) -> None:
         """The newest."""
         self._admitted.append(admitted)

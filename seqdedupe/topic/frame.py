@@ -7,6 +7,7 @@ import numpy as np
 from seqdedupe import batch as batches
 from seqdedupe import wire
 from seqdedupe.core.activity import NO_STREAM
+from seqdedupe.core.id_table import bad_id
 from seqdedupe.core.producers import Producers, names_of
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
@@ -39,7 +40,14 @@ from seqdedupe.format.columns import (
     start,
 )
 from seqdedupe.format.jit import Int64s, Uint8s
-from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.limits import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_ROWS,
+    MAX_DEDUPLICATION_ID_BYTES,
+    MAX_NAME_BYTES,
+    MAX_PAYLOAD_BYTES,
+)
+from seqdedupe.topic.allowing import Allowing
 
 _WRONG = {
     layout.NO_ROWS: "it has no rows, or its sequence_ids are not 8 bytes each",
@@ -69,6 +77,9 @@ _REASONS = {
 }
 
 
+_NO_PRODUCERS = np.zeros(0, np.int64)
+
+
 @dataclass(slots=True)
 class NumbersCache:
     """The producers' numbers of the last frame of a stream: the next one usually has the same list of names."""
@@ -79,6 +90,18 @@ class NumbersCache:
     """Of the numbers, see `Producers`."""
     stream: int = NO_STREAM
     """The stream's number in its topic; a unary call has none."""
+    allowing: Allowing | None = None
+    """As which producers the client may publish; None: as all."""
+    forbidden: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Those of the numbers as which it may not."""
+    judged: int = 0
+    """The generation of what was judged, see `Allowing`."""
+
+    def is_of(self, names: bytes, producers: Producers) -> bool:
+        """Whether it holds what is known of this list of names."""
+        if names != self.names or self.generation != producers.generation:
+            return False
+        return self.allowing is None or self.judged == self.allowing.generation
 
 
 @dataclass(slots=True)
@@ -94,8 +117,8 @@ class Frame:
     column_bytes: int
 
 
-def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
-    """The checked frame of an encoded batch. Raises `InvalidRequestError`; names that never came, INVALID_EPOCH."""
+def _laid_out(encoded: bytes) -> tuple[bytes, Uint8s, Int64s]:
+    """A batch in its canonical encoding, and where things stand in it. Raises `InvalidRequestError`."""
     if len(encoded) > MAX_BATCH_BYTES:
         raise error("BATCH_TOO_LARGE", f"the batch has {len(encoded)} bytes: at most {MAX_BATCH_BYTES} are accepted")
     places = np.empty(PLACES, np.int64)
@@ -108,6 +131,28 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
     if wrong != layout.CANONICAL:
         why = _WRONG.get(wrong, "its fields do not fit together").format(bad=places[BAD])
         raise error(_REASONS.get(wrong, "INVALID_BATCH"), f"the batch is not valid: {why}")
+    return encoded, view, places
+
+
+def check_by_id(encoded: bytes) -> Frame:
+    """The checked frame of an encoded batch for a topic of deduplication IDs. Raises `InvalidRequestError`."""
+    encoded, view, places = _laid_out(encoded)
+    at: list[int] = places.tolist()
+    if at[PRODUCERS]:
+        why = "this topic takes deduplication IDs, and no producers and sequence IDs"
+        raise error("INVALID_BATCH", f"the batch is not valid: {why}")
+    if (row := bad_id(view, places, at[ROWS])) >= 0:
+        bounds = view[start(at, DEDUPLICATION_ID_OFFSETS) + 4 * row :][:8].view(np.int32)
+        why = f"the deduplication ID of row {row} has {bounds[1] - bounds[0]} bytes"
+        raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
+    if size(at, PROPERTY_OFFSETS):
+        _check_properties(view, places)
+    return Frame(encoded, view, places, _NO_PRODUCERS, at[ROWS], at[COLUMNS_END])
+
+
+def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
+    """The checked frame of an encoded batch. Raises `InvalidRequestError`; names that never came, INVALID_EPOCH."""
+    encoded, view, places = _laid_out(encoded)
     # Plain numbers: each look into an array of numpy costs as much as ten into a list.
     at: list[int] = places.tolist()
     if size(at, DEDUPLICATION_ID_OFFSETS):
@@ -115,12 +160,15 @@ def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
     if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
     names = encoded[start(at, NAME_OFFSETS) : start(at, NAMES) + size(at, NAMES)]
-    if names != cache.names or cache.generation != producers.generation:
+    if not cache.is_of(names, producers):
         known = producers.known(view, places)
         if known is None:
             raise _wrong_names(view, places, producers)
+        if cache.allowing is not None:
+            cache.forbidden, cache.judged = cache.allowing.forbidden(known), cache.allowing.generation
         cache.names, cache.numbers, cache.generation = names, known, producers.generation
-        producers.activity.use(known, cache.stream)
+        if not len(cache.forbidden):
+            producers.activity.use(known, cache.stream)
     return Frame(encoded, view, places, cache.numbers, at[ROWS], at[COLUMNS_END])
 
 

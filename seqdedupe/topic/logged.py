@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.columns import BASE_INDEX, ROWS
+from seqdedupe.format.columns import BASE_INDEX, PRODUCERS, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import ownership
+from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import DamageFound, Log, Runs, Skipped, last_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
@@ -42,6 +44,8 @@ class LoggedTopic(TopicBase):
         on_state: Callable[[Any], None],
     ) -> None:
         self.log = log
+        self.window: IdWindow | None = loaded.window if loaded is not None else None
+        """Of a topic of deduplication IDs."""
         super().__init__(
             name,
             log.incarnation,
@@ -61,6 +65,8 @@ class LoggedTopic(TopicBase):
         self.policy_stated = -1
         """From this index on the log states the policy; -1: not known."""
         self.import_parts = control.ImportParts()
+        if self.policy.by_deduplication_id:
+            self._has_window(self.confirmed_index)
         self.wanted = asyncio.Event()
         """This sidecar is to try to take the topic now, if it has it not."""
 
@@ -124,6 +130,7 @@ class LoggedTopic(TopicBase):
         for batches, changes in control.runs(chunk, table[:count], self.log.place):
             if len(batches):
                 self.producers.replay(chunk, batches, len(batches))
+                self._replay_ids(chunk, batches)
             for change, term, index in changes:
                 self._known_term = max(self._known_term, term)
                 self._apply(change, index)
@@ -133,9 +140,30 @@ class LoggedTopic(TopicBase):
             self.last_ownership = ownership(table[last])
             self.last_message_id = last_of(runs_of(last))
 
+    def _replay_ids(self, chunk: bytes, batches: Table) -> None:
+        """The IDs in these records count from now on: where they stand in the log, which need not be where those in
+        flight were to stand."""
+        view = np.frombuffer(chunk, np.uint8)
+        for places in batches[(batches[:, ROWS] > 0) & (batches[:, PRODUCERS] == 0)]:
+            index = int(places[BASE_INDEX])
+            window = self._has_window(index)
+            window.fail()
+            window.replay(view, places, index, int(places[PUBLISH_TIME_MS]), self.applied.window)
+
+    def _has_window(self, index: int) -> IdWindow:
+        """The window of this topic, which is one of deduplication IDs; one that begins with this index if it had none.
+
+        Retention may have dropped what said so first: then the first batch says it.
+        """
+        if self.window is None:
+            self.window = IdWindow(self._random_bytes(SECRET_BYTES), index)
+        return self.window
+
     def _apply(self, change: Change, index: int) -> None:
         """A control record is in the log, before the message with this index."""
         if isinstance(change, Policy):
+            if change.by_deduplication_id:
+                self._has_window(index)
             self._put_in_force(change)
             # It may stand at the end of a segment that is dropped with the message before it.
             self.policy_stated = index - 1
@@ -201,6 +229,7 @@ class LoggedTopic(TopicBase):
             item.settled()
             return
         self.counters.count(item.receipt, item.frame.rows)
+        self.counters.stored_bytes += len(item.body)
         if item.is_told and item.when_durable is not None:
             item.when_durable()
         else:

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 
 from seqdedupe.core.rule import DURABLE_EPOCH
+from seqdedupe.errors import error
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.topic import control
 from seqdedupe.topic.control import Purge, Sessions
@@ -23,6 +24,12 @@ async def open_sessions(topic: Topic, names: list[str], epochs: list[int] | None
     `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced.
     """
     topic.check_serving()
+    if topic.window is not None:
+        raise error(
+            "INVALID_REQUEST",
+            f"topic {topic.name} is one of deduplication IDs, and has no producers: nothing has to be opened",
+            hint="Publish without a session, every message with a deduplication ID: `client.publisher(topic)`.",
+        )
     if topic.flight.has(Purge):
         # Whether the names are being forgotten is not known before that has settled; no other one will name them.
         topic.sessions.use(names)

@@ -109,6 +109,8 @@ async def in_flight(topic: Topic, longer_than_ms: int) -> list[ProducerInFlight]
     """
     if longer_than_ms < 0:
         raise error("INVALID_REQUEST", f"longer_than_ms is {longer_than_ms}: it should be 0 or higher")
+    if topic.window is not None:
+        return []
     until_seconds = topic.now_seconds() - longer_than_ms / MILLISECONDS_A_SECOND
     generation = -1
     while generation != topic.producers.generation:

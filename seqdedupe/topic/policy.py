@@ -8,9 +8,11 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
+from seqdedupe.core.id_chunks import WindowLimits
 from seqdedupe.errors import error
 from seqdedupe.log.contract import FlushInterval, Retention
 from seqdedupe.store.topics import LogKind
+from seqdedupe.topic.cursors import NamedCursor
 
 NO_LIMIT = -1
 """As a retention."""
@@ -20,10 +22,13 @@ NEVER = 0
 
 LARGEST = 2**31 - 1
 
+LARGEST_WINDOW = 2**40
+"""In messages or bytes."""
+
 LONGEST_FLUSH_INTERVAL_MS = 10_000
 """Whoever flushes or closes a producer waits for so long, and gives up after thrice that."""
 
-_MB = 1024 * 1024
+BYTES_A_MB = 1024 * 1024
 _MILLISECONDS_A_MINUTE = 60_000
 
 LEAST = {
@@ -34,10 +39,17 @@ LEAST = {
     "deduplication_producer_inactivity_timeout_minutes": NEVER,
     "log_flush_interval_messages": 1,
     "log_flush_interval_ms": 0,
+    "deduplication_window_max_messages": 1,
+    "deduplication_window_max_bytes": NO_LIMIT,
+    "deduplication_window_max_minutes": NO_LIMIT,
 }
 """Of the values that are numbers."""
 
-MOST = {"log_flush_interval_ms": LONGEST_FLUSH_INTERVAL_MS}
+MOST = {
+    "log_flush_interval_ms": LONGEST_FLUSH_INTERVAL_MS,
+    "deduplication_window_max_messages": LARGEST_WINDOW,
+    "deduplication_window_max_bytes": LARGEST_WINDOW,
+}
 """Of those whose largest is not LARGEST."""
 
 ONLY_ON = {
@@ -46,8 +58,14 @@ ONLY_ON = {
     "retention_time_in_minutes": LogKind.EMBEDDED,
     "log_flush_interval_messages": LogKind.EMBEDDED,
     "log_flush_interval_ms": LogKind.EMBEDDED,
+    "deduplication_window_max_messages": LogKind.EMBEDDED,
+    "deduplication_window_max_bytes": LogKind.EMBEDDED,
+    "deduplication_window_max_minutes": LogKind.EMBEDDED,
 }
 """Values that topics on another kind of log do not heed."""
+
+WINDOW = tuple(name for name in ONLY_ON if name.startswith("deduplication_window"))
+"""Values that topics of sequence IDs do not heed. None of them may be 0."""
 
 
 class GapPolicy(Enum):
@@ -81,6 +99,13 @@ class Policy:
     deduplication_producer_inactivity_timeout_minutes: int | None = None
     log_flush_interval_messages: int | None = None
     log_flush_interval_ms: int | None = None
+    deduplication_window_max_messages: int | None = None
+    deduplication_window_max_bytes: int | None = None
+    deduplication_window_max_minutes: int | None = None
+    by_deduplication_id: bool = False
+    """Whether the topic is one of deduplication IDs. It is no value: a topic has it from its beginning, for good."""
+    cursors: tuple[NamedCursor, ...] = ()
+    """By name. No operator sets them as he sets the others (`NAMES`), but they are kept and change with them."""
 
     def with_values_of(self, other: "Policy") -> "Policy":
         """This one, but for the values that the other one sets."""
@@ -91,7 +116,8 @@ class Policy:
         for name in names:
             if name not in NAMES:
                 raise error("INVALID_REQUEST", f"no policy is named {name!r}: there are {', '.join(NAMES)}")
-        return replace(self, **dict.fromkeys(names or NAMES))
+        none: dict[str, Any] = dict.fromkeys(names or NAMES)
+        return replace(self, **none)
 
     def check(self) -> "Policy":
         """Raises INVALID_REQUEST if a number is out of its range."""
@@ -100,6 +126,10 @@ class Policy:
             most = MOST.get(name, LARGEST)
             if value is not None and not least <= value <= most:
                 raise error("INVALID_REQUEST", f"{name} is {value}: it should be {least} to {most}")
+            if name in WINDOW and value == 0:
+                raise error(
+                    "INVALID_REQUEST", f"{name} is 0, with which no copy would be known: it should be 1 or more"
+                )
         return self
 
     def check_has_effect(self, log: LogKind) -> "Policy":
@@ -108,6 +138,12 @@ class Policy:
             if ONLY_ON[name] is not log:
                 where = "a broker's own log" if ONLY_ON[name] is LogKind.BROKER else "the sidecar's own log"
                 raise error("INVALID_REQUEST", f"{name} has an effect only on topics on {where}, and these are not")
+        return self
+
+    def check_fits(self, *, by_deduplication_id: bool) -> "Policy":
+        """Raises INVALID_REQUEST if it sets a value that a topic of this mode does not heed."""
+        if not by_deduplication_id and (name := next(iter(_values(self).keys() & set(WINDOW)), None)):
+            raise error("INVALID_REQUEST", f"{name} has an effect only on topics of deduplication IDs, and this is not")
         return self
 
     def fill(self, message: Any) -> None:
@@ -128,7 +164,7 @@ class Policy:
         return Policy(**values)
 
 
-NAMES = tuple(item.name for item in fields(Policy))
+NAMES = tuple(item.name for item in fields(Policy) if item.name not in ("cursors", "by_deduplication_id"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +188,10 @@ class Applied:
     """See `ONLY_ON`. The log is synced when so many messages are written and not synced,"""
     log_flush_interval_ms: int = 0
     """or the first of them was so long ago: by default, at every commit."""
+    deduplication_window_max_messages: int = 10_000_000
+    """See `TopicPolicy` in admin.proto."""
+    deduplication_window_max_bytes: int = 2**30
+    deduplication_window_max_minutes: int = NO_LIMIT
 
     @property
     def flush_interval(self) -> FlushInterval:
@@ -159,11 +199,21 @@ class Applied:
         return FlushInterval(self.log_flush_interval_messages, self.log_flush_interval_ms)
 
     @property
+    def window(self) -> WindowLimits:
+        """As the window of deduplication IDs has it."""
+        minutes = self.deduplication_window_max_minutes
+        return WindowLimits(
+            self.deduplication_window_max_messages,
+            self.deduplication_window_max_bytes,
+            NO_LIMIT if minutes < 0 else minutes * _MILLISECONDS_A_MINUTE,
+        )
+
+    @property
     def retention(self) -> Retention:
         """In the log's units."""
         size_mb, minutes = self.retention_size_in_mb, self.retention_time_in_minutes
         return Retention(
-            None if size_mb < 0 else size_mb * _MB,
+            None if size_mb < 0 else size_mb * BYTES_A_MB,
             None if minutes < 0 else minutes * _MILLISECONDS_A_MINUTE,
         )
 

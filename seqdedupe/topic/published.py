@@ -9,7 +9,8 @@ from seqdedupe.log.contract import Log, LogName, Logs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.topics import LogKind, TopicRecord
-from seqdedupe.topic.policy import Applied
+from seqdedupe.topic.control import decode_policy
+from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State, TopicBase
 
@@ -53,6 +54,8 @@ class PublishedTopics:
     async def open(self, record: TopicRecord, applied: Applied, *, without_snapshot: bool = False) -> Topic:
         snapshots = Snapshots(self._store, record.incarnation)
         loaded = await asyncio.to_thread(snapshots.load)
+        if loaded is not None and loaded.window is None and loaded.policy:
+            _check_needs_none(record, decode_policy(loaded.policy))
         covered_index, place = (loaded.next_index, loaded.opaque) if loaded else (0, b"")
         log = await self._logs.open(record.incarnation, covered_index, record.secret or None, place)
         if loaded is None and log.first_index > 0 and not (self._rebuild_store or without_snapshot):
@@ -100,10 +103,30 @@ class PublishedTopics:
         await self._logs.delete(*incarnations)
 
 
+def _check_needs_none(record: TopicRecord, policy: Policy) -> None:
+    """Raises STORE_DAMAGED if a topic of this policy cannot be without a window."""
+    if policy.by_deduplication_id:
+        raise error(
+            "STORE_DAMAGED",
+            f"the store has a snapshot of topic {record.name}, which is one of deduplication IDs, and not its window",
+            hint="Let `seqdedupe rebuild-topic` make the topic's records anew from its log; or restore a backup.",
+        )
+
+
 async def _check(log: Log, live: Topic | None, loaded: Loaded | None) -> None:
+    window = live.window if live is not None else None
     if loaded is not None:
+        if window is not None:
+            raise error("INVALID_REQUEST", "snapshots of topics of deduplication IDs cannot be imported")
         await _check_belongs(log, loaded)
         return
+    if window is not None and window.first_index < log.first_index:
+        raise error(
+            "LOG_INCOMPLETE",
+            f"the log {log.place} begins with index {log.first_index}, and the topic knows the deduplication IDs from "
+            f"index {window.first_index} on",
+            first_index=log.first_index,
+        )
     unsaid = live.producers.stated_below(log.first_index) if live is not None and log.first_index > 0 else ()
     if len(unsaid):
         raise error(

@@ -7,6 +7,7 @@ step, before their receipt is given and before anything is called Dup because of
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -17,7 +18,7 @@ from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Failure, Log, Outcome, Runs, last_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.topic import admission, earlier, recovery, trimming
+from seqdedupe.topic import admission, by_id, earlier, recovery, trimming
 from seqdedupe.topic.answers import Refusal, Reply
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.flight import Admitted, Changing
@@ -26,6 +27,7 @@ from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retry import again_until
+from seqdedupe.topic.sessions import RANDOM_BYTES
 from seqdedupe.topic.standby import first_of, until_asked, until_free
 from seqdedupe.topic.state import State
 
@@ -33,6 +35,10 @@ logger = logging.getLogger("seqdedupe.topic")
 
 SETTLE_SECONDS = 5.0
 """For what is in flight, before another sidecar gets a topic: what has not settled then, that one finds out."""
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 class Topic(LoggedTopic):
@@ -61,6 +67,8 @@ class Topic(LoggedTopic):
         self.next_index = self.confirmed_index
         log.flush_every(self.applied.flush_interval)
         self.now_seconds = asyncio.get_running_loop().time
+        self.now_ms = _now_ms
+        """When messages of a topic of deduplication IDs are published."""
         self._is_standby = is_standby
         self._keeping_away = KeepingAway(lambda: self.now_seconds(), random_bytes)
         self._is_recovering = False
@@ -205,6 +213,7 @@ class Topic(LoggedTopic):
 
     async def _took_over(self) -> bool:
         self._failed_meanwhile = False
+        began = self.now_seconds()
         owner = await recovery.take_over(
             self.log,
             term=self.term + 1,
@@ -220,9 +229,12 @@ class Topic(LoggedTopic):
         self._fail_in_flight(self._not_appended("LOG_REFUSED", "the append failed"))
         self.term = owner.term
         self._own_ownership = owner.ownership
-        self.sessions.begin_term(owner.term)
+        self.sessions.begin_term(owner.term, self._random_bytes(RANDOM_BYTES))
         self.next_index = self.confirmed_index = owner.next_index
         self.confirmed.tell()
+        self.counters.recoveries += 1
+        self.counters.replayed += owner.replayed
+        self.counters.recovery_seconds += self.now_seconds() - began
         # What the log held is known now; but if it failed again meanwhile, it takes nothing yet.
         return not self._failed_meanwhile
 
@@ -237,7 +249,8 @@ class Topic(LoggedTopic):
             self.flight.take()
             if isinstance(oldest, Admitted):
                 # Where it stands, which need not be where it was to stand.
-                oldest.receipt.first_index, oldest.receipt.runs = int(places[BASE_INDEX]), runs_of(k)
+                oldest.receipt.stands_at(int(places[BASE_INDEX]))
+                oldest.receipt.runs = runs_of(k)
             found.append(oldest)
         self.confirmed.tell()
         for item in found:
@@ -273,16 +286,21 @@ class Topic(LoggedTopic):
             self.counters.refused += 1
             reply(Refusal(frame, e))
             return
-        new, answer = admission.admit(
-            encoded,
-            frame,
-            self.producers,
-            cache,
-            next_index=self.next_index,
-            applied=self.applied,
-            lone=lone,
-            check_log=self.log.check,
-        )
+        if self.window is None:
+            new, answer = admission.admit(
+                encoded,
+                frame,
+                self.producers,
+                cache,
+                next_index=self.next_index,
+                applied=self.applied,
+                lone=lone,
+                check_log=self.log.check,
+            )
+        else:
+            new, answer = by_id.admit(
+                encoded, frame, self.window, applied=self.applied, now_ms=self.now_ms(), check_log=self.log.check
+            )
         if isinstance(answer, Refusal):
             self.counters.refused += 1
             reply(answer)
@@ -308,7 +326,10 @@ class Topic(LoggedTopic):
             if isinstance(item, Admitted):
                 item.receipt.runs = last = runs
                 frame = item.frame
-                self.producers.persist(frame.view, frame.places, frame.producer_rows)
+                if self.window is None:
+                    self.producers.persist(frame.view, frame.places, frame.producer_rows)
+                else:
+                    self.window.confirm(frame.rows)
                 self.confirmed_index += frame.rows
                 rows += frame.rows
             else:
@@ -347,6 +368,8 @@ class Topic(LoggedTopic):
         """What is in flight is given up: nothing of it counts as pushed any more."""
         failed = [self.flight.take() for _ in range(len(self.flight))]
         self.producers.fail_in_flight()
+        if self.window is not None:
+            self.window.fail()
         self.next_index = self.confirmed_index
         for item in failed:
             if isinstance(item, Changing):

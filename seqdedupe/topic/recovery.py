@@ -39,6 +39,8 @@ class Ownership:
     """The index that the next message gets."""
     ownership: int
     """What the records of this owner carry."""
+    replayed: int
+    """So many messages were merged."""
 
 
 def damaged(log: Log, why: str, index: int) -> SeqdedupeError:
@@ -152,5 +154,5 @@ async def take_over(
                 replay.rows,
                 replay.next_index,
             )
-            return Ownership(term, replay.next_index, ownership_of(token))
+            return Ownership(term, replay.next_index, ownership_of(token), replay.rows)
         term = highest + 1

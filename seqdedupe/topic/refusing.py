@@ -15,12 +15,23 @@ from seqdedupe.format.columns import (
     size,
     start,
 )
-from seqdedupe.limits import NO_EPOCH
+from seqdedupe.format.jit import Int64s
+from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
+from seqdedupe.topic.allowing import Allowing
 from seqdedupe.topic.answers import ProducerNumbers
 from seqdedupe.topic.frame import Frame
 from seqdedupe.topic.sessions import can_have_been_given
 
 MAX_PRODUCERS_IN_REFUSAL = 16
+
+
+def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list[ProducerNumbers]]:
+    """The error for a frame with producers that its client may not publish as, and their names. Their numbers are told
+    to nobody who may not know them."""
+    names = [name.decode() for name in allowing.producers.names_of(numbers[:MAX_PRODUCERS_IN_REFUSAL])]
+    unknown = NO_SEQUENCE_ID
+    listed = [ProducerNumbers(name, NO_EPOCH, NO_EPOCH, unknown, unknown, unknown, unknown) for name in names]
+    return allowing.deny(names), listed
 
 
 def refused(

@@ -1,7 +1,9 @@
 """Who owns a producer name: epochs, given by Open.
 
-An epoch is `term << 32 | n`, where n counts the topic's opens in that term. The newest owns the name. Safety does not
-rest on epochs (watermark and link give it); they keep two processes with one name from fighting for ever.
+An epoch is `term << 32 | n`, where n counts the topic's opens in that term, from a random number on: a log of which an
+older copy was restored has the same terms again, and must not give what the lost history gave. The newest owns the
+name. Safety does not rest on epochs (watermark and link give it); they keep two processes with one name from fighting
+for ever.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +18,9 @@ from seqdedupe.limits import MAX_OPEN_NAMES, NO_EPOCH
 from seqdedupe.names import new_producer_name, producer_name
 
 _TERM_SHIFT = 32
-OPENS_PER_TERM = 2**_TERM_SHIFT - 1
+LAST_OPEN = 2**_TERM_SHIFT - 1
+RANDOM_BYTES = 4
+"""Half of the opens of a term can be skipped: as many are left as there are seconds in 68 years."""
 
 
 def highest_term(epochs: Int64s) -> int:
@@ -53,6 +57,8 @@ class Opening:
     numbers: Int64s
     """Theirs when it began."""
     epochs: Int64s
+    earlier_epochs: Int64s
+    """Of the sessions before these; NO_EPOCH where there was none."""
     refusals: dict[int, SeqdedupeError]
     """By place in the call: FENCED, INVALID_EPOCH."""
     is_resume: bool
@@ -69,6 +75,20 @@ class Opened:
     """By place: FENCED, INVALID_EPOCH."""
     forgotten: list[int] = field(default_factory=list)
     """The places of resumed names of which there is nothing, where names were ever forgotten."""
+    fenced_epochs: dict[int, int] = field(default_factory=dict)
+    """By place, of names that another session had before."""
+
+    def among(self, names: int, refusals: dict[int, SeqdedupeError]) -> "Opened":
+        """The same, as the answer to so many names, of which those at these places were refused before."""
+        if not refusals:
+            return self
+        places = [place for place in range(names) if place not in refusals]
+        answer = Opened([0] * names, [-1] * names, [-1] * names, dict(refusals))
+        for place, *columns in zip(places, self.epochs, self.persisted, self.indexes, strict=True):
+            answer.epochs[place], answer.persisted[place], answer.indexes[place] = columns
+        answer.refusals.update((places[k], e) for k, e in self.refusals.items())
+        answer.forgotten.extend(places[k] for k in self.forgotten)
+        return answer
 
 
 class Sessions:
@@ -79,9 +99,9 @@ class Sessions:
         self._term = 0
         self._opens = 0
 
-    def begin_term(self, term: int) -> None:
-        """The topic has a new owner."""
-        self._term, self._opens = term, 0
+    def begin_term(self, term: int, random: bytes) -> None:
+        """The topic has a new owner. Where its opens begin to count is of RANDOM_BYTES."""
+        self._term, self._opens = term, int.from_bytes(random, "little") >> 1
 
     def open(self, names: list[str], epochs: list[int] | None) -> Opening:
         """Starts new sessions, or resumes those of the given epochs, each by itself. They are in force from now on.
@@ -107,12 +127,18 @@ class Sessions:
         accepted = [encoded[place] for place in places]
         numbers = self._producers.add_all(accepted)
         given = np.array([epochs[place] for place in places], np.int64)
+        earlier = self._producers.numbers[numbers, EPOCH]
         self._producers.open(numbers, given)
-        return Opening(np.array(places, np.int64), accepted, numbers, given, refusals, is_resume)
+        return Opening(np.array(places, np.int64), accepted, numbers, given, earlier, refusals, is_resume)
 
     def opened(self, opening: Opening, names: int) -> Opened:
         """What an Open of so many names answers once all that it waits for has settled."""
         answer = Opened([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
+        if not opening.is_resume:
+            had = np.flatnonzero(opening.earlier_epochs != NO_EPOCH)
+            answer.fenced_epochs.update(
+                zip(opening.places[had].tolist(), opening.earlier_epochs[had].tolist(), strict=True)
+            )
         # Numbers may have changed while it waited.
         numbers = self._producers.add_all(opening.names)
         self._producers.activity.use(numbers)
@@ -130,8 +156,8 @@ class Sessions:
         return answer
 
     def _next_epoch(self) -> int:
-        if self._opens >= OPENS_PER_TERM:
-            raise error("INTERNAL", f"the topic was opened {self._opens} times in one term: restart the sidecar")
+        if self._opens >= LAST_OPEN:
+            raise error("INTERNAL", "the topic was opened too many times in one term: restart the sidecar")
         self._opens += 1
         return self._term << _TERM_SHIFT | self._opens
 
@@ -151,8 +177,11 @@ class Sessions:
 
     def _why_not_resumed(self, name: bytes, epoch: int, current: int) -> SeqdedupeError | None:
         shown = name.decode()
-        # Each term begins with n = 0, so an epoch of an earlier term is one that may have been given.
-        if not can_have_been_given(epoch) or epoch > (self._term << _TERM_SHIFT | self._opens):
+        # What was given is known for good, unless it was forgotten: a higher one is of another history of this log, of
+        # which an older copy was restored.
+        is_known = current > NO_EPOCH and not self._producers.has_forgotten
+        newest = current if is_known else self._term << _TERM_SHIFT | self._opens
+        if not can_have_been_given(epoch) or epoch > newest:
             return error(
                 "INVALID_EPOCH",
                 f"this topic never gave the epoch {epoch} with which {shown!r} resumes",
@@ -160,7 +189,7 @@ class Sessions:
                 epoch=epoch,
                 current_epoch=current,
             )
-        if epoch < current or (self._producers.has_forgotten and epoch > current > NO_EPOCH):
+        if epoch < current or epoch > current > NO_EPOCH:
             return _fenced(shown, epoch, current)
         return None
 

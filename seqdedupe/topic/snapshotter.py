@@ -5,11 +5,13 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
+from seqdedupe.store.ids import StoredIds
 from seqdedupe.store.snapshots import Delta, Snapshots
 from seqdedupe.topic.policy import Applied
 
@@ -22,7 +24,7 @@ class Snapshotter:
     `describe` gives, at that moment, the term, the position of the last confirmed message, the policy's bytes and those
     of the position in a broker's own log. That and the numbers are copied in one step of the event loop, so that
     position and state belong together; syncing happens beside serving.
-    `on_durable` is called when one is durable, up to `next_index`.
+    `window` gives that of a topic of deduplication IDs. `on_durable` is called when one is durable, up to `next_index`.
     """
 
     def __init__(
@@ -35,11 +37,16 @@ class Snapshotter:
         next_index: int,
         applied: Applied,
         on_durable: Callable[[], None],
+        window: Callable[[], IdWindow | None] = lambda: None,
     ) -> None:
         self.next_index = next_index
         """What the last durable snapshot covers: all messages below this index."""
         self.opaque = b""
         """What the last one that was taken here, and is durable, holds of the log."""
+        self.taken = self.failed = 0
+        """So many have become durable, or not, since the topic was opened."""
+        self.durable_at = asyncio.get_running_loop().time()
+        """When the last one became durable, by the event loop's clock, or when the topic was opened."""
         self._store = store
         self._snapshots = snapshots
         self._producers = producers
@@ -47,6 +54,12 @@ class Snapshotter:
         self._every_entries = applied.deduplication_entries_interval
         self._after_seconds = applied.deduplication_snapshot_interval_seconds
         self._on_durable = on_durable
+        self._window = window
+        loaded = window()
+        self._ids_stored = loaded.confirmed_index if loaded is not None else 0
+        """The IDs of messages below this index are in the last durable snapshot, those that are still known."""
+        self._window_stored = loaded.first_index if loaded is not None else 0
+        """And it begins there."""
         self._names_stored = len(producers)
         self._is_renumbered = False
         """Whether producers have other numbers than the last durable snapshot gives them."""
@@ -154,6 +167,7 @@ class Snapshotter:
         known = len(self._producers)
         forgets = forgotten is not None and len(forgotten) > 0
         has_forgotten = self._producers.has_forgotten or forgets
+        ids = self._ids()
         try:
             delta = Delta(
                 term=term,
@@ -169,6 +183,7 @@ class Snapshotter:
                 policy=policy,
                 opaque=opaque,
                 has_forgotten=has_forgotten,
+                ids=ids,
             )
             if self._is_renumbered:
                 opening = await self._snapshots.write_anew(delta)
@@ -178,14 +193,28 @@ class Snapshotter:
         except BaseException:
             # Whatever it is: a later snapshot must not leave these out.
             self._producers.mark_dirty(changed)
+            self.failed += 1
             self._start_timer()
             raise
         self._names_stored = known
         self._is_renumbered = False
+        if ids is not None:
+            self._ids_stored, self._window_stored = ids.next_index, ids.first_index
         self.next_index, self.opaque = position.index + 1, opaque
+        self.taken += 1
+        self.durable_at = asyncio.get_running_loop().time()
         self._on_durable()
         if self._compaction is None or self._compaction.done():
             self._compaction = asyncio.ensure_future(self._compact())
+
+    def _ids(self) -> StoredIds | None:
+        """What has come to the window since the last durable snapshot, and what has gone."""
+        if (window := self._window()) is None:
+            return None
+        stored = 0 if self._is_renumbered else self._ids_stored
+        first_index, next_index = window.first_index, window.confirmed_index
+        moved_from = self._window_stored if first_index > self._window_stored else None
+        return StoredIds(window.key, first_index, next_index, window.pieces(max(stored, first_index)), moved_from)
 
     async def _compact(self) -> None:
         try:

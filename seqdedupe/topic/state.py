@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.letting_go import LettingGo
 from seqdedupe.core.producers import Bools, Producers
 from seqdedupe.errors import SeqdedupeError, error
@@ -52,9 +53,13 @@ class State(Enum):
 class TopicBase(ABC):
     """A topic of this process, without its way of appending.
 
+    `window` is what it knows of deduplication IDs; None in a topic of sequence IDs.
+
     `loaded` is its newest snapshot; without one it begins at `first_index`. `applied` is the policy that it inherits.
     `on_state` is told each change of state.
     """
+
+    window: IdWindow | None = None
 
     def __init__(
         self,
@@ -121,6 +126,7 @@ class TopicBase(ABC):
             next_index=self.confirmed_index,
             applied=self.applied,
             on_durable=self._snapshot_is_durable,
+            window=lambda: self.window,
         )
         self.inactivity = Inactivity(
             name,

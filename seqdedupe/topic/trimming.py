@@ -5,9 +5,11 @@ import logging
 
 from seqdedupe.core.rule import STATED
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.contract import Retention
 from seqdedupe.topic import control
 from seqdedupe.topic.control import STATED_A_RECORD, Purge, Reset
 from seqdedupe.topic.logged import LoggedTopic
+from seqdedupe.topic.policy import BYTES_A_MB
 from seqdedupe.topic.state import State
 
 logger = logging.getLogger("seqdedupe.topic")
@@ -19,7 +21,7 @@ async def trim(topic: LoggedTopic) -> None:
     try:
         await topic.log.snapshot_is_durable(topic.snapshotter.opaque)
         while retention != (retention := topic.applied.retention):
-            first = await topic.log.may_trim_to(topic.snapshot_index, retention)
+            first = await _may_trim_to(topic, retention)
             if topic.state is State.STANDBY:
                 await topic.log.trim(await _stated_from(topic, first))
             elif first > topic.log.first_index:
@@ -27,6 +29,19 @@ async def trim(topic: LoggedTopic) -> None:
                 await topic.log.trim(first)
     except SeqdedupeError as e:
         logger.warning("topic %s: retention waits for the next snapshot: %s", topic.name, e)
+
+
+async def _may_trim_to(topic: LoggedTopic, retention: Retention) -> int:
+    """As `Log.may_trim_to`; what a cursor has not passed that holds retention back stays, up to the cursor's limit."""
+    covered = topic.snapshot_index
+    first = await topic.log.may_trim_to(covered, retention)
+    for cursor in topic.policy.cursors:
+        mb, position = cursor.hold_retention_in_mb, cursor.position
+        if mb and position.incarnation == topic.incarnation:
+            passed = await topic.log.may_trim_to(min(covered, position.index + 1), retention)
+            beyond = await topic.log.may_trim_to(covered, Retention(mb * BYTES_A_MB, None))
+            first = min(first, max(passed, beyond))
+    return first
 
 
 async def _stated_from(topic: LoggedTopic, first_index: int) -> int:

@@ -30,6 +30,8 @@ APART_SECONDS = 0.05
 USE_SECONDS = 2.0
 """So long whoever uses a topic that waits is kept waiting at most; then it is told RECOVERING, as ever."""
 
+USED_AT_ONCE = 32
+
 WHY = "nobody has used it since the start: it is opened when somebody does, or in its turn"
 
 
@@ -45,6 +47,10 @@ class Waiting:
         self._tried = 0
         self._waiting: dict[str, Closed] = {}
         self._begun: dict[str, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
 
     def takes(self, record: TopicRecord) -> bool:
         """Whether a topic that is to be opened at the start waits from now on."""
@@ -84,6 +90,11 @@ class Waiting:
             await asyncio.wait({topics.in_background(topics.go_on_opening(record))}, timeout=USE_SECONDS)
         elif topic := topics.live.get(record.name):
             await topic.recover()
+
+    async def use_all(self) -> None:
+        """As `use`, of all that wait."""
+        while self._waiting:
+            await self.use(*islice(self._waiting, USED_AT_ONCE))
 
     async def open_all(self) -> None:
         """Opens one after the other, until none waits."""

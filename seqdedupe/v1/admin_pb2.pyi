@@ -118,6 +118,30 @@ GAP_POLICY_REJECT: GapPolicy.ValueType  # 2
 """Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
 Global___GapPolicy: _TypeAlias = GapPolicy  # noqa: Y015
 
+class _DeduplicationMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DeduplicationModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeduplicationMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEDUPLICATION_MODE_UNSPECIFIED: _DeduplicationMode.ValueType  # 0
+    """The default where a topic is created; of a topic, that it is not known yet."""
+    DEDUPLICATION_MODE_SEQUENCE_ID: _DeduplicationMode.ValueType  # 1
+    """A producer's name and a sequence ID, in rising order."""
+    DEDUPLICATION_MODE_DEDUPLICATION_ID: _DeduplicationMode.ValueType  # 2
+    """An ID of the message's own, in no order. There are no producers, sessions or links."""
+
+class DeduplicationMode(_DeduplicationMode, metaclass=_DeduplicationModeEnumTypeWrapper):
+    """By what the messages of a topic are told from each other: chosen when it is created, for good."""
+
+DEDUPLICATION_MODE_UNSPECIFIED: DeduplicationMode.ValueType  # 0
+"""The default where a topic is created; of a topic, that it is not known yet."""
+DEDUPLICATION_MODE_SEQUENCE_ID: DeduplicationMode.ValueType  # 1
+"""A producer's name and a sequence ID, in rising order."""
+DEDUPLICATION_MODE_DEDUPLICATION_ID: DeduplicationMode.ValueType  # 2
+"""An ID of the message's own, in no order. There are no producers, sessions or links."""
+Global___DeduplicationMode: _TypeAlias = DeduplicationMode  # noqa: Y015
+
 class _EntryFormat:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -182,6 +206,42 @@ last messages of the topic: it may have been stored, or never sent. Sent now, it
 """
 Global___MessageState: _TypeAlias = MessageState  # noqa: Y015
 
+class _StatisticsOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StatisticsOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StatisticsOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STATISTICS_ORDER_UNSPECIFIED: _StatisticsOrder.ValueType  # 0
+    """As `STATISTICS_ORDER_RATE`."""
+    STATISTICS_ORDER_RATE: _StatisticsOrder.ValueType  # 1
+    """What took the most rows of all verdicts in the last interval comes first, then in all intervals."""
+    STATISTICS_ORDER_NAME: _StatisticsOrder.ValueType  # 2
+    """By name."""
+    STATISTICS_ORDER_STATE: _StatisticsOrder.ValueType  # 3
+    """What does not serve comes first."""
+    STATISTICS_ORDER_TROUBLE: _StatisticsOrder.ValueType  # 4
+    """What had the most rows `UNKNOWN` and frames refused in all intervals comes first."""
+    STATISTICS_ORDER_SNAPSHOT: _StatisticsOrder.ValueType  # 5
+    """What has the most messages that no durable snapshot covers comes first."""
+
+class StatisticsOrder(_StatisticsOrder, metaclass=_StatisticsOrderEnumTypeWrapper):
+    """In which order topics are listed; by name where they are equal in that."""
+
+STATISTICS_ORDER_UNSPECIFIED: StatisticsOrder.ValueType  # 0
+"""As `STATISTICS_ORDER_RATE`."""
+STATISTICS_ORDER_RATE: StatisticsOrder.ValueType  # 1
+"""What took the most rows of all verdicts in the last interval comes first, then in all intervals."""
+STATISTICS_ORDER_NAME: StatisticsOrder.ValueType  # 2
+"""By name."""
+STATISTICS_ORDER_STATE: StatisticsOrder.ValueType  # 3
+"""What does not serve comes first."""
+STATISTICS_ORDER_TROUBLE: StatisticsOrder.ValueType  # 4
+"""What had the most rows `UNKNOWN` and frames refused in all intervals comes first."""
+STATISTICS_ORDER_SNAPSHOT: StatisticsOrder.ValueType  # 5
+"""What has the most messages that no durable snapshot covers comes first."""
+Global___StatisticsOrder: _TypeAlias = StatisticsOrder  # noqa: Y015
+
 @_typing.final
 class TopicPolicy(_message.Message):
     """What an operator may set for a topic, for a namespace and, by its configuration, for a sidecar. For each value that of
@@ -200,6 +260,9 @@ class TopicPolicy(_message.Message):
     DEDUPLICATION_PRODUCER_INACTIVITY_TIMEOUT_MINUTES_FIELD_NUMBER: _builtins.int
     LOG_FLUSH_INTERVAL_MESSAGES_FIELD_NUMBER: _builtins.int
     LOG_FLUSH_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_WINDOW_MAX_MESSAGES_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_WINDOW_MAX_BYTES_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_WINDOW_MAX_MINUTES_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """False: rows that would be `DUP` or `UNKNOWN` are appended as `NOT_DUP`. Sessions, links and numbers stay."""
     overlap: Global___OverlapPolicy.ValueType
@@ -230,6 +293,16 @@ class TopicPolicy(_message.Message):
     """And as soon as the first of them was written so many milliseconds ago, 0 to 10,000: with 0, the default, by every
     commit. See `log_flush_interval_messages`.
     """
+    deduplication_window_max_messages: _builtins.int
+    """In a topic of deduplication IDs: a copy is known at least as long as fewer messages than this came after its
+    original, 1 or more. The window of IDs that are known moves forward by this limit, or by one of the two that follow,
+    whichever is reached first, by a part of it at a time. Topics of sequence IDs do not heed them, and so they cannot be
+    set for one; nor where the log is not the sidecar's own.
+    """
+    deduplication_window_max_bytes: _builtins.int
+    """And as long as the IDs that came after it have fewer bytes than this together, 1 or more; -1: no limit."""
+    deduplication_window_max_minutes: _builtins.int
+    """And as long as its original was published less than so many minutes ago, 1 or more; -1: no limit."""
     def __init__(
         self,
         *,
@@ -243,10 +316,13 @@ class TopicPolicy(_message.Message):
         deduplication_producer_inactivity_timeout_minutes: _builtins.int | None = ...,
         log_flush_interval_messages: _builtins.int | None = ...,
         log_flush_interval_ms: _builtins.int | None = ...,
+        deduplication_window_max_messages: _builtins.int | None = ...,
+        deduplication_window_max_bytes: _builtins.int | None = ...,
+        deduplication_window_max_minutes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
     _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015
@@ -256,6 +332,12 @@ class TopicPolicy(_message.Message):
     _WhichOneofArgType__deduplication_producer_inactivity_timeout_minutes: _TypeAlias = _typing.Literal["_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes"]  # noqa: Y015
     _WhichOneofReturnType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["deduplication_snapshot_interval_seconds"]  # noqa: Y015
     _WhichOneofArgType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_window_max_bytes: _TypeAlias = _typing.Literal["deduplication_window_max_bytes"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_window_max_bytes: _TypeAlias = _typing.Literal["_deduplication_window_max_bytes", b"_deduplication_window_max_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_window_max_messages: _TypeAlias = _typing.Literal["deduplication_window_max_messages"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_window_max_messages: _TypeAlias = _typing.Literal["_deduplication_window_max_messages", b"_deduplication_window_max_messages"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_window_max_minutes: _TypeAlias = _typing.Literal["deduplication_window_max_minutes"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_window_max_minutes: _TypeAlias = _typing.Literal["_deduplication_window_max_minutes", b"_deduplication_window_max_minutes"]  # noqa: Y015
     _WhichOneofReturnType__gap: _TypeAlias = _typing.Literal["gap"]  # noqa: Y015
     _WhichOneofArgType__gap: _TypeAlias = _typing.Literal["_gap", b"_gap"]  # noqa: Y015
     _WhichOneofReturnType__log_flush_interval_messages: _TypeAlias = _typing.Literal["log_flush_interval_messages"]  # noqa: Y015
@@ -276,6 +358,12 @@ class TopicPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_producer_inactivity_timeout_minutes) -> _WhichOneofReturnType__deduplication_producer_inactivity_timeout_minutes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_snapshot_interval_seconds) -> _WhichOneofReturnType__deduplication_snapshot_interval_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_window_max_bytes) -> _WhichOneofReturnType__deduplication_window_max_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_window_max_messages) -> _WhichOneofReturnType__deduplication_window_max_messages | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_window_max_minutes) -> _WhichOneofReturnType__deduplication_window_max_minutes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gap) -> _WhichOneofReturnType__gap | None: ...
     @_typing.overload
@@ -319,6 +407,12 @@ class Topic(_message.Message):
     DAMAGED_PLACES_FIELD_NUMBER: _builtins.int
     DAMAGED_MESSAGES_FIELD_NUMBER: _builtins.int
     ENTRY_FORMAT_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_MODE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    WINDOW_FIRST_PUBLISH_TIME_MS_FIELD_NUMBER: _builtins.int
+    WINDOW_MESSAGES_FIELD_NUMBER: _builtins.int
+    WINDOW_FORGOTTEN_FIELD_NUMBER: _builtins.int
+    WINDOW_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     PARTITION_OF_FIELD_NUMBER: _builtins.int
     UNUSED_PARTITIONS_FIELD_NUMBER: _builtins.int
@@ -369,6 +463,18 @@ class Topic(_message.Message):
     """The messages there, which cannot be read."""
     entry_format: Global___EntryFormat.ValueType
     """How its entries are laid out, for good."""
+    deduplication_mode: Global___DeduplicationMode.ValueType
+    """By what its messages are told from each other, for good."""
+    window_first_index: _builtins.int
+    """Of a topic of deduplication IDs: the IDs of all messages from this index on are known."""
+    window_first_publish_time_ms: _builtins.int
+    """When the first of these was published, in milliseconds since 1970; 0 if there is none."""
+    window_messages: _builtins.int
+    """So many IDs of stored messages are known."""
+    window_forgotten: _builtins.int
+    """So many have been forgotten since the topic was created: copies of these are new."""
+    window_memory_bytes: _builtins.int
+    """The memory that the window takes."""
     partitions: _builtins.int
     """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
     stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
@@ -436,6 +542,12 @@ class Topic(_message.Message):
         damaged_places: _builtins.int = ...,
         damaged_messages: _builtins.int = ...,
         entry_format: Global___EntryFormat.ValueType = ...,
+        deduplication_mode: Global___DeduplicationMode.ValueType = ...,
+        window_first_index: _builtins.int = ...,
+        window_first_publish_time_ms: _builtins.int = ...,
+        window_messages: _builtins.int = ...,
+        window_forgotten: _builtins.int = ...,
+        window_memory_bytes: _builtins.int = ...,
         partitions: _builtins.int = ...,
         partition_of: _builtins.str = ...,
         unused_partitions: _builtins.int = ...,
@@ -449,7 +561,7 @@ class Topic(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "deduplication_mode", b"deduplication_mode", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why", "window_first_index", b"window_first_index", "window_first_publish_time_ms", b"window_first_publish_time_ms", "window_forgotten", b"window_forgotten", "window_memory_bytes", b"window_memory_bytes", "window_messages", b"window_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -499,12 +611,17 @@ class CreateTopicRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     ENTRY_FORMAT_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_MODE_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     partitions: _builtins.int
     """0: it is not partitioned. Otherwise how many partitions it has, for good: 1 to 1,024."""
     entry_format: Global___EntryFormat.ValueType
     """How its entries are laid out, for good. It can be chosen only where the log is Pulsar's: `INVALID_REQUEST` elsewhere."""
+    deduplication_mode: Global___DeduplicationMode.ValueType
+    """By what its messages are told from each other, for good; left out, by sequence IDs. Deduplication IDs only where the
+    log is the sidecar's own, and in a topic without partitions: `INVALID_REQUEST` elsewhere.
+    """
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """Its policy, or that of each partition. Left out: all of it is inherited. Partitions cannot have
@@ -518,10 +635,11 @@ class CreateTopicRequest(_message.Message):
         policy: Global___TopicPolicy | None = ...,
         partitions: _builtins.int = ...,
         entry_format: Global___EntryFormat.ValueType = ...,
+        deduplication_mode: Global___DeduplicationMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_mode", b"deduplication_mode", "entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1030,19 +1148,23 @@ class ListProducersRequest(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     offset: _builtins.int
     """0 for the first page, else the `next_offset` of the page before: it is opaque."""
+    limit: _builtins.int
+    """At most so many, up to 1,000; 0: 1,000."""
     def __init__(
         self,
         *,
         topic: _builtins.str = ...,
         offset: _builtins.int = ...,
+        limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "offset", b"offset", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1531,6 +1653,7 @@ class SnapshotHead(_message.Message):
     BROKER_POSITION_FIELD_NUMBER: _builtins.int
     PRODUCERS_FIELD_NUMBER: _builtins.int
     HAS_FORGOTTEN_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The full name of the topic."""
     term: _builtins.int
@@ -1553,6 +1676,10 @@ class SnapshotHead(_message.Message):
     def policy(self) -> Global___TopicPolicy:
         """What is set for the topic there."""
 
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.ControlCursor]:
+        """The named cursors of the topic there."""
+
     def __init__(
         self,
         *,
@@ -1563,10 +1690,11 @@ class SnapshotHead(_message.Message):
         broker_position: _builtins.bytes = ...,
         producers: _builtins.int = ...,
         has_forgotten: _builtins.bool = ...,
+        cursors: _abc.Iterable[_batch_pb2.ControlCursor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_position", b"broker_position", "has_forgotten", b"has_forgotten", "policy", b"policy", "position", b"position", "producers", b"producers", "term", b"term", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_position", b"broker_position", "cursors", b"cursors", "has_forgotten", b"has_forgotten", "policy", b"policy", "position", b"position", "producers", b"producers", "term", b"term", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2109,3 +2237,564 @@ class GetVersionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetVersionResponse: _TypeAlias = GetVersionResponse  # noqa: Y015
+
+@_typing.final
+class GetStatisticsRequest(_message.Message):
+    """Which topics' statistics are asked for. Those of the whole are always answered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEARCH_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    search: _builtins.str
+    """Only topics whose full name contains this, in capitals or not; empty: all."""
+    order: Global___StatisticsOrder.ValueType
+    """The order of the topics."""
+    offset: _builtins.int
+    """So many of the topics are left out at the beginning."""
+    limit: _builtins.int
+    """At most so many topics, up to 500; 0: 50."""
+    topic: _builtins.str
+    """Only this topic, see `OpenRequest.topic`; empty: all."""
+    def __init__(
+        self,
+        *,
+        search: _builtins.str = ...,
+        order: Global___StatisticsOrder.ValueType = ...,
+        offset: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "offset", b"offset", "order", b"order", "search", b"search", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatisticsRequest: _TypeAlias = GetStatisticsRequest  # noqa: Y015
+
+@_typing.final
+class GetStatisticsResponse(_message.Message):
+    """Statistics as of one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    IS_SERVING_FIELD_NUMBER: _builtins.int
+    NOW_MS_FIELD_NUMBER: _builtins.int
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    TOPICS_FOUND_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    REPLAY_LEFT_MESSAGES_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Of the sidecar, as its package has it."""
+    uptime_seconds: _builtins.int
+    """Seconds since this process began to serve."""
+    is_serving: _builtins.bool
+    """Whether it serves, as the health of the whole says."""
+    now_ms: _builtins.int
+    """When it was asked, in milliseconds since 1970, by the sidecar's clock."""
+    interval_ms: _builtins.int
+    """How long an interval is."""
+    topics_found: _builtins.int
+    """How many there are that match `search`, on this page or not."""
+    replay_left_messages: _builtins.int
+    """So many messages topics have still to read before they serve, as far as their logs' extents are known."""
+    @_builtins.property
+    def activity(self) -> Global___Activity:
+        """What all topics did."""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCount]:
+        """How many topics there are in each state."""
+
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicStatistics]:
+        """The topics that were asked for."""
+
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Warning]:
+        """The last that it warned of, the newest first, 50 at most."""
+
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReasonCount]:
+        """Which errors callers were told in all intervals, by any call, the most frequent first."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        uptime_seconds: _builtins.int = ...,
+        is_serving: _builtins.bool = ...,
+        now_ms: _builtins.int = ...,
+        interval_ms: _builtins.int = ...,
+        activity: Global___Activity | None = ...,
+        states: _abc.Iterable[Global___StateCount] | None = ...,
+        topics: _abc.Iterable[Global___TopicStatistics] | None = ...,
+        topics_found: _builtins.int = ...,
+        warnings: _abc.Iterable[Global___Warning] | None = ...,
+        refusals: _abc.Iterable[Global___ReasonCount] | None = ...,
+        replay_left_messages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "interval_ms", b"interval_ms", "is_serving", b"is_serving", "now_ms", b"now_ms", "refusals", b"refusals", "replay_left_messages", b"replay_left_messages", "states", b"states", "topics", b"topics", "topics_found", b"topics_found", "uptime_seconds", b"uptime_seconds", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatisticsResponse: _TypeAlias = GetStatisticsResponse  # noqa: Y015
+
+@_typing.final
+class Activity(_message.Message):
+    """What happened in each of the last intervals, the oldest first, 200 of them at most: as many values in each list. The
+    lists are empty before the first interval has ended, of a topic in which nothing has happened in any of them, and of
+    those beyond the first 5,000 in which something has.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOT_DUP_FIELD_NUMBER: _builtins.int
+    DUP_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def not_dup(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows `NOT_DUP`, which were stored."""
+
+    @_builtins.property
+    def dup(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows `DUP`."""
+
+    @_builtins.property
+    def unknown(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows `UNKNOWN`."""
+
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Frames refused."""
+
+    @_builtins.property
+    def stored_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes stored, where the log is not a broker's own."""
+
+    def __init__(
+        self,
+        *,
+        not_dup: _abc.Iterable[_builtins.int] | None = ...,
+        dup: _abc.Iterable[_builtins.int] | None = ...,
+        unknown: _abc.Iterable[_builtins.int] | None = ...,
+        refused: _abc.Iterable[_builtins.int] | None = ...,
+        stored_bytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dup", b"dup", "not_dup", b"not_dup", "refused", b"refused", "stored_bytes", b"stored_bytes", "unknown", b"unknown"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Activity: _TypeAlias = Activity  # noqa: Y015
+
+@_typing.final
+class ReasonCount(_message.Message):
+    """How often callers were told an error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """The reason, see docs/errors.md."""
+    count: _builtins.int
+    """How often."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReasonCount: _TypeAlias = ReasonCount  # noqa: Y015
+
+@_typing.final
+class StateCount(_message.Message):
+    """How many topics are in a state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    state: Global___TopicState.ValueType
+    """The state."""
+    topics: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        state: Global___TopicState.ValueType = ...,
+        topics: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateCount: _TypeAlias = StateCount  # noqa: Y015
+
+@_typing.final
+class TopicStatistics(_message.Message):
+    """A topic and what happened in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    REPLAY_LEFT_MESSAGES_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_AGE_MS_FIELD_NUMBER: _builtins.int
+    replay_left_messages: _builtins.int
+    """So many messages it has still to read before it serves, as far as its log's extent is known."""
+    snapshot_age_ms: _builtins.int
+    """Where there are messages that no durable snapshot covers: milliseconds since the last one became durable, or since
+    the topic was opened; else 0.
+    """
+    @_builtins.property
+    def topic(self) -> Global___Topic:
+        """As it is now."""
+
+    @_builtins.property
+    def activity(self) -> Global___Activity:
+        """What happened in it."""
+
+    def __init__(
+        self,
+        *,
+        topic: Global___Topic | None = ...,
+        activity: Global___Activity | None = ...,
+        replay_left_messages: _builtins.int = ...,
+        snapshot_age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "topic", b"topic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "replay_left_messages", b"replay_left_messages", "snapshot_age_ms", b"snapshot_age_ms", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicStatistics: _TypeAlias = TopicStatistics  # noqa: Y015
+
+@_typing.final
+class Warning(_message.Message):
+    """Something that the sidecar logged as a warning or worse."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_MS_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    time_ms: _builtins.int
+    """When, in milliseconds since 1970."""
+    level: _builtins.str
+    """How bad it is, as Python names it: warning, error or critical, in capitals."""
+    message: _builtins.str
+    """What was logged; often it names a reason, see docs/errors.md. It may contain names that users have chosen."""
+    def __init__(
+        self,
+        *,
+        time_ms: _builtins.int = ...,
+        level: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "message", b"message", "time_ms", b"time_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Warning: _TypeAlias = Warning  # noqa: Y015
+
+@_typing.final
+class BackupRequest(_message.Message):
+    """See `Backup`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 100 ASCII letters, digits and any of `._-`, of which the first is a letter or digit."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupRequest: _TypeAlias = BackupRequest  # noqa: Y015
+
+@_typing.final
+class BackupResponse(_message.Message):
+    """How far a backup is; the last one says that it is whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    LINKED_BYTES_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    MADE_AT_US_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """So much of logs and store is in it."""
+    linked_bytes: _builtins.int
+    """Of these, so much is shared with an earlier backup."""
+    directory: _builtins.str
+    """Of the last answer: its folder, on the sidecar's machine. Until then empty, as all that follows."""
+    made_at_us: _builtins.int
+    """The moment that it is of, in microseconds since 1970."""
+    topics: _builtins.int
+    """Topics that are in it, those with damage among them."""
+    @_builtins.property
+    def damaged(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupFault]:
+        """Places of logs that are damaged, here as there."""
+
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupFault]:
+        """Topics that are left out, because their logs cannot be read or believed."""
+
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+        linked_bytes: _builtins.int = ...,
+        directory: _builtins.str = ...,
+        made_at_us: _builtins.int = ...,
+        topics: _builtins.int = ...,
+        damaged: _abc.Iterable[Global___BackupFault] | None = ...,
+        left_out: _abc.Iterable[Global___BackupFault] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "damaged", b"damaged", "directory", b"directory", "left_out", b"left_out", "linked_bytes", b"linked_bytes", "made_at_us", b"made_at_us", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupResponse: _TypeAlias = BackupResponse  # noqa: Y015
+
+@_typing.final
+class BackupFault(_message.Message):
+    """A topic that is not whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """Its full name."""
+    incarnation: _builtins.int
+    """Its incarnation."""
+    what: _builtins.str
+    """What is wrong, in words."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "topic", b"topic", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupFault: _TypeAlias = BackupFault  # noqa: Y015
+
+@_typing.final
+class ListCursorsRequest(_message.Message):
+    """A question for the cursors of a topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCursorsRequest: _TypeAlias = ListCursorsRequest  # noqa: Y015
+
+@_typing.final
+class ListCursorsResponse(_message.Message):
+    """The cursors of a topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicCursor]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        cursors: _abc.Iterable[Global___TopicCursor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCursorsResponse: _TypeAlias = ListCursorsResponse  # noqa: Y015
+
+@_typing.final
+class TopicCursor(_message.Message):
+    """A named cursor of a topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    HOLD_RETENTION_IN_MB_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    note: _builtins.str
+    """Its owner's note."""
+    hold_retention_in_mb: _builtins.int
+    """Retention keeps the messages after this position as long as the log is not larger than this; 0: it does not."""
+    @_builtins.property
+    def position(self) -> _batch_pb2.Position:
+        """The position that it keeps."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        position: _batch_pb2.Position | None = ...,
+        note: _builtins.str = ...,
+        hold_retention_in_mb: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_retention_in_mb", b"hold_retention_in_mb", "name", b"name", "note", b"note", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicCursor: _TypeAlias = TopicCursor  # noqa: Y015
+
+@_typing.final
+class SetCursorHoldRequest(_message.Message):
+    """A request that retention waits for a cursor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    HOLD_RETENTION_IN_MB_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    name: _builtins.str
+    """The cursor's name."""
+    hold_retention_in_mb: _builtins.int
+    """See `TopicCursor`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        name: _builtins.str = ...,
+        hold_retention_in_mb: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_retention_in_mb", b"hold_retention_in_mb", "name", b"name", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetCursorHoldRequest: _TypeAlias = SetCursorHoldRequest  # noqa: Y015
+
+@_typing.final
+class SetCursorHoldResponse(_message.Message):
+    """It is in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetCursorHoldResponse: _TypeAlias = SetCursorHoldResponse  # noqa: Y015
+
+@_typing.final
+class DeleteCursorRequest(_message.Message):
+    """A request to remove a cursor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    name: _builtins.str
+    """The cursor's name."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCursorRequest: _TypeAlias = DeleteCursorRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCursorResponse(_message.Message):
+    """It is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCursorResponse: _TypeAlias = DeleteCursorResponse  # noqa: Y015

@@ -110,6 +110,21 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerResponse.FromString,
                 _registered_method=True)
+        self.ListCursors = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/ListCursors',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ListCursorsRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ListCursorsResponse.FromString,
+                _registered_method=True)
+        self.SetCursorHold = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/SetCursorHold',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldResponse.FromString,
+                _registered_method=True)
+        self.DeleteCursor = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/DeleteCursor',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorResponse.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/Snapshot',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
@@ -164,6 +179,16 @@ class AdminServiceStub(object):
                 '/seqdedupe.v1.AdminService/GetShards',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetShardsRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetShardsResponse.FromString,
+                _registered_method=True)
+        self.GetStatistics = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/GetStatistics',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsResponse.FromString,
+                _registered_method=True)
+        self.Backup = channel.unary_stream(
+                '/seqdedupe.v1.AdminService/Backup',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.BackupRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.BackupResponse.FromString,
                 _registered_method=True)
         self.GetVersion = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/GetVersion',
@@ -299,6 +324,28 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListCursors(self, request, context):
+        """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetCursorHold(self, request, context):
+        """Has retention keep the messages that a cursor has not passed, or not any more. Durable, and in force, when it is
+        answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteCursor(self, request, context):
+        """Removes a cursor: it keeps nothing any more. Error: `CURSOR_NOT_FOUND`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Snapshot(self, request, context):
         """Takes a snapshot of a topic now and answers when it is durable.
         """
@@ -399,6 +446,28 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatistics(self, request, context):
+        """How this process does now and did in the last ten minutes: what its topics took and refused, which of them do not
+        serve, and what it warned of. Counting costs its topics nothing; it is looked at every few seconds, from the start on
+        where `metrics_listen` is set, else from the first such call on. It is of one process, whatever others there are.
+        Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Backup(self, request, context):
+        """Makes a backup of all that the sidecar has, as of one moment, in a new folder of this name below its
+        `backup_directory`, while it serves; says how far it is, and at the end what it holds. Files of logs that the newest
+        backup there has too are linked to it. Nothing is there by the name until all of it is durable; if the call is given
+        up, nothing is left. One is made at a time, the others wait. Errors: `INVALID_REQUEST` for a name that cannot be, or
+        without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is one of that name; `BACKUP_FAILED` if it cannot be
+        written; `STORE_DAMAGED`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVersion(self, request, context):
         """The version of the sidecar and what it has been told.
         """
@@ -484,6 +553,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ResetProducerResponse.SerializeToString,
             ),
+            'ListCursors': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCursors,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ListCursorsRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ListCursorsResponse.SerializeToString,
+            ),
+            'SetCursorHold': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetCursorHold,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldResponse.SerializeToString,
+            ),
+            'DeleteCursor': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCursor,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorResponse.SerializeToString,
+            ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SnapshotRequest.FromString,
@@ -538,6 +622,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetShards,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetShardsRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetShardsResponse.SerializeToString,
+            ),
+            'GetStatistics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatistics,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsResponse.SerializeToString,
+            ),
+            'Backup': grpc.unary_stream_rpc_method_handler(
+                    servicer.Backup,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.BackupRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.BackupResponse.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVersion,
@@ -962,6 +1056,87 @@ class AdminService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListCursors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/ListCursors',
+            seqdedupe_dot_v1_dot_admin__pb2.ListCursorsRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ListCursorsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetCursorHold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/SetCursorHold',
+            seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.SetCursorHoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCursor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/DeleteCursor',
+            seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.DeleteCursorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Snapshot(request,
             target,
             options=(),
@@ -1248,6 +1423,60 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/GetShards',
             seqdedupe_dot_v1_dot_admin__pb2.GetShardsRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.GetShardsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatistics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/GetStatistics',
+            seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.GetStatisticsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/Backup',
+            seqdedupe_dot_v1_dot_admin__pb2.BackupRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.BackupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,6 +89,14 @@ class AdminServiceStub:
     sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
     nothing has changed, and nobody is fenced.
     """
+    ListCursors: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListCursorsRequest, _admin_pb2.ListCursorsResponse]
+    """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two."""
+    SetCursorHold: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetCursorHoldRequest, _admin_pb2.SetCursorHoldResponse]
+    """Has retention keep the messages that a cursor has not passed, or not any more. Durable, and in force, when it is
+    answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+    """
+    DeleteCursor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteCursorRequest, _admin_pb2.DeleteCursorResponse]
+    """Removes a cursor: it keeps nothing any more. Error: `CURSOR_NOT_FOUND`."""
     Snapshot: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]
     """Takes a snapshot of a topic now and answers when it is durable."""
     ExportWatermarks: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportWatermarksRequest, _admin_pb2.ExportWatermarksResponse]
@@ -142,6 +150,20 @@ class AdminServiceStub:
     GetShards: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]
     """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
     where topics are not spread over processes.
+    """
+    GetStatistics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatisticsRequest, _admin_pb2.GetStatisticsResponse]
+    """How this process does now and did in the last ten minutes: what its topics took and refused, which of them do not
+    serve, and what it warned of. Counting costs its topics nothing; it is looked at every few seconds, from the start on
+    where `metrics_listen` is set, else from the first such call on. It is of one process, whatever others there are.
+    Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
+    """
+    Backup: _grpc.UnaryStreamMultiCallable[_admin_pb2.BackupRequest, _admin_pb2.BackupResponse]
+    """Makes a backup of all that the sidecar has, as of one moment, in a new folder of this name below its
+    `backup_directory`, while it serves; says how far it is, and at the end what it holds. Files of logs that the newest
+    backup there has too are linked to it. Nothing is there by the name until all of it is durable; if the call is given
+    up, nothing is left. One is made at a time, the others wait. Errors: `INVALID_REQUEST` for a name that cannot be, or
+    without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is one of that name; `BACKUP_FAILED` if it cannot be
+    written; `STORE_DAMAGED`.
     """
     GetVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]
     """The version of the sidecar and what it has been told."""
@@ -207,6 +229,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower; `LOG_REFUSED`: then
     nothing has changed, and nobody is fenced.
     """
+    ListCursors: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListCursorsRequest, _admin_pb2.ListCursorsResponse]  # type: ignore[assignment]
+    """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two."""
+    SetCursorHold: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetCursorHoldRequest, _admin_pb2.SetCursorHoldResponse]  # type: ignore[assignment]
+    """Has retention keep the messages that a cursor has not passed, or not any more. Durable, and in force, when it is
+    answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+    """
+    DeleteCursor: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteCursorRequest, _admin_pb2.DeleteCursorResponse]  # type: ignore[assignment]
+    """Removes a cursor: it keeps nothing any more. Error: `CURSOR_NOT_FOUND`."""
     Snapshot: _aio.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]  # type: ignore[assignment]
     """Takes a snapshot of a topic now and answers when it is durable."""
     ExportWatermarks: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportWatermarksRequest, _admin_pb2.ExportWatermarksResponse]  # type: ignore[assignment]
@@ -260,6 +290,20 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetShards: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]  # type: ignore[assignment]
     """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
     where topics are not spread over processes.
+    """
+    GetStatistics: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatisticsRequest, _admin_pb2.GetStatisticsResponse]  # type: ignore[assignment]
+    """How this process does now and did in the last ten minutes: what its topics took and refused, which of them do not
+    serve, and what it warned of. Counting costs its topics nothing; it is looked at every few seconds, from the start on
+    where `metrics_listen` is set, else from the first such call on. It is of one process, whatever others there are.
+    Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
+    """
+    Backup: _aio.UnaryStreamMultiCallable[_admin_pb2.BackupRequest, _admin_pb2.BackupResponse]  # type: ignore[assignment]
+    """Makes a backup of all that the sidecar has, as of one moment, in a new folder of this name below its
+    `backup_directory`, while it serves; says how far it is, and at the end what it holds. Files of logs that the newest
+    backup there has too are linked to it. Nothing is there by the name until all of it is durable; if the call is given
+    up, nothing is left. One is made at a time, the others wait. Errors: `INVALID_REQUEST` for a name that cannot be, or
+    without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is one of that name; `BACKUP_FAILED` if it cannot be
+    written; `STORE_DAMAGED`.
     """
     GetVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]  # type: ignore[assignment]
     """The version of the sidecar and what it has been told."""
@@ -414,6 +458,32 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def ListCursors(
+        self,
+        request: _admin_pb2.ListCursorsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListCursorsResponse, _abc.Awaitable[_admin_pb2.ListCursorsResponse]]:
+        """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two."""
+
+    @_abc_1.abstractmethod
+    def SetCursorHold(
+        self,
+        request: _admin_pb2.SetCursorHoldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetCursorHoldResponse, _abc.Awaitable[_admin_pb2.SetCursorHoldResponse]]:
+        """Has retention keep the messages that a cursor has not passed, or not any more. Durable, and in force, when it is
+        answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteCursor(
+        self,
+        request: _admin_pb2.DeleteCursorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DeleteCursorResponse, _abc.Awaitable[_admin_pb2.DeleteCursorResponse]]:
+        """Removes a cursor: it keeps nothing any more. Error: `CURSOR_NOT_FOUND`."""
+
+    @_abc_1.abstractmethod
     def Snapshot(
         self,
         request: _admin_pb2.SnapshotRequest,
@@ -531,6 +601,32 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.GetShardsResponse, _abc.Awaitable[_admin_pb2.GetShardsResponse]]:
         """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
         where topics are not spread over processes.
+        """
+
+    @_abc_1.abstractmethod
+    def GetStatistics(
+        self,
+        request: _admin_pb2.GetStatisticsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetStatisticsResponse, _abc.Awaitable[_admin_pb2.GetStatisticsResponse]]:
+        """How this process does now and did in the last ten minutes: what its topics took and refused, which of them do not
+        serve, and what it warned of. Counting costs its topics nothing; it is looked at every few seconds, from the start on
+        where `metrics_listen` is set, else from the first such call on. It is of one process, whatever others there are.
+        Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
+        """
+
+    @_abc_1.abstractmethod
+    def Backup(
+        self,
+        request: _admin_pb2.BackupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.BackupResponse], _abc.AsyncIterator[_admin_pb2.BackupResponse]]:
+        """Makes a backup of all that the sidecar has, as of one moment, in a new folder of this name below its
+        `backup_directory`, while it serves; says how far it is, and at the end what it holds. Files of logs that the newest
+        backup there has too are linked to it. Nothing is there by the name until all of it is durable; if the call is given
+        up, nothing is left. One is made at a time, the others wait. Errors: `INVALID_REQUEST` for a name that cannot be, or
+        without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is one of that name; `BACKUP_FAILED` if it cannot be
+        written; `STORE_DAMAGED`.
         """
 
     @_abc_1.abstractmethod

@@ -32,8 +32,9 @@ class Batch(_message.Message):
     once, repeated fields packed, empty ones left out, and tags and lengths in the fewest bytes. Any other legal
     encoding is accepted and re-encoded.
 
-    In a topic of deduplication IDs the columns of producers and sequence IDs (1 to 6) may be left out. A topic takes no
-    batch with deduplication IDs, and none without producers, unless its mode says so: `INVALID_BATCH`.
+    In a topic of deduplication IDs the columns of producers and sequence IDs (1 to 6) are left out, and every row has a
+    deduplication ID; in a topic of sequence IDs it is the other way round. A batch of the other kind is refused:
+    `INVALID_BATCH`.
 
     The partition of a message in a partitioned topic is (MurmurHash3_x86_32 with seed 0, without its sign bit) modulo the
     number of partitions: of the key where the row has one, else of the producer name. So a copy always meets its
@@ -157,7 +158,9 @@ class Batch(_message.Message):
 
     @_builtins.property
     def deduplication_id_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N + 1 offsets into `deduplication_ids`. Left out in a topic of sequence IDs."""
+        """N + 1 offsets into `deduplication_ids`: of each row an ID of 1 to 255 bytes, whatever they are (`INVALID_BATCH`
+        otherwise). Left out in a topic of sequence IDs.
+        """
 
     @_builtins.property
     def payload_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -237,6 +240,7 @@ class Control(_message.Message):
     PURGE_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
     IMPORTED_FIELD_NUMBER: _builtins.int
+    POLICY_OF_DEDUPLICATION_IDS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     term: _builtins.int
@@ -263,6 +267,10 @@ class Control(_message.Message):
     def imported(self) -> Global___ControlImport:
         """A part of watermarks that an operator imported."""
 
+    @_builtins.property
+    def policy_of_deduplication_ids(self) -> Global___ControlPolicy:
+        """What is set for a topic of deduplication IDs from here on, as `policy`; and that it is one, for good."""
+
     def __init__(
         self,
         *,
@@ -271,14 +279,15 @@ class Control(_message.Message):
         purge: Global___ControlPurge | None = ...,
         reset: Global___ControlReset | None = ...,
         imported: Global___ControlImport | None = ...,
+        policy_of_deduplication_ids: Global___ControlPolicy | None = ...,
         term: _builtins.int = ...,
         id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["imported", b"imported", "kind", b"kind", "policy", b"policy", "purge", b"purge", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["imported", b"imported", "kind", b"kind", "policy", b"policy", "policy_of_deduplication_ids", b"policy_of_deduplication_ids", "purge", b"purge", "reset", b"reset", "sessions", b"sessions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "imported", b"imported", "kind", b"kind", "policy", b"policy", "purge", b"purge", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "imported", b"imported", "kind", b"kind", "policy", b"policy", "policy_of_deduplication_ids", b"policy_of_deduplication_ids", "purge", b"purge", "reset", b"reset", "sessions", b"sessions", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "purge", "reset", "imported"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sessions", "policy", "purge", "reset", "imported", "policy_of_deduplication_ids"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -455,6 +464,10 @@ class ControlPolicy(_message.Message):
     DEDUPLICATION_PRODUCER_INACTIVITY_TIMEOUT_MINUTES_FIELD_NUMBER: _builtins.int
     LOG_FLUSH_INTERVAL_MESSAGES_FIELD_NUMBER: _builtins.int
     LOG_FLUSH_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_WINDOW_MAX_MESSAGES_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_WINDOW_MAX_BYTES_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_WINDOW_MAX_MINUTES_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """Whether `DUP` and `UNKNOWN` rows are left out."""
     overlap: _builtins.int
@@ -475,6 +488,16 @@ class ControlPolicy(_message.Message):
     """See `TopicPolicy`."""
     log_flush_interval_ms: _builtins.int
     """See `TopicPolicy`."""
+    deduplication_window_max_messages: _builtins.int
+    """See `TopicPolicy`."""
+    deduplication_window_max_bytes: _builtins.int
+    """See `TopicPolicy`."""
+    deduplication_window_max_minutes: _builtins.int
+    """See `TopicPolicy`."""
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ControlCursor]:
+        """All named cursors that the topic keeps, by name."""
+
     def __init__(
         self,
         *,
@@ -488,10 +511,14 @@ class ControlPolicy(_message.Message):
         deduplication_producer_inactivity_timeout_minutes: _builtins.int | None = ...,
         log_flush_interval_messages: _builtins.int | None = ...,
         log_flush_interval_ms: _builtins.int | None = ...,
+        deduplication_window_max_messages: _builtins.int | None = ...,
+        deduplication_window_max_bytes: _builtins.int | None = ...,
+        deduplication_window_max_minutes: _builtins.int | None = ...,
+        cursors: _abc.Iterable[Global___ControlCursor] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "cursors", b"cursors", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
     _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015
@@ -501,6 +528,12 @@ class ControlPolicy(_message.Message):
     _WhichOneofArgType__deduplication_producer_inactivity_timeout_minutes: _TypeAlias = _typing.Literal["_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes"]  # noqa: Y015
     _WhichOneofReturnType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["deduplication_snapshot_interval_seconds"]  # noqa: Y015
     _WhichOneofArgType__deduplication_snapshot_interval_seconds: _TypeAlias = _typing.Literal["_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_window_max_bytes: _TypeAlias = _typing.Literal["deduplication_window_max_bytes"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_window_max_bytes: _TypeAlias = _typing.Literal["_deduplication_window_max_bytes", b"_deduplication_window_max_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_window_max_messages: _TypeAlias = _typing.Literal["deduplication_window_max_messages"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_window_max_messages: _TypeAlias = _typing.Literal["_deduplication_window_max_messages", b"_deduplication_window_max_messages"]  # noqa: Y015
+    _WhichOneofReturnType__deduplication_window_max_minutes: _TypeAlias = _typing.Literal["deduplication_window_max_minutes"]  # noqa: Y015
+    _WhichOneofArgType__deduplication_window_max_minutes: _TypeAlias = _typing.Literal["_deduplication_window_max_minutes", b"_deduplication_window_max_minutes"]  # noqa: Y015
     _WhichOneofReturnType__gap: _TypeAlias = _typing.Literal["gap"]  # noqa: Y015
     _WhichOneofArgType__gap: _TypeAlias = _typing.Literal["_gap", b"_gap"]  # noqa: Y015
     _WhichOneofReturnType__log_flush_interval_messages: _TypeAlias = _typing.Literal["log_flush_interval_messages"]  # noqa: Y015
@@ -522,6 +555,12 @@ class ControlPolicy(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_snapshot_interval_seconds) -> _WhichOneofReturnType__deduplication_snapshot_interval_seconds | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_window_max_bytes) -> _WhichOneofReturnType__deduplication_window_max_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_window_max_messages) -> _WhichOneofReturnType__deduplication_window_max_messages | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deduplication_window_max_minutes) -> _WhichOneofReturnType__deduplication_window_max_minutes | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gap) -> _WhichOneofReturnType__gap | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__log_flush_interval_messages) -> _WhichOneofReturnType__log_flush_interval_messages | None: ...
@@ -535,6 +574,42 @@ class ControlPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_time_in_minutes) -> _WhichOneofReturnType__retention_time_in_minutes | None: ...
 
 Global___ControlPolicy: _TypeAlias = ControlPolicy  # noqa: Y015
+
+@_typing.final
+class ControlCursor(_message.Message):
+    """A named cursor: how far somebody has read the topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    HOLD_RETENTION_IN_MB_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    note: _builtins.str
+    """Its owner's note."""
+    hold_retention_in_mb: _builtins.int
+    """See `TopicCursor.hold_retention_in_mb`."""
+    @_builtins.property
+    def position(self) -> Global___Position:
+        """The position that it keeps."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        position: Global___Position | None = ...,
+        note: _builtins.str = ...,
+        hold_retention_in_mb: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_retention_in_mb", b"hold_retention_in_mb", "name", b"name", "note", b"note", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlCursor: _TypeAlias = ControlCursor  # noqa: Y015
 
 @_typing.final
 class Record(_message.Message):

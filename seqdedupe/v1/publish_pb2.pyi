@@ -110,7 +110,9 @@ class OpenResponse(_message.Message):
     """The term of the topic's owner. A client ignores answers of a lower term than it has seen, but not this one."""
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The epochs: `term << 32 | n`, where n counts the opens of the topic in that term. The newest owns the name."""
+        """The epochs: `term << 32 | n`, where n counts the opens of the topic in that term, from a random number on. The newest
+        owns the name.
+        """
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -169,7 +171,7 @@ class OpenRefusal(_message.Message):
     index: _builtins.int
     """The name's place in the request."""
     reason: _builtins.str
-    """The stable reason, see docs/errors.md: `FENCED`, `INVALID_EPOCH`."""
+    """The stable reason, see docs/errors.md: `FENCED`, `INVALID_EPOCH`, `NOT_ALLOWED`."""
     message: _builtins.str
     """One line for a person."""
     current_epoch: _builtins.int

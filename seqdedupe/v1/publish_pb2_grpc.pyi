@@ -62,6 +62,9 @@ class PublishServiceStub:
        After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
        for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
 
+    Every call says who makes it, unless the sidecar asks nobody: with a token, in the metadata `authorization` as
+    `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: it is opened again with a fresh one.
+
     Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
     tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the
     SHA-256 of the topic's full name, a line feed and the address, in UTF-8, and the highest weight comes first. The address
@@ -150,6 +153,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
        After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
        for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
 
+    Every call says who makes it, unless the sidecar asks nobody: with a token, in the metadata `authorization` as
+    `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: it is opened again with a fresh one.
+
     Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
     tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the
     SHA-256 of the topic's full name, a line feed and the address, in UTF-8, and the highest weight comes first. The address
@@ -233,6 +239,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
     10. Whoever asks for `early_receipts` keeps a message with such a receipt until it is durable (`Receipt.durable_at`).
        After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
        for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
+
+    Every call says who makes it, unless the sidecar asks nobody: with a token, in the metadata `authorization` as
+    `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: it is opened again with a fresh one.
 
     Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
     tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the

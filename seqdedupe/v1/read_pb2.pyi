@@ -384,3 +384,136 @@ class GetLastMessageIdResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLastMessageIdResponse: _TypeAlias = GetLastMessageIdResponse  # noqa: Y015
+
+@_typing.final
+class CursorValue(_message.Message):
+    """What a cursor keeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    note: _builtins.str
+    """Its owner's note, at most 1,024 bytes."""
+    @_builtins.property
+    def position(self) -> _batch_pb2.Position:
+        """A position: of any topic, the sidecar does not look at it."""
+
+    def __init__(
+        self,
+        *,
+        position: _batch_pb2.Position | None = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["note", b"note", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CursorValue: _TypeAlias = CursorValue  # noqa: Y015
+
+@_typing.final
+class GetCursorRequest(_message.Message):
+    """A question for what a cursor keeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    name: _builtins.str
+    """The cursor's name, 1 to 255 bytes."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCursorRequest: _TypeAlias = GetCursorRequest  # noqa: Y015
+
+@_typing.final
+class GetCursorResponse(_message.Message):
+    """What a cursor keeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def kept(self) -> Global___CursorValue:
+        """Left out: nothing."""
+
+    def __init__(
+        self,
+        *,
+        kept: Global___CursorValue | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCursorResponse: _TypeAlias = GetCursorResponse  # noqa: Y015
+
+@_typing.final
+class MoveCursorRequest(_message.Message):
+    """A request to move a cursor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    NEW_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The topic, see `OpenRequest.topic`."""
+    name: _builtins.str
+    """The cursor's name, 1 to 255 bytes."""
+    @_builtins.property
+    def expected(self) -> Global___CursorValue:
+        """What it has to keep now. Left out: nothing."""
+
+    @_builtins.property
+    def new(self) -> Global___CursorValue:
+        """What it is to keep."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        name: _builtins.str = ...,
+        expected: Global___CursorValue | None = ...,
+        new: Global___CursorValue | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "new", b"new"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "name", b"name", "new", b"new", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveCursorRequest: _TypeAlias = MoveCursorRequest  # noqa: Y015
+
+@_typing.final
+class MoveCursorResponse(_message.Message):
+    """The cursor was moved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveCursorResponse: _TypeAlias = MoveCursorResponse  # noqa: Y015

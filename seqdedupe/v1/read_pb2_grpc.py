@@ -69,6 +69,16 @@ class ReadServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_read__pb2.GetLastMessageIdRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_read__pb2.GetLastMessageIdResponse.FromString,
                 _registered_method=True)
+        self.GetCursor = channel.unary_unary(
+                '/seqdedupe.v1.ReadService/GetCursor',
+                request_serializer=seqdedupe_dot_v1_dot_read__pb2.GetCursorRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_read__pb2.GetCursorResponse.FromString,
+                _registered_method=True)
+        self.MoveCursor = channel.unary_unary(
+                '/seqdedupe.v1.ReadService/MoveCursor',
+                request_serializer=seqdedupe_dot_v1_dot_read__pb2.MoveCursorRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_read__pb2.MoveCursorResponse.FromString,
+                _registered_method=True)
 
 
 class ReadServiceServicer(object):
@@ -120,6 +130,23 @@ class ReadServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCursor(self, request, context):
+        """What a named cursor of the topic keeps. Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveCursor(self, request, context):
+        """Has a named cursor keep another position, if it keeps what the caller expects: in one step, durable in the topic's
+        log when it is answered. One that keeps nothing comes into being by that, at most 32 a topic. Errors:
+        `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`, `TOO_MANY_CURSORS`; `LOG_REFUSED`:
+        then it keeps what it kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReadServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +169,16 @@ def add_ReadServiceServicer_to_server(servicer, server):
                     servicer.GetLastMessageId,
                     request_deserializer=seqdedupe_dot_v1_dot_read__pb2.GetLastMessageIdRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_read__pb2.GetLastMessageIdResponse.SerializeToString,
+            ),
+            'GetCursor': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCursor,
+                    request_deserializer=seqdedupe_dot_v1_dot_read__pb2.GetCursorRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_read__pb2.GetCursorResponse.SerializeToString,
+            ),
+            'MoveCursor': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveCursor,
+                    request_deserializer=seqdedupe_dot_v1_dot_read__pb2.MoveCursorRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_read__pb2.MoveCursorResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +304,60 @@ class ReadService(object):
             '/seqdedupe.v1.ReadService/GetLastMessageId',
             seqdedupe_dot_v1_dot_read__pb2.GetLastMessageIdRequest.SerializeToString,
             seqdedupe_dot_v1_dot_read__pb2.GetLastMessageIdResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCursor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.ReadService/GetCursor',
+            seqdedupe_dot_v1_dot_read__pb2.GetCursorRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_read__pb2.GetCursorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveCursor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.ReadService/MoveCursor',
+            seqdedupe_dot_v1_dot_read__pb2.MoveCursorRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_read__pb2.MoveCursorResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,7 +34,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import StoredBatch
-from seqdedupe.command import address_option
+from seqdedupe.command import sidecar_options, told_files
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -50,6 +50,7 @@ from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import read_stored
 from seqdedupe_spark.session import start_session
 from seqdedupe_spark.sharing import split
+from seqdedupe_spark.sidecar import Sidecar, sidecar_at
 
 MIN_RANGE_MESSAGES = 50_000
 """A range that a task looks at has about so many messages at least."""
@@ -84,7 +85,7 @@ class Target:
         return TopicMerge(links_prove=self.links != "none", first_links_prove=self.links == "all")
 
 
-def audit(spark: SparkSession, selection: Selection, service_url: str) -> Report:
+def audit(spark: SparkSession, selection: Selection, service: str | Sidecar) -> Report:
     """Audits the topics that are there, up to their ends now; exact.
 
     Every message is read once, and the ranges with late messages a second time. The driver holds about 400 bytes a
@@ -93,12 +94,12 @@ def audit(spark: SparkSession, selection: Selection, service_url: str) -> Report
 
     Raises NotFoundError, UnavailableError, PositionError if a topic is trimmed while it is audited, or made anew.
     """
-    return audit_targets(spark, find_targets(selection, service_url), partial(read_stored, service_url))
+    return audit_targets(spark, find_targets(selection, service), partial(read_stored, service))
 
 
-def find_targets(selection: Selection, service_url: str) -> list[Target]:
+def find_targets(selection: Selection, service: str | Sidecar) -> list[Target]:
     """The topics that are there, with their ends now. Raises NotFoundError, UnavailableError."""
-    with Client(service_url) as client:
+    with sidecar_at(service).connect() as client:
         listing = planning.Listing(client)
         return [_target(client, listing, topic) for topic in listing.select(selection)]
 
@@ -230,14 +231,15 @@ def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement
 @click.argument("topics", nargs=-1)
 @click.option("--topics-pattern", metavar="REGEX", help="Audit the topics whose whole names, full or short, match.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/spark-audit.md describes it.")
-@address_option
+@sidecar_options
 def main(topics: tuple[str, ...], topics_pattern: str | None, as_json: bool, address: str) -> int:
     """Tell what is doubled, out of order or missing in TOPICS. The exit status is 0 if nothing is, 1 if something is,
     2 if that could not be found out."""
     if bool(topics) == bool(topics_pattern):
         raise click.UsageError("Name topics, or give --topics-pattern.")
-    targets = find_targets(selection_of(topics, topics_pattern), address)
-    report = audit_targets(start_session("seqdedupe audit"), targets, partial(read_stored, address))
+    sidecar = Sidecar(address, **told_files())
+    targets = find_targets(selection_of(topics, topics_pattern), sidecar)
+    report = audit_targets(start_session("seqdedupe audit"), targets, partial(read_stored, sidecar))
     if as_json:
         click.echo(json.dumps(report.as_json(), ensure_ascii=False))
     else:

@@ -20,7 +20,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import BinaryType, DataType, DecimalType, IntegralType, StringType, StructType
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import address_option
+from seqdedupe.command import sidecar_options, told_credentials
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.watermarks import Watermark, write
@@ -154,7 +154,7 @@ def _quoted(name: str) -> str:
 @click.option(
     "--sequence-id-column", metavar="NAME", help=f"In Parquet; else {' or '.join(_names(SEQUENCE_ID_COLUMN))}."
 )
-@address_option
+@sidecar_options
 def main(
     output: Path,
     topic: str | None,
@@ -170,7 +170,7 @@ def main(
         raise error("INVALID_OPTION", f"OUTPUT: there is no folder {output.parent} for {output.name}")
     try:
         if topic:
-            with Client(address) as client:
+            with Client(address, told_credentials()) as client:
                 count = bootstrap_from_topic(client, topic, output)
         else:
             spark = start_session("seqdedupe bootstrap")

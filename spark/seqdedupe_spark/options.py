@@ -14,6 +14,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.settings import AUTHENTICATIONS, Cluster, Service
+from seqdedupe_spark.sidecar import Sidecar, path_of
 
 NAMES = (
     "service.url",
@@ -30,6 +31,10 @@ NAMES = (
     "failOnDataLoss",
     "plainColumnNames",
     "readTimeoutSeconds",
+    "authParams",
+    "tlsTrustCertsFilePath",
+    "tlsCertificateFilePath",
+    "tlsKeyFilePath",
     "admin.url",
     "pulsar.client.authPluginClassName",
     "pulsar.client.authParams",
@@ -136,7 +141,9 @@ def _service(given: "_Given") -> Service:
     if not _BROKERS.fullmatch(service_url):
         if name := given.first_of("admin.url", "pulsar.client."):
             raise error("INVALID_OPTION", f"{name} is for service.url = pulsar://…, which reads from Pulsar's brokers")
-        return service_url
+        return _sidecar(given, service_url)
+    if name := given.first_of("authParams", "tls"):
+        raise error("INVALID_OPTION", f"{name} is for a sidecar; for Pulsar's brokers it is pulsar.client.{name}")
     admin_url = given.take("admin.url", _admin_url, "")
     if not admin_url:
         raise error("INVALID_OPTION", f"admin.url is needed with service.url = {service_url}: as http://host:8080")
@@ -149,6 +156,26 @@ def _service(given: "_Given") -> Service:
         given.take("pulsar.client.tlsAllowInsecureConnection", _flag, False),
         given.take("pulsar.client.tlsHostnameVerificationEnable", _flag, True),
     )
+
+
+def _sidecar(given: "_Given", address: str) -> Service:
+    params = given.take("authParams", str, "")
+    token_file = path_of(params) or ""
+    if params and not token_file:
+        raise error(
+            "INVALID_OPTION",
+            "authParams: it should be the URL of the token's file, as file:///path",
+            hint="Plans and logs show options: write the token into a file that every executor has, or set "
+            "spark.executorEnv.SEQDEDUPE_TOKEN_FILE.",
+        )
+    found = Sidecar(
+        address,
+        token_file,
+        given.take("tlsTrustCertsFilePath", str, ""),
+        given.take("tlsCertificateFilePath", str, ""),
+        given.take("tlsKeyFilePath", str, ""),
+    )
+    return found if found != Sidecar(address) else address
 
 
 def of_table(given: Mapping[str, str]) -> dict[str, str]:

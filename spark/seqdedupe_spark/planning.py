@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
-from seqdedupe.client import blocking
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.connection import Backoff
 from seqdedupe.errors import DamagedError, NotFoundError, PositionError, SeqdedupeError, UnavailableError, error
@@ -18,11 +17,12 @@ from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster import compiled
-from seqdedupe_spark.cluster.settings import Service
+from seqdedupe_spark.cluster.settings import Cluster, Service
 from seqdedupe_spark.losses import Ends, Loss, earliest, find_loss
 from seqdedupe_spark.options import NO_LIMITS, End, Limits, Place, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, Range, partition_of
 from seqdedupe_spark.sharing import cut, shares
+from seqdedupe_spark.sidecar import sidecar_at
 from seqdedupe_spark.stock import StockEnds
 
 PATIENCE_SECONDS = 30.0
@@ -112,7 +112,7 @@ def patiently(
 
 def of_job(service: Service, job: str) -> Service:
     """The service for a job, which has a subscription of its own in a cluster."""
-    return service if isinstance(service, str) else replace(service, subscription=SUBSCRIPTION_PREFIX + job)
+    return replace(service, subscription=SUBSCRIPTION_PREFIX + job) if isinstance(service, Cluster) else service
 
 
 def open_client(service: Service, selection: Selection, *, may_lose: bool = False) -> Client:
@@ -120,8 +120,8 @@ def open_client(service: Service, selection: Selection, *, may_lose: bool = Fals
 
     Raises INVALID_CONFIGURATION if packages for reading from brokers are missing.
     """
-    if isinstance(service, str):
-        return blocking.Client(service)
+    if not isinstance(service, Cluster):
+        return sidecar_at(service).connect()
     try:
         compiled.prepare()
         from seqdedupe_spark.cluster.client import ClusterClient

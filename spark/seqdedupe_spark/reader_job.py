@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ import click
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from seqdedupe.command import FAILED, address_option, say
+from seqdedupe.command import FAILED, say, sidecar_options, told_files
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe_spark import options
@@ -25,6 +26,7 @@ from seqdedupe_spark.job.progress import Progress, summary, text
 from seqdedupe_spark.job.range_task import Transform
 from seqdedupe_spark.job.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
 from seqdedupe_spark.session import start_session
+from seqdedupe_spark.sidecar import url_of
 from seqdedupe_spark.source import SeqdedupeDataSource
 from seqdedupe_spark.stores.urls import from_url
 
@@ -54,9 +56,17 @@ _SOURCE_OPTIONS = {
 }
 """The data source's options that a job takes too."""
 
+_FILE_OPTIONS = {
+    "token_file": "authParams",
+    "tls_ca_file": "tlsTrustCertsFilePath",
+    "tls_certificate_file": "tlsCertificateFilePath",
+    "tls_key_file": "tlsKeyFilePath",
+}
+"""The same of the files that a sidecar is shown."""
+
 _CLIENT = "pulsar.client."
 
-_CLOCK_OPTIONS = ("service.url", "admin.url", "topic", "topics", "topicsPattern")
+_CLOCK_OPTIONS = ("service.url", "admin.url", "topic", "topics", "topicsPattern", *_FILE_OPTIONS.values())
 
 
 def _service_options(command: Command) -> Command:
@@ -69,7 +79,7 @@ def _service_options(command: Command) -> Command:
             help="An option pulsar.client.NAME, as authParams=file:///PATH.",
         ),
         click.option("--admin-url", metavar="URL", help="With --address pulsar://…: the cluster's admin URL."),
-        address_option,
+        sidecar_options,
     ):
         command = option(command)
     return command
@@ -78,6 +88,8 @@ def _service_options(command: Command) -> Command:
 def _given(source: dict[str, Any]) -> dict[str, str]:
     """The options of the data source that were said."""
     given = {name: str(source[key]) for key, name in _SOURCE_OPTIONS.items() if source.get(key) is not None}
+    for name, path in told_files().items():
+        given[_FILE_OPTIONS[name]] = url_of(path) if name == "token_file" else os.path.abspath(path)
     for one in source["pulsar_client"]:
         name, _, value = one.partition("=")
         given[_CLIENT + name] = value

@@ -11,9 +11,10 @@ from seqdedupe.client.stored import StoredBatch
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import compiled
-from seqdedupe_spark.cluster.settings import Service
+from seqdedupe_spark.cluster.settings import Cluster, Service
 from seqdedupe_spark.columns import SCHEMA, to_arrow
 from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.sidecar import sidecar_at
 
 MAX_ROWS = 16_384
 """Stored batches are joined until they have so many rows; a single one may have more."""
@@ -31,14 +32,14 @@ def read_stored(service: Service, range: Range, timeout_seconds: float | None = 
     """
     if not len(range):
         return
-    if not isinstance(service, str):
+    if isinstance(service, Cluster):
         # The packages for it need not be there.
         compiled.prepare()
         from seqdedupe_spark.cluster import reading
 
         yield from reading.read_stored(service, range, timeout_seconds)
         return
-    client = blocking.Client(service)
+    client = sidecar_at(service).connect()
     with client.reader(range.topic, range.start, stop_index=range.stop_index) as reader:
         if timeout_seconds is None:
             yield from reader.batches()

@@ -1,11 +1,15 @@
 """Fixtures of the tests over the wire: a sidecar shared by a module's tests, and a topic for each of them."""
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import Client
+
+DISK_BYTES = 48 * 1024 * 1024
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +31,21 @@ def client(shared: Sidecar) -> Iterator[Client]:
 def topic(request: pytest.FixtureRequest) -> str:
     """A topic name for this test alone."""
     return "t" + "".join(c if c.isalnum() and c.isascii() else "-" for c in request.node.name)[:200]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
+    """Mounts a small file system of its own at a folder, which it makes."""
+    places: list[Path] = []
+
+    def mount(place: Path) -> None:
+        place.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(place)]
+        mounted = subprocess.run(command, capture_output=True, check=False)
+        if mounted.returncode:
+            pytest.skip(f"no small file system can be made here: {mounted.stderr.decode().strip()}")
+        places.append(place)
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", "-l", str(place)], check=True)

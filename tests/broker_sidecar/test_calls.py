@@ -103,6 +103,11 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
             },
         },
         "GetLastMessageId": lambda: {"topic": topic},
+        "MoveCursor": lambda: {"topic": topic, "name": "c", "new": {"position": position["last"]}},
+        "GetCursor": lambda: {"topic": topic, "name": "c"},
+        "ListCursors": lambda: {"topic": topic},
+        "SetCursorHold": lambda: {"topic": topic, "name": "c", "holdRetentionInMb": 1},
+        "DeleteCursor": lambda: {"topic": topic, "name": "c"},
         "Read": lambda: {"topic": topic},
         "Locate": lambda: {"topic": topic, "byteBudget": {"fromIndex": "0", "bytes": "1"}},
         "GetTopic": lambda: {"topic": topic},
@@ -120,22 +125,27 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
         "ResetProducer": lambda: {"topic": topic, "producerName": "p", "persisted": "0"},
         "Snapshot": lambda: {"topic": topic},
         "RebuildTopic": lambda: {"topic": topic},
+        "GetStatistics": lambda: {"topic": topic},
         "GetVersion": dict,
         "DeleteTopic": lambda: {"topic": topic},
     }
     by_name = {method.name: method for method in methods(reflected)}
     transfers = {"ExportWatermarks", "ImportWatermarks", "ExportSnapshot", "ImportSnapshot"}
-    streams = {"PublishStream", "ReadStream", *transfers}
+    streams = {"PublishStream", "ReadStream", "Backup", *transfers}
     assert set(by_name) == set(requests) | streams | OF_CLUSTERS
     answers: dict[str, Any] = {}
     for name, request in requests.items():
         answers[name] = reflected.call(by_name[name], request())
         if name == "Open":
             position["epochs"] = answers[name]["epochs"]
+        if name == "GetLastMessageId":
+            position["last"] = answers[name]["last"]
     assert "firstMessageId" in answers["Publish"]["receipt"]
     assert answers["Read"]["records"][0]["batch"]["payloads"] == "eHk="
     assert answers["Locate"]["index"] == "2"
     assert answers["GetLastMessageId"]["last"]["index"] == "1"
+    assert answers["GetCursor"]["kept"]["position"] == position["last"]
+    assert [one["name"] for one in answers["ListCursors"]["cursors"]] == ["c"]
     assert answers["GetProducer"]["producer"]["persisted"] == "1"
     assert answers["Snapshot"]["position"]["index"] == "1"
     assert answers["GetTopic"]["topic"]["state"] == "TOPIC_STATE_SERVING"

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from broker_sidecar.config import KEYS, Config, load
+from broker_sidecar.config import KEYS, Config
+from broker_sidecar.loading import load
+from seqdedupe.client.credentials import VARIABLES
+from seqdedupe.command import ADDRESS_VARIABLE
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import Sidecar
 from seqdedupe.topic.policy import LARGEST, LEAST
@@ -31,9 +34,12 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     assert load(file, environment | {"SEQDEDUPE_ALLOW_AUTO_TOPIC_CREATION": "True"}, {}).allow_auto_topic_creation
 
 
-def test_where_the_clients_of_the_command_find_the_sidecar_is_no_key_of_it() -> None:
-    assert load(None, {"SEQDEDUPE_ADDRESS": "127.0.0.1:1"}, {"data_directory": "a"}).data_directory == "a"
+def test_what_clients_are_told_is_no_key_of_the_sidecar() -> None:
+    environment = dict.fromkeys((ADDRESS_VARIABLE, *VARIABLES), "something")
+    assert load(None, environment, {"data_directory": "a"}) == load(None, {}, {"data_directory": "a"})
 
+
+TLS = {"tls_certificate_file": "certificate.pem", "tls_key_file": "key.pem"}
 
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "no data directory": ("data_directory", {"data_directory": None}),
@@ -56,6 +62,23 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "a time below 0": ("drain_timeout_seconds", {"drain_timeout_seconds": -1}),
     "unknown level": ("log_level", {"log_level": "loud"}),
     "unknown format": ("log_format", {"log_format": "xml"}),
+    "unknown authentication": ("authentication", {"authentication": "password"}),
+    "keys of tokens for nobody": ("token_audience", {"token_keys_file": "keys.json"}),
+    "an audience without keys": ("token_keys_file", {"token_audience": "seqdedupe"}),
+    "a certificate without its key": ("tls_key_file", {"tls_certificate_file": "a.pem"}),
+    "a key without its certificate": ("tls_certificate_file", {"tls_key_file": "a.pem"}),
+    "authorities of clients without TLS": ("tls_certificate_file", {"tls_client_ca_file": "ca.pem"}),
+    "tokens of nobody": (
+        "authentication",
+        {"authentication": "none", "token_keys_file": "keys.json", "token_audience": "seqdedupe"},
+    ),
+    "certificates of nobody": ("authentication", TLS | {"authentication": "none", "tls_client_ca_file": "ca.pem"}),
+    "TLS on a socket": ("tls_certificate_file", TLS | {"listen": "unix:/run/x.sock"}),
+    "rules for nobody": ("authentication", {"authentication": "none", "rules_file": "rules.toml"}),
+    "keys of tokens without rules": (
+        "rules_file",
+        {"authentication": "token", "token_keys_file": "keys.json", "token_audience": "seqdedupe"},
+    ),
     "no port": ("listen", {"listen": "127.0.0.1"}),
     "no host": ("listen", {"listen": ":6660"}),
     "port of letters": ("listen", {"listen": "127.0.0.1:http"}),
@@ -66,6 +89,19 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "permissions that are none": ("socket_mode", {"socket_mode": "rw-------"}),
     "permissions that are not octal": ("socket_mode", {"socket_mode": "680"}),
 }
+
+
+def test_whoever_says_how_long_messages_are_kept_has_chosen() -> None:
+    def was_chosen(**keys: object) -> bool:
+        return load(None, {}, {"data_directory": "a", **keys}).retention_was_chosen
+
+    assert not was_chosen()
+    assert was_chosen(default_retention_size_in_mb=-1)
+    assert was_chosen(default_retention_time_in_minutes=60)
+    assert load(
+        None, {"SEQDEDUPE_DEFAULT_RETENTION_TIME_IN_MINUTES": "-1"}, {"data_directory": "a"}
+    ).retention_was_chosen
+    assert "retention_was_chosen" not in KEYS
 
 
 OF_POLICIES = (
@@ -160,6 +196,15 @@ def test_other_addresses_only_if_that_is_wanted(listen: str) -> None:
     assert e.value.reason == "INSECURE_LISTEN"
     assert "(given by a flag)" in e.value.message
     assert load(None, {}, flags | {"allow_insecure_listen": True}).listen == listen
+
+
+@pytest.mark.parametrize("listen", REACHABLE)
+def test_other_addresses_with_tls_where_it_is_asked_who_calls(listen: str) -> None:
+    flags = TLS | {"data_directory": "a", "listen": listen}
+    assert load(None, {}, flags | {"authentication": "token"}).listen == listen
+    with pytest.raises(ConfigurationError, match="nobody is asked who they are") as e:
+        load(None, {}, flags | {"authentication": "none"})
+    assert e.value.reason == "INSECURE_LISTEN"
 
 
 def test_every_key_has_a_default_of_its_type_and_a_meaning() -> None:

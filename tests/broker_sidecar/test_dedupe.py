@@ -8,7 +8,7 @@ import grpc
 import psutil
 import pytest
 
-from broker_sidecar.server import MAX_REQUEST_BYTES
+from broker_sidecar.sidecar import MAX_REQUEST_BYTES
 from broker_sidecar.steps import MAX_CHECKS, SMALL_BYTES
 from seqdedupe import wire
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_OPEN_NAMES, MAX_POSITION_BYTES, MAX_SEQUENCE_ID

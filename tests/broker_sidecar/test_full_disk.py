@@ -1,12 +1,10 @@
 """A full disk: publishes are refused with a hint when to try again, reads go on, and room makes all go on by itself."""
 
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2
 
 from seqdedupe.log.embedded.logs import incarnations
@@ -15,31 +13,12 @@ from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2, read_pb2
 from tests.broker_sidecar.calls import Client, batch, payload_of, refused, verdicts
 from tests.broker_sidecar.health import health_of
 
-DISK_BYTES = 48 * 1024 * 1024
 BALLAST_BYTES = 16 * 1024 * 1024
 PAYLOAD_BYTES = 200_000
 WAIT_SECONDS = 120.0
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
-    """Mounts a small file system of its own at a folder, which it makes."""
-    places: list[Path] = []
-
-    def mount(place: Path) -> None:
-        place.mkdir(parents=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(place)]
-        mounted = subprocess.run(command, capture_output=True, check=False)
-        if mounted.returncode:
-            pytest.skip(f"no small file system can be made here: {mounted.stderr.decode().strip()}")
-        places.append(place)
-
-    yield mount
-    for place in places:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def fill(disk: Path) -> Path:

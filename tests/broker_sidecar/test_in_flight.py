@@ -13,6 +13,8 @@ import pytest
 from broker_sidecar.budget import MAX_SHARE_BYTES, Budget
 from broker_sidecar.publish import FRAME_BYTES, _Publishing
 from broker_sidecar.rpc import Context
+from broker_sidecar.security.gate import anybody
+from broker_sidecar.security.shares import NO_LIMITS, Shares
 from broker_sidecar.streams import Stream
 from tests.batches import batch
 from tests.topic.test_originals import Process
@@ -50,8 +52,8 @@ class Sender:
     """Publishes batches of one small message on a stream of its own, as long as there is room."""
 
     def __init__(self, process: Process, budget: Budget, name: str) -> None:
-        context = SimpleNamespace(peer=lambda: "somewhere")
-        self.publishing = _Publishing(process.topic, Stream(cast(Context, context), budget))
+        context = cast(Context, SimpleNamespace(peer=lambda: "somewhere"))
+        self.publishing = _Publishing(process.topic, Stream(context, budget, anybody(context), Shares((), NO_LIMITS)))
         self._process, self._name = process, name
         self.frames = 0
         self.batch_bytes = 0

@@ -13,6 +13,7 @@ from broker_sidecar import kernels
 from broker_sidecar.kernels import is_ours_alone
 from seqdedupe.format import jit
 from seqdedupe.testing import Sidecar
+from tests.first_imports import ROOT, RUNNER, Imports, sources
 
 SOMEBODY = 54_321
 GiveAway = Callable[[Path], None]
@@ -169,3 +170,49 @@ def test_a_start_that_compiles_says_so_and_the_next_one_has_no_need_to(
         sidecar.start()
         sidecar.kill()
         assert sum("compiling" in line for line in sidecar.errors) == said
+
+
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    return Imports(sources())
+
+
+def test_no_program_imports_kernels_before_it_is_known_where_they_are_kept(imports: Imports) -> None:
+    """Each start would compile them, which takes ten seconds of CPU."""
+    assert imports.all_too_early() == []
+    programs = imports.programs()
+    assert {"broker_sidecar.__main__", "bench.__main__", "seqdedupe_spark.reader_job"} < {*programs}
+    # Those that are for the runner are given to it wherever that is said.
+    modules = sources()
+    others = [ROOT / "Makefile", *ROOT.glob("docs/*.md")]
+    places = [*modules.items(), *((str(path), path.read_text()) for path in others)]
+    for_runner = [name for name in programs if f"{RUNNER} {name} " in modules[name]]
+    assert len(for_runner) > 5
+    for name in for_runner:
+        assert [where for where, text in places if f"-m {name}" in text or f'"-m", "{name}"' in text] == []
+
+
+USES_KERNELS = "from seqdedupe.core import rule\n"
+MAIN = 'if __name__ == "__main__":\n    '
+PREPARES = "from broker_sidecar import kernels\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "is_early"),
+    [
+        (f"{USES_KERNELS}{MAIN}print(rule)\n", True),
+        # By another module that does; by one that does so within.
+        (f"import seqdedupe.log.embedded.logs\n{MAIN}pass\n", True),
+        (f"{PREPARES}{MAIN}{USES_KERNELS}    kernels.prepare()\n", True),
+        (f"def main() -> None:\n    {USES_KERNELS}\n{MAIN}main()\n", True),
+        (f"def work() -> None:\n    {USES_KERNELS}", True),
+        (f"{PREPARES}{USES_KERNELS}kernels.prepare()\n{MAIN}pass\n", True),
+        (f"{PREPARES}{MAIN}kernels.prepare()\n    {USES_KERNELS}", False),
+        (f"{PREPARES}def work() -> None:\n    {USES_KERNELS}{MAIN}kernels.prepare()\n    work()\n", False),
+        (f'"""`{RUNNER} planted --seed 1`"""\n{USES_KERNELS}{MAIN}print(rule)\n', False),
+        (f"import seqdedupe.errors\n{MAIN}pass\n", False),
+        (USES_KERNELS, False),
+    ],
+)
+def test_a_program_that_does_is_found(imports: Imports, program: str, is_early: bool) -> None:
+    assert bool(imports.too_early("planted", program)) is is_early

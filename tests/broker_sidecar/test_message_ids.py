@@ -11,6 +11,9 @@ import pytest
 
 from broker_sidecar.publish import PublishService
 from broker_sidecar.read import ReadService
+from broker_sidecar.security.gate import Gate, anybody
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.trail import Trail
 from broker_sidecar.streams import Streams
 from seqdedupe.client import Client, MessageId, Position, PositionError, ProducerConfig
 from seqdedupe.format.headers import BODY_AT, CHECKED_END, HEADER_BYTES
@@ -53,10 +56,11 @@ async def served(folder: Path, packed: bool = False) -> AsyncIterator[str]:
         on_state=lambda name, state: None,
     )
     await topics.open_all()
-    streams = Streams(10)
+    permissions, trail = Permissions(), Trail(None)
+    streams = Streams(10, permissions)
     server = grpc.aio.server()
-    services = PublishService(topics, streams), ReadService(topics, streams)
-    server.add_generic_rpc_handlers([service.handlers() for service in services])
+    services = PublishService(topics, streams, permissions, trail), ReadService(topics, streams)
+    server.add_generic_rpc_handlers([Gate(service.handlers(), anybody, permissions, trail) for service in services])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -9,6 +9,7 @@ import pytest
 
 from broker_sidecar import moving, neighbours
 from broker_sidecar.moving import Moves
+from broker_sidecar.neighbours import Neighbours
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.topic.state import State
 from tests.topic.test_standby import Two
@@ -16,22 +17,22 @@ from tests.topic.test_standby import Two
 SHARED: Any = SimpleNamespace(address="one:6680", admin=None)
 
 
-class Neighbours:
+class Others(Neighbours):
     """The other sidecars, as they are reached. Each of `owners` has the topic by the next look, in the end the last."""
 
     def __init__(self, two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
         self._two = two
         self.owners = ["other:6680"]
         self.refused: dict[str, str] = {}
         """Why the sidecar at an address does not take the topic, by address."""
         self.asked: list[str] = []
         monkeypatch.setattr(moving, "owner_of", self._owner_of)
-        monkeypatch.setattr(neighbours, "take", self._take)
 
     async def _owner_of(self, topic: str, _admin: object) -> str:
         return self.owners.pop(0) if len(self.owners) > 1 else self.owners[0]
 
-    async def _take(self, address: str, _name: str) -> None:
+    async def take(self, address: str, _name: str) -> None:
         self.asked.append(address)
         if address in self.refused:
             raise error(self.refused[address], "it has not got it")
@@ -48,19 +49,19 @@ async def two(tmp_path: Path) -> AsyncIterator[Two]:
 
 @pytest.mark.parametrize("reason", ["NOT_OWNER", "RECOVERING", "UNREACHABLE", "TOPIC_NOT_FOUND"])
 async def test_whoever_has_it_in_the_end_serves_it(two: Two, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    others = Neighbours(two, monkeypatch)
+    others = Others(two, monkeypatch)
     others.owners = ["", "third:6680", "one:6680", "other:6680"]
     others.refused = {"third:6680": reason}
-    assert await Moves().move(two.one.topic, "", SHARED) == "other:6680"
+    assert await Moves().move(two.one.topic, "", SHARED, others) == "other:6680"
     assert others.asked == ["third:6680", "other:6680"]
     assert (two.one.topic.state, two.other.topic.state) == (State.STANDBY, State.SERVING)
 
 
 async def test_if_nobody_takes_it_it_is_served_again_and_told_why(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "TAKE_SECONDS", 0.3)
-    others = Neighbours(two, monkeypatch)
+    others = Others(two, monkeypatch)
     others.refused = {"other:6680": "RECOVERING"}
     with pytest.raises(UnavailableError, match=r"nobody has taken it within 0 s; .*it has not got it"):
-        await Moves().move(two.one.topic, "", SHARED)
+        await Moves().move(two.one.topic, "", SHARED, others)
     await two.one.until(State.SERVING)
     assert two.other.topic.state is State.STANDBY

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from broker_sidecar import neighbours
-from broker_sidecar.neighbours import answers, snapshot_of
+from broker_sidecar.neighbours import Neighbours
 from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.names import topic_name
@@ -23,7 +23,7 @@ STOPPED_SECONDS = 0.5
 
 
 async def test_one_that_serves_answers(shared_sidecar: Sidecar) -> None:
-    assert await answers(shared_sidecar.address)
+    assert await Neighbours().answers(shared_sidecar.address)
 
 
 async def test_one_that_is_stopped_as_a_whole_does_not(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ async def test_one_that_is_stopped_as_a_whole_does_not(sidecar: Sidecar, monkeyp
     sidecar.signal(signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(neighbours, "ANSWER_SECONDS", STOPPED_SECONDS)
-        assert not await answers(sidecar.address)
+        assert not await Neighbours().answers(sidecar.address)
     sidecar.signal(signal.SIGCONT)
     assert await _will_answer(sidecar.address)
 
@@ -39,14 +39,14 @@ async def test_one_that_is_stopped_as_a_whole_does_not(sidecar: Sidecar, monkeyp
 async def _will_answer(address: str) -> bool:
     """One that was stopped takes its time."""
     async with asyncio.timeout(60):
-        while not await answers(address):
+        while not await Neighbours().answers(address):
             pass
     return True
 
 
 async def test_nobody_does_not() -> None:
     with reserved_port() as nobody:
-        assert not await answers("{}:{}".format(*nobody.getsockname()))
+        assert not await Neighbours().answers("{}:{}".format(*nobody.getsockname()))
 
 
 async def test_who_refuses_the_question_answers() -> None:
@@ -55,7 +55,7 @@ async def test_who_refuses_the_question_answers() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        assert await answers(f"127.0.0.1:{port}")
+        assert await Neighbours().answers(f"127.0.0.1:{port}")
     finally:
         await server.stop(None)
 
@@ -84,7 +84,7 @@ async def test_a_snapshot_comes_whole(
     shared_sidecar: Sidecar, topic: str, exported: list[admin_pb2.ExportSnapshotResponse], is_listed: bool
 ) -> None:
     among = Sidecars.parse(shared_sidecar.address) if is_listed else None
-    incarnation, loaded = await snapshot_of(shared_sidecar.address, topic_name(topic), among)
+    incarnation, loaded = await Neighbours(among).snapshot_of(shared_sidecar.address, topic_name(topic))
     head = exported[0].part.head
     assert (incarnation, loaded.next_index, loaded.term) == (head.position.incarnation, MANY, head.term)
     assert sorted(loaded.names.some()) == sorted(b"p%d" % i for i in range(MANY))
@@ -165,10 +165,10 @@ async def test_what_is_no_snapshot_of_the_topic_is_refused(
     topic: str, exported: Answers, changed: Callable[[Answers], Answers]
 ) -> None:
     async with giving(exported, then=ends) as address:
-        await snapshot_of(address, topic_name(topic), None)
+        await Neighbours().snapshot_of(address, topic_name(topic))
     async with giving(changed(exported), then=ends) as address:
         with pytest.raises(SeqdedupeError, match="INVALID_REQUEST"):
-            await snapshot_of(address, topic_name(topic), None)
+            await Neighbours().snapshot_of(address, topic_name(topic))
 
 
 async def test_one_that_says_nothing_more_is_left(
@@ -178,17 +178,17 @@ async def test_one_that_says_nothing_more_is_left(
     for given in ([], exported[:-1]):
         async with giving(given, then=asyncio.Event().wait) as address:
             with pytest.raises(SeqdedupeError, match="UNREACHABLE"):
-                await snapshot_of(address, topic_name(topic), None)
+                await Neighbours().snapshot_of(address, topic_name(topic))
 
 
 @pytest.mark.parametrize("among", ["127.0.0.1:1", "127.0.0.1:1,*.example.org"])
 async def test_who_is_not_listed_is_not_asked(shared_sidecar: Sidecar, topic: str, among: str) -> None:
     with pytest.raises(SeqdedupeError, match="is not asked"):
-        await snapshot_of(shared_sidecar.address, topic_name(topic), Sidecars.parse(among))
+        await Neighbours(Sidecars.parse(among)).snapshot_of(shared_sidecar.address, topic_name(topic))
 
 
 async def test_what_the_owner_refuses_is_told(shared_sidecar: Sidecar) -> None:
     with pytest.raises(SeqdedupeError, match="TOPIC_NOT_FOUND"):
-        await snapshot_of(shared_sidecar.address, topic_name("nothing-of-that-name"), None)
+        await Neighbours().snapshot_of(shared_sidecar.address, topic_name("nothing-of-that-name"))
     with reserved_port() as nobody, pytest.raises(SeqdedupeError, match="UNREACHABLE"):
-        await snapshot_of("{}:{}".format(*nobody.getsockname()), topic_name("t"), None)
+        await Neighbours().snapshot_of("{}:{}".format(*nobody.getsockname()), topic_name("t"))

@@ -9,6 +9,8 @@ import grpc.aio
 import pytest
 
 from broker_sidecar.rpc import Context, abort
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.subject import Subject, set_caller
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import error
 
@@ -59,7 +61,12 @@ def _without_metadata(streams: Streams) -> Any:
 async def _code_of(handler: Any, lost: bool) -> grpc.StatusCode:
     """With which code a call of this handler ends."""
     server = grpc.aio.server()
-    methods: dict[str, Any] = {"Stream": grpc.stream_stream_rpc_method_handler(handler)}
+
+    async def called(requests: Any, context: Any) -> None:
+        set_caller(Subject("somebody", "token", None, "unix:"))
+        await handler(requests, context)
+
+    methods: dict[str, Any] = {"Stream": grpc.stream_stream_rpc_method_handler(called)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -72,7 +79,7 @@ async def _code_of(handler: Any, lost: bool) -> grpc.StatusCode:
 @pytest.mark.parametrize("make", [_as_it_is, _without_metadata])
 async def test_a_stream_that_fails_while_its_first_message_is_written_says_why(make: Any) -> None:
     lost = make is _without_metadata
-    code = await _code_of(make(Streams(10)), lost)
+    code = await _code_of(make(Streams(10, Permissions())), lost)
     assert code is (grpc.StatusCode.DEADLINE_EXCEEDED if lost else grpc.StatusCode.INVALID_ARGUMENT)
 
 
@@ -106,5 +113,5 @@ def _with_metadata_given_up(_streams: Streams) -> Any:
 async def test_a_stream_that_is_ended_before_it_has_begun_says_why(make: Any) -> None:
     """As one that gives way on a connection that takes nothing for a while."""
     lost = make is _with_metadata_given_up
-    code = await _code_of(make(Streams(10)), lost)
+    code = await _code_of(make(Streams(10, Permissions())), lost)
     assert code is (grpc.StatusCode.DEADLINE_EXCEEDED if lost else grpc.StatusCode.UNAVAILABLE)

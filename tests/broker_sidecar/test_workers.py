@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from broker_sidecar import workers
+from broker_sidecar.supervising import Worker
 from seqdedupe.client import Client, NotFoundError, SeqdedupeError
 from seqdedupe.shards import SHARDS, from_text, shard_of, shards_of_worker
 from seqdedupe.store.directories import SHARDS_FILE, of_worker
@@ -290,7 +290,7 @@ async def test_a_worker_of_which_there_can_be_no_process_is_tried_again(
     program = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", str(program))
     stopping = asyncio.Event()
-    worker = workers._Worker(0, [])
+    worker = Worker(0, [])
     with pytest.raises(FileNotFoundError):  # the control arm: it cannot be started
         await worker._run_once(stopping)
     running = asyncio.ensure_future(worker.run(stopping))
@@ -302,5 +302,5 @@ async def test_a_worker_of_which_there_can_be_no_process_is_tried_again(
     new.rename(program)
     await until(lambda: worker._process is not None)
     stopping.set()
-    worker.stop()
+    worker.send(signal.SIGTERM)
     assert await running == -signal.SIGTERM

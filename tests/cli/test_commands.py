@@ -191,7 +191,7 @@ def test_of_a_damaged_topic_nothing_is_shown_that_is_not_known(capsys: pytest.Ca
     _print_topic(damaged, as_json=True)
     shown = json.loads(capsys.readouterr().out)
     unknown = {"deduplication_enabled", "messages", "first_index", "last", "snapshot_index", "term", "producers"}
-    unknown |= {"log_bytes", "partition_of", "entry_format"}
+    unknown |= {"log_bytes", "partition_of", "entry_format", "deduplication_mode", "window"}
     assert {name for name, value in shown.items() if value is None} == unknown
     _print_topic(damaged, as_json=False)
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
@@ -297,7 +297,10 @@ def test_serve_serves(tmp_path: Path, environment: dict[str, str]) -> None:
     with running(command, env=environment, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         address = next(e["address"] for e in map(json.loads, process.stderr) if e["event"] == "serving")
-        subprocess.run([COMMAND, "topics", "--address", address], check=True, timeout=TIMEOUT_SECONDS)
+        known = environment | {"SEQDEDUPE_TOKEN_FILE": str(tmp_path / "data" / "token")}
+        listing = [COMMAND, "topics", "--address", address]
+        subprocess.run(listing, env=known, check=True, timeout=TIMEOUT_SECONDS)
+        assert subprocess.run(listing, env=environment, timeout=TIMEOUT_SECONDS).returncode != 0  # without the token
         process.terminate()
         process.stderr.read()
         assert process.wait(TIMEOUT_SECONDS) == 0

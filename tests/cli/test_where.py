@@ -129,7 +129,7 @@ def test_an_unknown_column_is_told_the_known_ones(
     assert out == ""
     assert error.count("\n") == 1
     assert "\x1b" not in error
-    known = "they are partition, index, message_id, producer_name, sequence_id, publish_time_ms, event_time_ms, "
+    known = "they are partition, index, message_id, producer_name, sequence_id, deduplication_id, "
     assert (known in error and "property.NAME" in error) or f"{condition!r} is not COLUMN=VALUE" in error
 
 

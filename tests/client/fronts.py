@@ -5,6 +5,7 @@ it refuses them with NOT_OWNER, as a standby does, and streams that are open whe
 """
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -17,6 +18,7 @@ from seqdedupe import rendezvous
 from seqdedupe.client.receipts import NO_INDEX
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import is_namespace, topic_name
+from seqdedupe.testing import reserved_port
 from seqdedupe.v1 import admin_pb2, publish_pb2, read_pb2
 
 _LARGE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
@@ -36,8 +38,13 @@ _REQUESTS = {
 class Front:
     """One of the sidecars. All topics are its own until it is told otherwise."""
 
-    def __init__(self, target: str) -> None:
-        self.address = ""
+    def __init__(self, target: str, tls: grpc.ServerCredentials | None, reserved: socket.socket) -> None:
+        self.address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        """Its own while it is stopped, too: else a client that tries again could be given the port."""
+        self.shown: list[str | None] = []
+        """What each call has shown as its authorization."""
+        self.judges: Callable[[str | None], SeqdedupeError | None] = lambda _: None
+        """Why a call that shows this is refused; it is asked when the call comes."""
         self.calls: list[str] = []
         """The methods of the calls that came, refused ones too."""
         self.swallows_receipts = False
@@ -51,19 +58,23 @@ class Front:
         self.refuses_frames = False
         """It answers frames of topics that it has lost one by one, and leaves the streams open."""
         self._target = target
+        self._tls = tls
         self._disowned: Callable[[str], str | None] = lambda _: None
         self._opened: dict[str, publish_pb2.OpenResponse] = {}
-        self._streams: dict[asyncio.Task[None], str] = {}
+        self._streams: dict[asyncio.Task[None], tuple[str, str | None]] = {}
+        """Calls that are under way, with the topic and what they have shown."""
         self._server: grpc.aio.Server | None = None
         self._channel: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
-        """On the same port as before."""
+        """On the port that is reserved for it."""
         self._channel = grpc.aio.insecure_channel(self._target, options=_LARGE)
         self._server = grpc.aio.server(options=(*_LARGE, *_AS_A_SIDECAR))
         self._server.add_generic_rpc_handlers((_Handler(self),))
-        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
-        self.address = self.address or f"127.0.0.1:{port}"
+        if self._tls is None:
+            self._server.add_insecure_port(self.address)
+        else:
+            self._server.add_secure_port(self.address, self._tls)
         await self._server.start()
 
     async def stop(self) -> None:
@@ -78,8 +89,14 @@ class Front:
         """No topic is its own any more: `owner` is where they are, as it believes. Or a function: by topic, None if it
         is this one's."""
         self._disowned = owner if callable(owner) else lambda _: owner
-        for task, topic in list(self._streams.items()):
-            if self._disowned(topic) is not None and not self.refuses_frames:
+        for task, (topic, _) in list(self._streams.items()):
+            if topic and self._disowned(topic) is not None and not self.refuses_frames:
+                task.cancel()
+
+    def judge_again(self) -> None:
+        """What is under way ends, if what it has shown is refused by now."""
+        for task, (_, shown) in list(self._streams.items()):
+            if self.judges(shown) is not None:
                 task.cancel()
 
     def own(self) -> None:
@@ -100,23 +117,27 @@ class Front:
         """One call, of any kind: to gRPC a unary call is a stream of one message."""
         name = method.rpartition("/")[2]
         self.calls.append(name)
+        shown = str(dict(context.invocation_metadata() or ()).get("authorization", "")) or None
+        self.shown.append(shown)
+        if (refusal := self.judges(shown)) is not None:
+            await context.abort_with_status(status_of(refusal))
         await context.send_initial_metadata(())  # a cancelled write may have sent them, and they would go out twice
         first = await anext(requests)
         topic = getattr(_REQUESTS[name].FromString(first), "topic", "") if name in _REQUESTS else ""
         topic = topic_name(topic) if topic and not is_namespace(topic) else ""
-        if topic and (why := self.not_owner(topic)) is not None:
+        # It may be another judge by now.
+        if (why := self.judges(shown) or (self.not_owner(topic) if topic else None)) is not None:
             await context.abort_with_status(status_of(why))
         task = asyncio.create_task(self._pass_on(method, topic, first, requests, context))
         task.add_done_callback(_noticed)
-        if topic:
-            self._streams[task] = topic
+        self._streams[task] = topic, shown
         try:
             await asyncio.wait({task})
         finally:
             self._streams.pop(task, None)
             task.cancel()
         if task.cancelled():
-            why = self.not_owner(topic)
+            why = self.judges(shown) or self.not_owner(topic)
             await context.abort_with_status(status_of(why or error("OUTCOME_UNKNOWN", "the front was stopped")))
         if isinstance(failure := task.exception(), grpc.aio.AioRpcError):
             metadata = tuple(failure.trailing_metadata())
@@ -215,12 +236,12 @@ class _Handler(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def fronts(target: str, count: int = 3) -> AsyncIterator[list[Front]]:
+async def fronts(target: str, count: int = 3, tls: grpc.ServerCredentials | None = None) -> AsyncIterator[list[Front]]:
     """So many sidecars, by address; they are gone with the block."""
     async with AsyncExitStack() as stack:
         started = []
         for _ in range(count):
-            front = Front(target)
+            front = Front(target, tls, stack.enter_context(reserved_port()))
             await front.start()
             stack.push_async_callback(front.stop)
             started.append(front)

@@ -10,11 +10,12 @@ import seqdedupe.client
 from seqdedupe.client import ProducerConfig, blocking
 
 PUBLIC = [
-    "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters", "DamagedError",
-    "DataLossError", "FencedError", "InvalidRequestError", "Located", "Message", "MessageId", "NotFoundError",
-    "OutcomeUnknownError", "PartitionedPosition", "PartitionedReader", "Persisted", "Position", "PositionError",
-    "Producer", "ProducerConfig", "Published", "Reader", "Receipt", "SeqdedupeError", "StoredBatch", "TopicEnds",
-    "UnavailableError", "Verdict",
+    "AccessDeniedError", "Admin", "Batch", "BatchReceipt", "BatchResult", "Binary", "Client", "Counters",
+    "Credentials", "Cursor", "DamagedError", "DataLossError", "FencedError", "FileCursor", "InvalidRequestError",
+    "Kept", "Located", "Message",
+    "MessageId", "NotFoundError", "OutcomeUnknownError", "PartitionedPosition", "PartitionedReader", "Persisted",
+    "Position", "PositionError", "Producer", "ProducerConfig", "Published", "Publisher", "Reader", "Receipt",
+    "SeqdedupeError", "StoredBatch", "TopicEnds", "UnavailableError", "Verdict",
 ]  # fmt: skip
 
 
@@ -26,7 +27,7 @@ def test_the_public_names_are_these() -> None:
     assert sorted(seqdedupe.client.__all__) == sorted([*PUBLIC, *FOR_BROKERS])
     assert all(hasattr(seqdedupe.client, name) for name in PUBLIC)
     assert sorted(blocking.__all__) == PUBLIC
-    own = ["Admin", "BatchReceipt", "Client", "PartitionedReader", "Producer", "Reader", "Receipt"]
+    own = ["Admin", "BatchReceipt", "Client", "PartitionedReader", "Producer", "Publisher", "Reader", "Receipt"]
     assert [name for name in PUBLIC if getattr(blocking, name) is not getattr(seqdedupe.client, name)] == own
 
 

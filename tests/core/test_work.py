@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqdedupe.topic.sessions import Sessions
+from seqdedupe.topic.sessions import RANDOM_BYTES, Sessions
 from tests.plain import PLAIN
 
 MANY = 10_000
@@ -66,7 +66,7 @@ def touched(table: Any, work: Any) -> int:
 def opens(producers: Any, name: str) -> None:
     """One Open, as `open_sessions` goes about it, and the snapshot after it."""
     sessions = Sessions(producers)
-    sessions.begin_term(5)
+    sessions.begin_term(5, bytes(RANDOM_BYTES))
     opening = sessions.open([name], None)
     producers.confirm_sessions(opening.numbers, opening.epochs, None, 7)
     answer = sessions.opened(opening, 1)

@@ -13,8 +13,9 @@ import pytest
 
 from seqdedupe.doctor.examine import examine
 from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
-from seqdedupe.doctor.salvage import UNFINISHED, salvage
+from seqdedupe.doctor.salvage import salvage
 from seqdedupe.errors import REASONS, ConfigurationError
+from seqdedupe.files import UNFINISHED
 from seqdedupe.format.headers import VERSION_AT
 from seqdedupe.store.db import Store
 from seqdedupe.topic import control

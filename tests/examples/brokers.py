@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from seqdedupe.testing import reserved_port
+
 ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 120.0
 WINDOW = 200
@@ -32,7 +34,9 @@ class BrokerProcess:
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._command = [sys.executable, "-m", module, *arguments]
-        self.address = "127.0.0.1:0"
+        # Reserved: while the broker is down, a producer that tries again could be given its port, and talk to itself.
+        self._reserving = reserved_port()
+        self.address = f"127.0.0.1:{self._reserving.getsockname()[1]}"
         self.lines: list[str] = []
         self.attached = threading.Semaphore(0)
         """Counts how often it has attached."""
@@ -59,7 +63,6 @@ class BrokerProcess:
             for line in lines:
                 self.lines.append(line.rstrip())
                 if line.startswith("serving: "):
-                    self.address = line.split()[1]
                     self._serving.set()
                 elif line.startswith("attached: "):
                     self.attached.release()
@@ -69,6 +72,11 @@ class BrokerProcess:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
         self.wait()
+
+    def close(self) -> None:
+        """It is killed, and its port is free for others."""
+        self.kill()
+        self._reserving.close()
 
     def wait(self) -> int:
         """Waits for its end; returns its status."""

@@ -65,7 +65,7 @@ def start_broker() -> Iterator[Callable[..., BrokerProcess]]:
 
     yield start
     for broker in started:
-        broker.kill()
+        broker.close()
 
 
 def faults_of(broker: BrokerProcess, sidecar: Sidecar) -> dict[str, Fault]:

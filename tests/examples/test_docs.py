@@ -49,4 +49,4 @@ async def test_the_dialogue(start_sidecar: StartSidecar, tmp_path: Path) -> None
         assert shown in README.read_text()
         assert len(shown.splitlines()) == 3
     finally:
-        broker.kill()
+        broker.close()

@@ -147,8 +147,8 @@ def test_a_stored_record_has_no_message_ids() -> None:
     assert scanned(made(body, headers.BATCH_TAG, 0, 0, rows, column_bytes=column_bytes) + ids)[0] != records.END
 
 
-def test_a_batch_without_producers_is_of_a_newer_format() -> None:
+def test_a_batch_without_producers_has_deduplication_ids() -> None:
     message = batch_pb2.Batch(deduplication_id_offsets=[0, 1], deduplication_ids=b"a", payload_offsets=[0, 0])
     columns = batch_pb2.Batch(deduplication_id_offsets=[0, 1], deduplication_ids=b"a").SerializeToString()
     raw = made(message.SerializeToString(), headers.BATCH_TAG, 0, 0, 1, column_bytes=len(columns))
-    assert scanned(raw)[0] == records.NEWER
+    assert scanned(raw)[0] == records.END

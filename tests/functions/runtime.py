@@ -119,6 +119,9 @@ class Context(pulsar.Context):  # type: ignore[misc]
     def get_user_config_value(self, key: str) -> Any:
         return self._runtime.user_config.get(key)
 
+    def get_secret(self, secret_name: str) -> str | None:
+        return self._runtime.secrets.get(secret_name)
+
     def get_input_topics(self) -> list[str]:
         return list(self._runtime.details.source.inputSpecs)
 
@@ -157,6 +160,7 @@ class Runtime:
     def __init__(self, address: str, wrapped: str, *, deployed: SimpleNamespace | None = None, **config: Any) -> None:
         self.details = deployed or details()
         self.user_config: dict[str, Any] = {"wrapped": wrapped, "sidecar_address": address, **config}
+        self.secrets: dict[str, str] = {}
         self.on_metric: Callable[[str, float], object] = lambda name, value: None
         """Called in the instance's threads with what it records."""
         self.acks: list[tuple[str, Id]] = []

@@ -1,6 +1,6 @@
 """A program that has its children write to logs until they are killed. Used by `test_crash.py`.
 
-    python crash_writer.py FOLDER INCARNATIONS LIE
+    python -m tests.kernels tests.log.crash_writer FOLDER INCARNATIONS LIE
 
 For each line on standard input, "seed microseconds", it forks a writer, kills it with -9 after that time of writing,
 and prints how many messages of each log the writer had reported as stored. With LIE = 1 the writer reports them when it

@@ -136,7 +136,7 @@ def no_marker_before_reading(patch: pytest.MonkeyPatch) -> None:
         term = max([term, *(earlier + 1 for earlier in replay.tokens.values())])
         token = others["random_bytes"](TOKEN_BYTES)
         await log.open_for_writing(term, token, others["settle"])
-        return recovery.Ownership(term, replay.next_index, ownership_of(token))
+        return recovery.Ownership(term, replay.next_index, ownership_of(token), replay.rows)
 
     patch.setattr(recovery, "take_over", take_over)
 
@@ -280,7 +280,7 @@ def landed_frames_answered_as_refused(patch: pytest.MonkeyPatch) -> None:
 
 
 def epoch_of_an_earlier_term_taken_for_newer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sessions, "begin_term", lambda self, term: None)
+    patch.setattr(Sessions, "begin_term", lambda self, term, random: None)
 
 
 def reset_does_not_outlast_a_snapshot(patch: pytest.MonkeyPatch) -> None:

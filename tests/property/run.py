@@ -1,4 +1,6 @@
-"""Cases by hand: `python -m tests.property.run --cases 100000 --seed 1`. A failure prints its seed and its trace."""
+"""Cases by hand: `python -m tests.kernels tests.property.run --cases 100000 --seed 1`.
+
+A failure prints its seed and its trace."""
 
 import argparse
 import logging
@@ -91,7 +93,7 @@ def report(store: CrashableStore, seed: int) -> str:
         run_steps(store, seed, steps, trace)
     except Exception as e:  # noqa: BLE001 (whatever it is: the case has failed)
         failure = f"{type(e).__name__}: {e}"
-    again = f"python -m tests.property.run --seed {seed} --cases 1"
+    again = f"python -m tests.kernels tests.property.run --seed {seed} --cases 1"
     return "\n".join([f"seed {seed}, {len(steps)} steps ({again})", *trace, failure])
 
 

@@ -1,7 +1,7 @@
 """Random interleavings of everything that producers, logs, stores and crashes do: see `world`.
 
 `make campaign` runs more of them. A failure shows its seed, the fewest steps that still fail, and what happened in
-them; `python -m tests.property.run --seed N --cases 1` runs it again.
+them; `python -m tests.kernels tests.property.run --seed N --cases 1` runs it again.
 """
 
 import secrets

@@ -1,4 +1,7 @@
-"""Random faults beneath loaded topics in both formats: `python -m tests.pulsar.campaign --faults 100 --seed 1`."""
+"""Random faults beneath loaded topics in both formats.
+
+`python -m tests.kernels tests.pulsar.campaign --faults 100 --seed 1`
+"""
 
 import argparse
 import asyncio

@@ -1,6 +1,6 @@
 """Three sidecars as processes in front of a broker, producers as processes, and what ends or stops any of them.
 
-`python -m tests.pulsar.crashes --faults 60 --seed 1` is a campaign of them, at random.
+`python -m tests.kernels tests.pulsar.crashes --faults 60 --seed 1` is a campaign of them, at random.
 """
 
 import argparse

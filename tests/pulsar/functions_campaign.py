@@ -1,4 +1,6 @@
-"""All flights of the demo through functions: `python -m tests.pulsar.functions_campaign --flights 50000 --seed 1`.
+"""All flights of the demo through functions.
+
+`python -m tests.kernels tests.pulsar.functions_campaign --flights 50000 --seed 1`
 
 Four deployments: every two of one topic or four partitions, one or two instances, and one or three results for a flight
 come together in one of them.

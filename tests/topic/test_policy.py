@@ -18,7 +18,7 @@ from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.namespaces import Namespaces
 from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.policy import LEAST, NAMES, Applied, GapPolicy, OverlapPolicy, Policy
+from seqdedupe.topic.policy import LEAST, MOST, NAMES, WINDOW, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.trimming import state_again
 from seqdedupe.v1 import admin_pb2
@@ -40,6 +40,9 @@ EVERY: dict[str, Any] = {
     "deduplication_producer_inactivity_timeout_minutes": 11,
     "log_flush_interval_messages": 12,
     "log_flush_interval_ms": 13,
+    "deduplication_window_max_messages": 14,
+    "deduplication_window_max_bytes": 15,
+    "deduplication_window_max_minutes": 16,
 }
 
 
@@ -102,7 +105,7 @@ async def until(condition: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_no_topic_would_heed_cannot_be_set(name: str) -> None:
     """Retention and syncs of a broker's log are the broker's, and only a broker's ranges overlap."""
-    is_own = name.startswith(("retention", "log_flush"))
+    is_own = name.startswith(("retention", "log_flush", "deduplication_window"))
     for log, is_heeded in (
         (LogKind.EMBEDDED, name != "overlap"),
         (LogKind.BROKER, not is_own),
@@ -151,9 +154,15 @@ def test_every_value_has_its_field_and_goes_there_and_back() -> None:
                 Policy.of(admin_pb2.TopicPolicy.FromString(bytes((number << 3, value))))
 
 
+@pytest.mark.parametrize("name", WINDOW)
+def test_a_window_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} is 0"):
+        one(name, 0).check()
+
+
 @pytest.mark.parametrize("name", LEAST)
 def test_numbers_out_of_their_range_are_refused(name: str) -> None:
-    most = 10_000 if name == "log_flush_interval_ms" else 2**31 - 1
+    most = MOST.get(name, 2**31 - 1)
     for value in (LEAST[name], most):
         one(name, value).check()
     for value in (LEAST[name] - 1, most + 1):

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 
 from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.control import Purge, Sessions, decode, encode, runs
+from seqdedupe.topic.cursors import NamedCursor
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
 from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, OverlapPolicy, Policy
@@ -189,8 +192,16 @@ async def test_a_policy_that_fails_is_not_in_force(tmp_path: Path) -> None:
 
 def test_a_control_record_is_read_as_it_was_written() -> None:
     every = Policy(True, OverlapPolicy.PULSAR, 1, 0, -1, 2**31 - 1, GapPolicy.REJECT, 2**31 - 1, 2**31 - 1, 10_000)
+    every = replace(
+        every,
+        deduplication_window_max_messages=2**62,
+        deduplication_window_max_bytes=2**62,
+        deduplication_window_max_minutes=2**31 - 1,
+        cursors=(NamedCursor("c", Position(2, MessageId(5, 6), 7), "note", 3),),
+    )
     assert None not in [getattr(every, name) for name in NAMES]
-    for policy in (Policy(), Policy(deduplication_enabled=False), Policy(retention_time_in_minutes=-1), every):
+    by_id = replace(every, by_deduplication_id=True)
+    for policy in (Policy(), Policy(deduplication_enabled=False), Policy(retention_time_in_minutes=-1), every, by_id):
         assert decode(encode(policy, term=3, record_id=9)) == (policy, 3)
     for persisted in (None, np.array([-1, 2**63 - 1])):
         change, term = decode(encode(Sessions([b"a", "ü".encode()], np.array([1, 2**62]), persisted), term=2))

@@ -261,7 +261,7 @@ async def test_a_hand_over_that_does_not_read_up_to_its_own_marker_doubles(
     async def trusting(log: FaultyLog, *, term: int, settle: Any, **_: Any) -> Ownership:
         while standing := await log.open_for_writing(term, os.urandom(TOKEN_BYTES), settle):
             term = standing + 1
-        return Ownership(term, log.certain_index, 0)
+        return Ownership(term, log.certain_index, 0, 0)
 
     publishing = await standbys.with_frames_in_flight()
     monkeypatch.setattr(recovery, "take_over", trusting)

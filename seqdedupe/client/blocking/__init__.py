@@ -5,14 +5,19 @@ a process). Messages are gathered and sealed in the caller's thread; only sealed
 """
 
 from seqdedupe.client import (
+    AccessDeniedError,
     Batch,
     BatchResult,
     Binary,
     Counters,
+    Credentials,
+    Cursor,
     DamagedError,
     DataLossError,
     FencedError,
+    FileCursor,
     InvalidRequestError,
+    Kept,
     Located,
     Message,
     MessageId,
@@ -32,10 +37,12 @@ from seqdedupe.client import (
 )
 from seqdedupe.client.blocking.client import Admin, Client
 from seqdedupe.client.blocking.producer import Producer
+from seqdedupe.client.blocking.publisher import Publisher
 from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
 
 __all__ = [
+    "AccessDeniedError",
     "Admin",
     "Batch",
     "BatchReceipt",
@@ -43,10 +50,14 @@ __all__ = [
     "Binary",
     "Client",
     "Counters",
+    "Credentials",
+    "Cursor",
     "DamagedError",
     "DataLossError",
     "FencedError",
+    "FileCursor",
     "InvalidRequestError",
+    "Kept",
     "Located",
     "Message",
     "MessageId",
@@ -60,6 +71,7 @@ __all__ = [
     "Producer",
     "ProducerConfig",
     "Published",
+    "Publisher",
     "Reader",
     "Receipt",
     "SeqdedupeError",

@@ -9,11 +9,14 @@ from seqdedupe.client import admin as _admin
 from seqdedupe.client import client as _client
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.blocking.producer import Producer
+from seqdedupe.client.blocking.publisher import Publisher
 from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.client import Located, TopicEnds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.connections import Connections
+from seqdedupe.client.credentials import Credentials
+from seqdedupe.client.cursor import Cursor
 from seqdedupe.client.partitioned_reader import PartitionedStart
 from seqdedupe.client.reader import Start
 from seqdedupe.client.sidecars import Addresses, Sidecars
@@ -39,6 +42,7 @@ class Admin:
         *,
         partitions: int = 0,
         entry_format: str = "",
+        deduplication_mode: str = "",
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
     ) -> admin_pb2.Topic:
@@ -47,6 +51,7 @@ class Admin:
                 topic,
                 partitions=partitions,
                 entry_format=entry_format,
+                deduplication_mode=deduplication_mode,
                 deduplication_enabled=deduplication_enabled,
                 policy=policy,
             )
@@ -85,6 +90,15 @@ class Admin:
     def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
         return self._run(lambda admin: admin.reset_producer(topic, name, persisted))
 
+    def cursors(self, topic: str) -> list[admin_pb2.TopicCursor]:
+        return self._run(lambda admin: admin.cursors(topic))
+
+    def hold_cursor(self, topic: str, name: str, retention_in_mb: int) -> None:
+        self._run(lambda admin: admin.hold_cursor(topic, name, retention_in_mb))
+
+    def delete_cursor(self, topic: str, name: str) -> None:
+        self._run(lambda admin: admin.delete_cursor(topic, name))
+
     def snapshot(self, topic: str) -> Position:
         return self._run(lambda admin: admin.snapshot(topic))
 
@@ -112,6 +126,21 @@ class Admin:
     def move_topic(self, topic: str, to: str = "") -> str:
         return self._run(lambda admin: admin.move_topic(topic, to))
 
+    def statistics(
+        self,
+        *,
+        search: str = "",
+        order: "admin_pb2.StatisticsOrder.ValueType" = admin_pb2.STATISTICS_ORDER_UNSPECIFIED,
+        offset: int = 0,
+        limit: int = 0,
+    ) -> admin_pb2.GetStatisticsResponse:
+        return self._run(lambda admin: admin.statistics(search=search, order=order, offset=offset, limit=limit))
+
+    def backup(
+        self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
+    ) -> list[admin_pb2.BackupResponse]:
+        return self._run(lambda admin: admin.backup(name, told))
+
     def version(self) -> admin_pb2.GetVersionResponse:
         return self._run(lambda admin: admin.version())
 
@@ -119,10 +148,11 @@ class Admin:
 class Client:
     """As `seqdedupe.client.Client`, with calls that block. Threads may share it."""
 
-    def __init__(self, address: Addresses = DEFAULT_ADDRESS) -> None:
-        self._sidecars = Sidecars.parse(address)
+    def __init__(self, address: Addresses = DEFAULT_ADDRESS, credentials: Credentials | None = None) -> None:
+        credentials = Credentials.from_environment() if credentials is None else credentials
+        self._sidecars = Sidecars.parse(address, credentials)
         self._connections = Connections(self._sidecars)
-        self._client = _client.Client(address)
+        self._client = _client.Client(address, credentials)
         self.address = self._client.address
         """As it was given."""
         self.admin = Admin(self._client)
@@ -134,6 +164,11 @@ class Client:
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def on_loop(self) -> _client.Client:
+        """The client on the event loop that does this one's work: for coroutines that `blocking.loop.run` begins."""
+        return self._client
 
     def close(self) -> None:
         """Lets go of this object's connections. Producers and readers are closed by themselves."""
@@ -150,6 +185,10 @@ class Client:
         """A producer, to be entered, see `Producer`."""
         return Producer(self._connections, topic, name, config, on_waiting)
 
+    def publisher(self, topic: str, *, on_waiting: OnWaiting | None = None) -> Publisher:
+        """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
+        return Publisher(self._sidecars, topic, on_waiting)
+
     def reader(
         self,
         topic: str,
@@ -159,9 +198,10 @@ class Client:
         stop_index: int | None = None,
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
+        cursor: Cursor | None = None,
     ) -> Reader:
         """A reader, see `Reader`."""
-        return Reader(self._sidecars, topic, start, follow, stop_index, skip_damaged, on_waiting)
+        return Reader(self._sidecars, topic, start, follow, stop_index, skip_damaged, on_waiting, cursor)
 
     def partitioned_reader(
         self,
@@ -177,6 +217,10 @@ class Client:
             topic, start, follow=follow, skip_damaged=skip_damaged, on_waiting=on_waiting
         )
         return PartitionedReader(reader)
+
+    def cursor(self, topic: str, name: str) -> Cursor:
+        """A named cursor of the topic, for readers and pipes: see `seqdedupe.client.Client.cursor`."""
+        return self._client.cursor(topic, name)
 
     def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError."""

@@ -11,7 +11,7 @@ from seqdedupe.batch import Batch
 from seqdedupe.client.awaited import SpreadBatch
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
-from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, key_bytes
+from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows, key_bytes
 from seqdedupe.client.receipts import PendingBatch
 from seqdedupe.client.session import Session
 from seqdedupe.client.spread import Numbering
@@ -96,7 +96,7 @@ class Spread:
         sequence_ids: Numbers | None,
         keys: Keys | None,
         event_times_ms: Numbers | None,
-        properties: Sequence[Properties | None] | None,
+        properties: PropertyRows | None,
     ) -> BatchReceipt:
         with self._turn():
             batch = self._numbers.check_columns(payloads, sequence_ids, keys, event_times_ms, properties)

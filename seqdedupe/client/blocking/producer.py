@@ -3,7 +3,6 @@
 import os
 import threading
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from types import TracebackType
@@ -13,7 +12,7 @@ from seqdedupe.batch import Batch
 from seqdedupe.client.blocking.loop import check_is_there, event_loop, run
 from seqdedupe.client.blocking.partitioned import Spread
 from seqdedupe.client.blocking.receipts import BatchReceipt, Receipt
-from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties
+from seqdedupe.client.builder import Builder, Keys, Numbers, Payloads, Properties, PropertyRows
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.producer import ProducerBase
@@ -119,7 +118,7 @@ class Producer(ProducerBase):
         *,
         keys: Keys | None = None,
         event_times_ms: Numbers | None = None,
-        properties: Sequence[Properties | None] | None = None,
+        properties: PropertyRows | None = None,
     ) -> BatchReceipt:
         """Queues a ready batch, see `seqdedupe.client.Producer.send_batch`."""
         if self._spread is not None:

@@ -16,6 +16,7 @@ from enum import Enum
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from seqdedupe.buckets import Buckets
 from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.syncing import Syncer
 from seqdedupe.log.embedded.writer import FatalError, Late, Opening, Writer, Written
@@ -41,6 +42,10 @@ MAX_ROUND = 128
 
 MAX_LATE_BYTES = 32 * 1024 * 1024
 """When topics with a flush policy have been written so much, all that waits for its sync is synced: memory holds it."""
+
+SYNC_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+GROUP_BATCHES = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
+"""Bounds of what is told of the rounds."""
 
 IDLE_SECONDS = 10
 """A file that nothing was written to for so long is let go of, and what the journal holds is forgotten so often."""
@@ -79,6 +84,10 @@ class Committer:
         self._clock_ms = clock_ms
         self._fatal = fatal
         self._loop = asyncio.get_running_loop()
+        self.sync_seconds = Buckets(SYNC_SECONDS)
+        """What it took to make durable what a round wrote: of the journal, or of a segment."""
+        self.group_batches = Buckets(GROUP_BATCHES)
+        """Batches that a round wrote."""
         self._news: deque[Written | Late | Closing] = deque()
         self._announced = False
         self._gathers = False
@@ -160,7 +169,11 @@ class Committer:
                 asked.append(item.writer)
         self._gathers = any(news.opening.writer.has_more_coming for news in written)
         of_journal = [news for news in written if news.opening.writer.may_use_journal]
+        if batches := sum(len(news.runs) for news in written):
+            self.group_batches.add(batches)
+        began = time.perf_counter()
         if self._journal.confirm(of_journal):
+            self.sync_seconds.add(time.perf_counter() - began)
             for news in of_journal:
                 news.opening.writer.in_journal()
         elif self._journal.has_failed:
@@ -196,7 +209,9 @@ class Committer:
         """Makes durable what has to be by now, and tells it. Whether that succeeded."""
         try:
             if writer.is_due:
+                began = time.perf_counter()
                 writer.sync()
+                self.sync_seconds.add(time.perf_counter() - began)
         except FatalError as e:
             self._fail(str(e))
             return False

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,8 @@ class Shared:
     committer: Callable[[], Committer]
     threads: ThreadPoolExecutor
     read_ahead: ReadAhead
+    holds: set[object] = field(default_factory=set)
+    """While there is one, retention removes nothing."""
 
 
 class EmbeddedLog:
@@ -99,6 +101,15 @@ class EmbeddedLog:
     def base_indexes(self) -> list[int]:
         """Of the segments, in order."""
         return [segment.base_index for segment in self._reader.segments]
+
+    @property
+    def parts(self) -> list[DurablePart]:
+        """All of it that readers may see, as of this call."""
+        reader = self._reader
+        return [
+            DurablePart(segment.path, self.identity, segment.base_index, segment.end, reader.index_after(segment))
+            for segment in reader.segments
+        ]
 
     def durable_part(self, base_index: int) -> DurablePart | None:
         """The segment that begins with this index; None if it is being removed, or gone, or the log is closed.
@@ -274,9 +285,24 @@ class EmbeddedLog:
 
     async def trim(self, below_index: int) -> None:
         self._trim_below = max(self._trim_below, below_index)
+        await asyncio.shield(self.go_on_trimming())
+
+    def go_on_trimming(self) -> "asyncio.Task[None]":
+        """Removes what was to be, and a hold has kept."""
         if self._trimming is None or self._trimming.done():
             self._trimming = asyncio.get_running_loop().create_task(self._trim())
-        await asyncio.shield(self._trimming)
+        return self._trimming
+
+    async def trimming_rests(self) -> None:
+        """Returns when nothing is being removed."""
+        if self._trimming is not None:
+            await asyncio.wait([self._trimming])
+
+    @property
+    def has_to_trim(self) -> bool:
+        """Whether a hold has kept something."""
+        segments = self._reader.segments
+        return len(segments) > 1 and segments[1].base_index <= self._trim_below
 
     async def _trim(self) -> None:
         """Removes segments one after the other, each removal durable before the next.
@@ -286,7 +312,7 @@ class EmbeddedLog:
         run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
         segments = self._reader.segments
         try:
-            while len(segments) > 1 and segments[1].base_index <= self._trim_below:
+            while self.has_to_trim and not self._shared.holds:
                 # What an earlier call removed, and could not make durable.
                 await run(threads, sync_folder, self._folder)
                 self._reader.leaving = segments[0]
@@ -308,6 +334,5 @@ class EmbeddedLog:
         closing = Closing(self._writer, asyncio.get_running_loop().create_future())
         self._shared.committer().queue.put(closing)
         self._reader.close()
-        if self._trimming is not None:
-            await asyncio.wait([self._trimming])
+        await self.trimming_rests()
         await closing.closed

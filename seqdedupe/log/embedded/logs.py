@@ -4,9 +4,9 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Callable, Container
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.embedded.commit import Committer
+from seqdedupe.log.embedded.inspection import DurablePart
 from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.log import EmbeddedLog, Shared
 from seqdedupe.log.embedded.replaying import Replay
@@ -79,6 +80,11 @@ class EmbeddedLogs:
         """The commit thread, started when it is first asked for, on the event loop."""
         if self._committer is None:
             self._committer = Committer(self._shared.clock_ms, self._fatal, Journal(self._replay, self._tell_journal))
+        return self._committer
+
+    @property
+    def running_committer(self) -> Committer | None:
+        """The commit thread, if it runs by now."""
         return self._committer
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
@@ -156,6 +162,25 @@ class EmbeddedLogs:
             self._look_for_closed_at = 2 * len(self._open) + 1
         self._open[incarnation] = log = EmbeddedLog(self._shared, folder, *opened)
         return log
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """While the block runs retention removes nothing; afterwards it goes on. Topics may still be deleted."""
+        hold = object()
+        self._shared.holds.add(hold)
+        try:
+            for log in [*self._open.values()]:
+                await log.trimming_rests()
+            yield
+        finally:
+            self._shared.holds.discard(hold)
+            for log in self._open.values():
+                if log.has_to_trim and not log.is_closed:
+                    log.go_on_trimming()
+
+    def parts(self) -> "dict[int, Sequence[DurablePart]]":
+        """What readers may see of every log that is open, by incarnation, as of this call."""
+        return {incarnation: log.parts for incarnation, log in self._open.items() if not log.is_closed}
 
     def scrub(self, bytes_per_second: int) -> None:
         """Begins to read what is open again and again, until `close`, to find damage. At most so fast, above 0."""

@@ -3,11 +3,12 @@
 import json
 import ssl
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.credentials import OAuth2, Token, from_file
 from seqdedupe_spark.cluster.settings import Cluster
+from seqdedupe_spark.sidecar import path_of
 
 _PARAMS = "pulsar.client.authParams"
 _TOKEN = "token:"
@@ -24,26 +25,20 @@ def token_of(cluster: Cluster) -> Token | None:
         return None
     if params.startswith(_TOKEN) and params != _TOKEN:
         return lambda: params.removeprefix(_TOKEN)
-    if path := _file(params):
-        return from_file(path)
+    if path := path_of(params):
+        return from_file(Path(path))
     raise _wrong("token:… or file:///path")
 
 
 def _oauth2(params: str) -> Token:
     try:
         given = json.loads(params)
-        issuer_url, path, audience = given["issuerUrl"], _file(given["privateKey"]), given.get("audience", "")
+        issuer_url, path, audience = given["issuerUrl"], path_of(given["privateKey"]), given.get("audience", "")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise _wrong('JSON, as {"issuerUrl": "https://…", "privateKey": "file:///path", "audience": "…"}') from None
     if path is None or urlsplit(issuer_url).scheme not in ("https", "http"):
         raise _wrong("such that privateKey is like file:///path, and issuerUrl like https://host")
-    return OAuth2(issuer_url, path, audience)
-
-
-def _file(url: str) -> Path | None:
-    """The path of a URL like file:///path; None if this is none."""
-    parts = urlsplit(url)
-    return Path(unquote(parts.path)) if parts.scheme == "file" and not parts.netloc and parts.path else None
+    return OAuth2(issuer_url, Path(path), audience)
 
 
 def _wrong(should_be: str) -> SeqdedupeError:

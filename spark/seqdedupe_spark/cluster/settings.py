@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from seqdedupe_spark.sidecar import Sidecar
+
 AUTHENTICATIONS = ("AuthenticationToken", "AuthenticationOAuth2")
 """The simple names of those classes of Pulsar's Java client whose credentials are understood."""
 
@@ -23,5 +25,5 @@ class Cluster:
     """The durable one of the job that reads: for it Pulsar keeps what stands in topics that no sidecar writes."""
 
 
-Service = str | Cluster
-"""Where messages are read: from the sidecar at an address, or from a cluster's brokers."""
+Service = str | Sidecar | Cluster
+"""Where messages are read: from a sidecar, of which an address may be all that is said, or from a cluster's brokers."""

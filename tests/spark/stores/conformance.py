@@ -11,6 +11,7 @@ The rows are looked at with the database's own means, not through the store.
 import datetime
 import decimal
 import pickle
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -523,9 +524,10 @@ def ns(harness: StoreHarness) -> list[int]:
 
 
 def refused(reason: str, *words: str) -> Any:
-    """The block raises an error of that reason, on one line, that names these words."""
-    pattern = "".join(rf"(?=.*\b{word}\b)" for word in (*words, reason))
-    return pytest.raises((UnavailableError, ConfigurationError, InvalidRequestError), match=rf"\A{pattern}[^\n]*\Z")
+    """The block raises an error of that reason, on one line, that names these words. (Below it stands what to do.)"""
+    pattern = re.compile("".join(rf"(?=.*\b{word}\b)" for word in (*words, reason)) + r"[^\n]*\Z")
+    kinds = (UnavailableError, ConfigurationError, InvalidRequestError)
+    return pytest.raises(kinds, check=lambda e: pattern.match(str(e)) is not None)
 
 
 def at_once(harness: StoreHarness, many: int, what: Callable[[OutputStore], Any]) -> list[Any]:

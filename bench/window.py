@@ -1,0 +1,149 @@
+"""Decisions by deduplication IDs with a full window of 10 million, beside RocksDB used as the known pipeline does.
+
+That has a key an ID under a bloom filter, a second key by number for expiry, a multi-get and one write batch a frame.
+Frames of 1,000 IDs of 16 bytes, 1 % of them copies, in one process; expiry is part of it. Then a window of as many IDs
+is taken from its pieces, as at a start. SEQDEDUPE_BENCH_WINDOW is another number of IDs.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rocksdict import AccessType, BlockBasedOptions, Cache, Options, Rdict, WriteBatch
+
+from bench.figure import Figure, Ratio, over, shown
+from seqdedupe.batch import Binary, without_producers
+from seqdedupe.core.id_chunks import WindowLimits
+from seqdedupe.core.id_window import IdWindow
+from seqdedupe.format import layout
+from seqdedupe.format.columns import PLACES
+from seqdedupe.format.jit import Int64s, Uint8s
+
+IDS = int(os.environ.get("SEQDEDUPE_BENCH_WINDOW", "10000000"))
+ROWS = 1_000
+COPIES = ROWS // 100
+FRAMES = 500
+KEY = bytes(range(16))
+
+_ID_BYTES = 16
+
+
+def ids_from(first: int, rows: int = ROWS) -> bytes:
+    """IDs that nobody can tell from random ones."""
+    numbers = np.arange(first, first + rows, dtype=np.uint64)
+    columns = np.empty((rows, 2), np.uint64)
+    columns[:, 0] = numbers * np.uint64(0x9E3779B97F4A7C15) ^ (numbers >> np.uint64(7))
+    columns[:, 1] = numbers
+    return columns.tobytes()
+
+
+def frame(ids: bytes) -> tuple[Uint8s, Int64s]:
+    offsets = np.arange(0, len(ids) + 1, _ID_BYTES, dtype=np.int32)
+    rows = len(offsets) - 1
+    encoded = without_producers(Binary(offsets, ids), Binary(np.zeros(rows + 1, np.int32))).encode()
+    view, places = np.frombuffer(encoded, np.uint8), np.empty(PLACES, np.int64)
+    if layout.layout(view, 0, len(encoded), places) != layout.CANONICAL:
+        raise ValueError("the frame is not canonical")
+    return view, places
+
+
+def frames(first: int) -> list[bytes]:
+    """New IDs from this number on, and copies of some that came shortly before."""
+    new = ROWS - COPIES
+    return [ids_from(first + k * new, new) + ids_from(first + k * new - 50_000, COPIES) for k in range(FRAMES)]
+
+
+class _Rocks:
+    """Copies known by RocksDB."""
+
+    def __init__(self, folder: Path) -> None:
+        options = Options(raw_mode=True)
+        options.create_if_missing(True)
+        tables = BlockBasedOptions()
+        tables.set_bloom_filter(10, False)
+        tables.set_block_cache(Cache(512 * 1024 * 1024))
+        options.set_block_based_table_factory(tables)
+        options.set_write_buffer_size(64 * 1024 * 1024)
+        self.db: Any = Rdict(str(folder), options, access_type=AccessType.read_write())
+        self.first = self.next = 0
+
+    def take(self, ids: bytes) -> int:
+        keys = [b"i" + ids[at : at + _ID_BYTES] for at in range(0, len(ids), _ID_BYTES)]
+        batch = WriteBatch(raw_mode=True)
+        before = self.next
+        for key, found in zip(keys, self.db[keys], strict=True):
+            if found is None:
+                number = self.next.to_bytes(8, "big")
+                batch.put(key, number)
+                batch.put(b"n" + number, key)
+                self.next += 1
+        left = self.next - IDS - self.first
+        if left > 0:
+            from_key = b"n" + self.first.to_bytes(8, "big")
+            expired = 0
+            for number, key in self.db.items(from_key=from_key):
+                if expired >= left:
+                    break
+                batch.delete(number)
+                batch.delete(key)
+                expired += 1
+            self.first += expired
+        self.db.write(batch)
+        return self.next - before
+
+
+@contextmanager
+def figure(folder: Path) -> Iterator[Figure]:
+    limits = WindowLimits(IDS)
+    window, rocks = IdWindow(KEY, 0), _Rocks(folder / "rocks")
+    for first in range(0, IDS, 50_000):
+        new, *_ = window.decide(*frame(ids_from(first, 50_000)), True, limits, 0)
+        window.confirm(new)
+        rocks.take(ids_from(first, 50_000))
+    begins = [IDS, IDS]
+
+    def ours() -> dict[str, float]:
+        made = [frame(ids) for ids in frames(begins[0])]
+        begins[0] += FRAMES * (ROWS - COPIES)
+        each = []
+        for one in made:
+            began = time.perf_counter()
+            new, *_ = window.decide(*one, True, limits, 0)
+            window.confirm(new)
+            each.append(time.perf_counter() - began)
+        p99_ms = float(np.percentile(each, 99)) * 1000
+        return {"IDs/s": FRAMES * ROWS / sum(each), "p99": p99_ms, "bytes": window.memory_bytes / len(window)}
+
+    def rocksdb() -> dict[str, float]:
+        made = frames(begins[1])
+        begins[1] += FRAMES * (ROWS - COPIES)
+        began = time.perf_counter()
+        for one in made:
+            rocks.take(one)
+        return {"IDs/s": FRAMES * ROWS / (time.perf_counter() - began)}
+
+    def recovered() -> dict[str, float]:
+        pieces = window.pieces(window.first_index)
+        began = time.perf_counter()
+        IdWindow(KEY, window.first_index).load(pieces)
+        return {"seconds": time.perf_counter() - began}
+
+    try:
+        yield Figure(
+            {"window": ours, "RocksDB": rocksdb, "recovery": recovered},
+            ratios=[
+                Ratio("decided ÷ the RocksDB way", over("window, IDs/s", "RocksDB, IDs/s"), at_least=12),
+                Ratio("a frame of 1,000, p99", lambda m: m["window, p99"], at_most=5, unit="ms"),
+                Ratio("memory an ID", lambda m: m["window, bytes"], at_most=45, unit="B"),
+                Ratio("recovery from pieces", lambda m: m["recovery, seconds"], at_most=2, unit="s"),
+                shown("RocksDB, IDs/s", unit="IDs/s"),
+            ],
+            rounds=3,
+            notes=[f"a window of {IDS:,} IDs"],
+        )
+    finally:
+        rocks.db.close()

@@ -1,0 +1,1 @@
+"""What the sidecar counts and measures, and how Prometheus is shown it."""

@@ -1,0 +1,174 @@
+"""The audit trail: who did what that changes the sidecar, and who was refused."""
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from broker_sidecar.security.repeats import Repeats
+from seqdedupe.audit_trail import NO_LINE, encode, last_link
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.files import sync_folder
+
+logger = logging.getLogger("seqdedupe.audit")
+
+REPEATS_SECONDS = 10.0
+"""Of refusals that are alike the first is written at once, and after so long how many more there were."""
+
+MAX_WAITING = 10_000
+"""Lines that wait to be written. Beyond that whoever asks for one is refused, and refusals are not written."""
+
+
+@dataclass
+class _Line:
+    event: str
+    fields: Mapping[str, object]
+    time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="microseconds"))
+    written: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Audit:
+    """Writes one trail, as the only process that does. It belongs to one event loop.
+
+    What waits is written and synced together, off the loop. After a failure the file is opened anew, and goes on after
+    its last whole line: a line that was reported as not written may be there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens it; blocks. Raises AUDIT_UNAVAILABLE, AUDIT_DAMAGED, NEWER_FORMAT."""
+        self._path = path
+        self._link = NO_LINE
+        self._file = -1
+        self._is_moved = False
+        self._waiting: list[_Line] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._repeats: Repeats[tuple[str, frozenset[tuple[str, object]]]] = Repeats()
+        self._counted: asyncio.TimerHandle | None = None
+        try:
+            self._open()
+        except OSError as e:
+            raise self._unavailable(e) from e
+
+    async def write(self, event: str, **fields: object) -> None:
+        """A line that is durable when this returns. Raises AUDIT_UNAVAILABLE."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise error("AUDIT_UNAVAILABLE", f"{MAX_WAITING} lines wait to be written to {self._path}")
+        await self._put(event, fields).written
+
+    def tell(self, event: str, **fields: object) -> None:
+        """A line that is written soon; of those that are alike the first, and then how many more there were."""
+        if self._counted is None:
+            self._counted = asyncio.get_running_loop().call_later(REPEATS_SECONDS, self._tell_counts)
+        if self._repeats.is_first((event, frozenset(fields.items()))):
+            self._put_untold(event, fields)
+
+    def reopen(self) -> None:
+        """The file may have been moved away: what comes goes to the one that has its name, in the same chain."""
+        self._is_moved = True
+
+    async def close(self) -> None:
+        """Writes what waits."""
+        if self._counted is not None:
+            self._counted.cancel()
+            self._tell_counts()
+        if self._writing is not None:
+            await self._writing
+        self._close()
+
+    def _tell_counts(self) -> None:
+        self._counted = None
+        for told, count in self._repeats.take():
+            event, fields = told or ("others refused", frozenset())
+            self._put_untold(event, dict(fields) | {"repeats": count})
+
+    def _put_untold(self, event: str, fields: Mapping[str, object]) -> None:
+        """Nobody waits for this line: that it cannot be written is logged."""
+        if len(self._waiting) < MAX_WAITING:
+            self._put(event, fields).written.add_done_callback(
+                lambda written: written.cancelled() or written.exception()
+            )
+
+    def _put(self, event: str, fields: Mapping[str, object]) -> _Line:
+        line = _Line(event, fields)
+        self._waiting.append(line)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(self._write_waiting())
+        return line
+
+    async def _write_waiting(self) -> None:
+        while self._waiting:
+            lines, self._waiting = self._waiting, []
+            failure: SeqdedupeError | None = None
+            try:
+                await asyncio.to_thread(self._append, lines)
+            except SeqdedupeError as e:
+                failure = e
+                logger.error("the audit trail cannot be written", extra={"why": e.message, "lines": len(lines)})
+            for line in lines:
+                if line.written.done():  # whoever waited for it was cancelled
+                    continue
+                if failure is None:
+                    line.written.set_result(None)
+                else:
+                    line.written.set_exception(failure)
+
+    def _append(self, lines: list[_Line]) -> None:
+        """Writes and syncs them. Raises AUDIT_UNAVAILABLE, AUDIT_DAMAGED, NEWER_FORMAT."""
+        try:
+            if self._is_moved:
+                self._is_moved = False
+                self._close()
+            if self._file < 0:
+                self._open()
+            link, encoded = self._link, []
+            for line in lines:
+                data, link = encode(link, line.time, line.event, line.fields)
+                encoded.append(data)
+            rest = memoryview(b"".join(encoded))
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            os.fdatasync(self._file)
+        except OSError as e:
+            self._close()
+            raise self._unavailable(e) from e
+        self._link = link
+
+    def _open(self) -> None:
+        """Goes on after the last whole line; in a new file with the chain that there was.
+
+        Raises OSError, AUDIT_DAMAGED, AUDIT_UNAVAILABLE, NEWER_FORMAT.
+        """
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(self._path, flags, 0o600)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                raise error("AUDIT_UNAVAILABLE", f"another process writes the audit trail {self._path}") from e
+            os.fchmod(file, 0o600)
+            with open(file, "rb", closefd=False) as reading:
+                link, end = last_link(reading)
+            if end < os.fstat(file).st_size:
+                logger.error(
+                    "the last line of the audit trail was cut off, and is removed", extra={"line": link.number + 1}
+                )
+                os.ftruncate(file, end)
+            os.fsync(file)
+            sync_folder(self._path.absolute().parent)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        self._link = self._link if link == NO_LINE else link
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _unavailable(self, e: OSError) -> SeqdedupeError:
+        return error("AUDIT_UNAVAILABLE", f"the audit trail {self._path} cannot be written: {e.strerror or e}")

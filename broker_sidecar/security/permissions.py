@@ -1,0 +1,249 @@
+"""What callers may do now: the rules that are in force, asked for every call and every frame."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
+from google.protobuf import descriptor_pool, message_factory
+from numpy.typing import NDArray
+
+from broker_sidecar.rpc import parse_small
+from broker_sidecar.security.calls import CALLS, HEALTH_OF_THE_WHOLE, Need, On, Other
+from broker_sidecar.security.rules import Action, Decision, Rule
+from broker_sidecar.security.rules_file import RulesFile
+from broker_sidecar.security.shares import DISK_SECONDS, Shares, Use
+from broker_sidecar.security.subject import Subject, caller
+from seqdedupe.core.names import joined
+from seqdedupe.core.producers import Producers
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import check_name_length, namespace_name, topic_name
+from seqdedupe.topic.allowing import Allowing, Judge
+
+NO_RULES = RulesFile()
+
+Again: TypeAlias = Callable[[], object]
+"""Judges once more what was allowed; raises NOT_ALLOWED."""
+
+MAX_NAMES_TOLD = 16
+"""Of producers that are denied."""
+
+_allowed: ContextVar[list[Again]] = ContextVar("allowed")
+_rule: ContextVar[str] = ContextVar("rule", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """What was not allowed, and the rule that says so; None: no rule allows it."""
+
+    subject: Subject
+    action: Action
+    topic: str
+    """By its full name, or a namespace, or `*`: all topics."""
+    producer_names: Sequence[str]
+    rule: Rule | None
+
+
+def allowed_so_far() -> list[Again]:
+    """What was allowed in the call that is being handled, to be judged again when the rules change. Of no call,
+    nothing."""
+    return _allowed.get([])
+
+
+def deciding_rule() -> str:
+    """The name of the rule that has allowed the call that is being handled; empty where none was asked."""
+    return _rule.get()
+
+
+class Permissions:
+    """The rules and shares in force. `on_denied` is told whatever is not allowed."""
+
+    def __init__(self, file: RulesFile = NO_RULES, on_denied: Callable[[Denial], None] = lambda denial: None) -> None:
+        self._rules = file.rules
+        self.shares = Shares(file.shares, file.in_all)
+        self._on_denied = on_denied
+        self._allowing: WeakValueDictionary[tuple[str, int], _Allowing] = WeakValueDictionary()
+        self.on_replaced: list[Callable[[], None]] = []
+        """Whoever holds something that was allowed is told."""
+
+    def replace(self, file: RulesFile) -> None:
+        """These rules and shares are in force from now on, for open streams too."""
+        self._rules = file.rules
+        self.shares.replace(file.shares, file.in_all)
+        for allowing in list(self._allowing.values()):
+            allowing.judge_again(self.names_judge(allowing.subject, allowing.topic))
+        for tell in self.on_replaced:
+            tell()
+
+    # -- calls -------------------------------------------------------------------------------------------------
+
+    def check_call(self, method: str, request: Any) -> None:
+        """Judges a call by what the table says that it needs. Raises NOT_ALLOWED, and what is wrong with the name."""
+        _allowed.set([])
+        _rule.set("")
+        need = CALLS.get(method)
+        if isinstance(need, Other) or caller().is_unrestricted:
+            return
+        if need is None:
+            raise self._denied(caller(), Action.ADMINISTER, "*", None)
+        if need.on in (On.TOPIC, On.NAMESPACE):
+            name = getattr(parse_small(request_class(method), request), need.field)
+            if need.field == "service" and name in HEALTH_OF_THE_WHOLE:
+                return
+            self.check(need, topic_name(name) if need.on is On.TOPIC else namespace_name(name))
+        else:
+            self.check(need, "*")
+
+    def check_topic(self, action: Action, topic: str) -> None:
+        """Judges a call of which its handler knows the topic, by its full name. Raises NOT_ALLOWED."""
+        self.check(Need(On.TOPIC, (action,)), topic)
+
+    def check(self, need: Need, name: str) -> None:
+        """Raises NOT_ALLOWED. What is allowed is remembered for as long as the call lasts."""
+        if not (subject := caller()).is_unrestricted:
+            _rule.set(self._judge(subject, need, name))
+            allowed_so_far().append(lambda: self._judge(subject, need, name))
+
+    def _judge(self, subject: Subject, need: Need, name: str) -> str:
+        """The name of the rule that allows one of the actions. Raises NOT_ALLOWED."""
+        decisions = [self._decide(subject.name, action, need.on, name) for action in need.actions]
+        for decision in decisions:
+            if decision.is_allowed and decision.rule is not None:
+                return decision.rule.name
+        raise self._denied(subject, need.actions[0], name, decisions[0].rule)
+
+    def _decide(self, subject: str, action: Action, on: On, name: str) -> Decision:
+        if not subject:
+            return Decision(False, None)
+        match on:
+            case On.TOPIC:
+                return self._rules.decide(subject, action, name)
+            case On.NAMESPACE:
+                return self._rules.decide_namespace(subject, action, name)
+            case On.EVERYTHING:
+                return self._rules.decide_everything(subject, action)
+        return self._rules.decide_anything(subject, action)
+
+    def check_creates(self, topic: str, there: Iterable[str], more: int = 1) -> None:
+        """Raises NOT_ALLOWED if the caller may not create the topic; SHARE_EXCEEDED if it would have created too many
+        with so `more`, had it created all that are `there` and that it might."""
+        self.check_topic(Action.CREATE, topic)
+        subject = caller()
+        use = self.shares.of(subject.name)
+        if use.limits.topics is not None:
+            # One that is being made already is made once.
+            names = [name for name in there if name != topic]
+            use.check("topics", int(np.count_nonzero(self._may_have_created(subject, names))) + more)
+
+    def check_disk(self, use: Use, sizes: Callable[[], Mapping[str, int]], now_seconds: float) -> None:
+        """Raises SHARE_EXCEEDED if the logs of the topics that the caller, whose use this is, might have created hold
+        more bytes than they may. Their `sizes`, by topic, are asked for once in `DISK_SECONDS` at most."""
+        if use.limits.bytes_on_disk is None:
+            return
+        if now_seconds >= use.disk_counted_at + DISK_SECONDS:
+            by_topic = sizes()
+            mine = self._may_have_created(caller(), list(by_topic))
+            use.disk_bytes = int(np.fromiter(by_topic.values(), np.int64, len(by_topic))[mine].sum())
+            use.disk_counted_at = now_seconds
+        use.check("bytes_on_disk", use.disk_bytes)
+
+    def _may_have_created(self, subject: Subject, topics: Sequence[str]) -> NDArray[np.bool_]:
+        if subject.is_unrestricted:
+            return np.ones(len(topics), np.bool_)
+        return self._rules.allows(subject.name, Action.CREATE, topics)
+
+    # -- producer names ----------------------------------------------------------------------------------------
+
+    def denied_names(self, topic: str, names: Sequence[bytes], subject: Subject) -> dict[int, SeqdedupeError]:
+        """Of these names those as which the subject may not publish to the topic: by place, each with its error.
+
+        Raises INVALID_NAME for one that no producer can have: what is denied is told and written down.
+        """
+        if subject.is_unrestricted:
+            return {}
+        for name in names:
+            check_name_length(name)
+        places = np.flatnonzero(self.names_judge(subject.name, topic)(*joined(list(names))) == 0).tolist()
+        return {place: self.deny_names(subject, topic, [names[place].decode(errors="replace")]) for place in places}
+
+    def check_names(self, topic: str, names: Sequence[bytes], subject: Subject) -> None:
+        """Raises NOT_ALLOWED if the subject may not publish to the topic under one of these names."""
+        for e in self.denied_names(topic, names, subject).values():
+            raise e
+
+    def check_publishes_unnamed(self, topic: str) -> None:
+        """Raises NOT_ALLOWED if the caller may publish to the topic under some producer names alone: in a topic of
+        deduplication IDs messages have none."""
+        subject = caller()
+        if not subject.is_unrestricted and not self.names_judge(subject.name, topic)(*joined([b""]))[0]:
+            raise self.deny_names(subject, topic, [""])
+
+    def allowing(self, topic: str, producers: Producers) -> Allowing | None:
+        """As which of a topic's producers the caller may publish; None: as all, whatever the rules say."""
+        subject = caller()
+        if subject.is_unrestricted:
+            return None
+        # While it is there its producers are, and no others are at that address.
+        key = subject.name, id(producers)
+        if (found := self._allowing.get(key)) is None:
+            found = self._allowing[key] = _Allowing(self, subject.name, topic, producers)
+        return found
+
+    def check_new_names(self, topic: str, producers: Producers, names: Sequence[bytes]) -> None:
+        """Raises SHARE_EXCEEDED if the topic would know too many names with those of these that are new to it."""
+        use = self.shares.of(caller().name)
+        if use.limits.producer_names is None and self.shares.in_all.limits.producer_names is None:
+            return
+        if new := int(np.count_nonzero(producers.find_all(list(names)) < 0)):
+            self.shares.in_all.check("producer_names", producers.known_count() + new)
+            if use.limits.producer_names is not None:
+                use.check("producer_names", self._count_names(topic, producers) + new)
+
+    def _count_names(self, topic: str, producers: Producers) -> int:
+        """As how many of the topic's producers the caller may publish."""
+        if (allowing := self.allowing(topic, producers)) is None:
+            return producers.known_count()
+        return len(producers) - len(allowing.forbidden(np.arange(len(producers))))
+
+    def names_judge(self, subject: str, topic: str) -> Judge:
+        """Judges names under which somebody would publish to the topic."""
+        return self._rules.on(subject, Action.PUBLISH, topic).are_allowed
+
+    def deny_names(self, subject: Subject, topic: str, names: list[str]) -> SeqdedupeError:
+        rule = self._rules.decide(subject.name, Action.PUBLISH, topic, names[0]).rule
+        return self._denied(subject, Action.PUBLISH, topic, rule, names)
+
+    def _denied(
+        self, subject: Subject, action: Action, topic: str, rule: Rule | None, names: Sequence[str] = ()
+    ) -> SeqdedupeError:
+        self._on_denied(Denial(subject, action, topic, names, rule))
+        where = "every topic" if topic == "*" else topic
+        under = f" as producer {', '.join(map(repr, names))}" if names else ""
+        numbers: dict[str, Any] = {"subject": subject.name, "action": action.value, "topic": topic}
+        if names:
+            numbers["producer_name"] = names[0]
+        return error("NOT_ALLOWED", f"{subject.name!r} may not {action.value} {where}{under}", **numbers)
+
+
+class _Allowing(Allowing):
+    """That of one caller, on one topic. What is denied is of a call that is being handled."""
+
+    def __init__(self, permissions: Permissions, subject: str, topic: str, producers: Producers) -> None:
+        self.subject = subject
+        self.topic = topic
+        super().__init__(
+            producers,
+            permissions.names_judge(subject, topic),
+            lambda names: permissions.deny_names(caller(), topic, names),
+        )
+
+
+@cache
+def request_class(method: str) -> Any:
+    """The class of a call's requests."""
+    service, _, call = method.removeprefix("/").rpartition("/")
+    described: Any = descriptor_pool.Default().FindServiceByName(service)
+    return message_factory.GetMessageClass(described.methods_by_name[call].input_type)

@@ -1,0 +1,141 @@
+"""How much of a sidecar each caller may use at once, and what each uses now."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from seqdedupe.core.patterns import Pattern
+from seqdedupe.errors import SeqdedupeError, error
+
+BURST_SECONDS = 1.0
+"""Who was silent for so long may send as much at once as in this time."""
+
+
+DISK_SECONDS = 1.0
+"""What logs hold is looked at so often: so long a caller may go on that is over its share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """At most so much; None: as much as there is."""
+
+    connections: int | None = None
+    """From which streams are open. (Of Unix sockets nobody says which connection it is.)"""
+    streams: int | None = None
+    bytes_per_second: int | None = None
+    """That are sent to the sidecar, on streams and by unary publishing."""
+    bytes_in_flight: int | None = None
+    """Frames that have no answer yet, and answers and pages that were not read yet."""
+    producer_names: int | None = None
+    """In any one topic, under which it may publish: those that are known count, whoever has made them known."""
+    topics: int | None = None
+    """That it may create: those that are there count, whoever has made them."""
+    bytes_on_disk: int | None = None
+    """In the logs of those topics, whoever has published to them."""
+
+
+NO_LIMITS = Limits()
+OF_NOBODY = Limits(streams=16)
+"""Of those who are not known, all together, whatever the rules say: they watch the health of the whole."""
+
+IN_ALL = ("bytes_per_second", "producer_names")
+"""What can be limited for all callers together; the configuration limits the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What each caller with such a name may use."""
+
+    name: str
+    subjects: tuple[str, ...]
+    limits: Limits
+
+
+class Use:
+    """What one caller uses, or all of them together."""
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self.name = name
+        self.limits = limits
+        self.held_bytes = 0
+        """In flight."""
+        self.disk_bytes = 0
+        """On disk, at `disk_counted_at`."""
+        self.disk_counted_at = -math.inf
+        self._paid_until = 0.0
+        """When what has come will have been as much as may come."""
+
+    def fits(self, size: int) -> bool:
+        """Whether so many more bytes may be in flight. One thing may always, or it never could."""
+        limit = self.limits.bytes_in_flight
+        return limit is None or not self.held_bytes or self.held_bytes + size <= limit
+
+    def spend(self, size: int, now_seconds: float) -> None:
+        """So many bytes have come."""
+        if (limit := self.limits.bytes_per_second) is not None:
+            self._paid_until = max(self._paid_until, now_seconds - BURST_SECONDS) + size / limit
+
+    def rest_seconds(self, now_seconds: float) -> float:
+        """For how long nothing more is taken."""
+        return max(0.0, self._paid_until - now_seconds) if self.limits.bytes_per_second is not None else 0.0
+
+    def check(self, what: str, count: int) -> None:
+        """Raises SHARE_EXCEEDED if so many are more than it may have of this, one of the limits."""
+        limit = getattr(self.limits, what)
+        if limit is not None and count > limit:
+            raise self.exceeded(what, f"{what.replace('_', ' ')} would be {count}")
+
+    def exceeded(self, what: str, message: str, retry_delay_ms: int | None = None) -> SeqdedupeError:
+        """The error for this limit."""
+        limit = getattr(self.limits, what)
+        why = f"the share of {self.name}: {message}, and {limit} is the limit"
+        return error("SHARE_EXCEEDED", why, retry_delay_ms=retry_delay_ms, share=what, limit=limit)
+
+
+class Shares:
+    """The shares in force, and what each caller uses of its own."""
+
+    def __init__(self, shares: Sequence[Share], in_all: Limits) -> None:
+        self._shares = shares
+        self._uses: dict[str, Use] = {}
+        self.in_all = Use("all callers together", in_all)
+
+    def of(self, subject: str) -> Use:
+        """The use of the caller with this name; empty: of all who are not known."""
+        if (use := self._uses.get(subject)) is None:
+            use = self._uses[subject] = Use(
+                repr(subject) if subject else "all who are not known", self._limits_of(subject)
+            )
+        return use
+
+    def replace(self, shares: Sequence[Share], in_all: Limits) -> None:
+        """These are in force from now on."""
+        self._shares, self.in_all.limits = shares, in_all
+        for subject, use in self._uses.items():
+            use.limits = self._limits_of(subject)
+            use.disk_counted_at = -math.inf  # the rules say which topics count
+
+    def _limits_of(self, subject: str) -> Limits:
+        """Those of the first share that is about this caller; of an empty name, nobody's."""
+        if not subject:
+            return OF_NOBODY
+        name = subject.encode(errors="surrogatepass")
+        about = (s.limits for s in self._shares if any(Pattern(text).matches(name) for text in s.subjects))
+        return next(about, NO_LIMITS)
+
+    def rest_seconds(self, use: Use, now_seconds: float) -> float:
+        """For how long nothing more is taken from this caller."""
+        return max(use.rest_seconds(now_seconds), self.in_all.rest_seconds(now_seconds))
+
+    def spend(self, use: Use, size: int, now_seconds: float) -> None:
+        """So many bytes have come from this caller."""
+        use.spend(size, now_seconds)
+        self.in_all.spend(size, now_seconds)
+
+    def check_rate(self, use: Use, size: int, now_seconds: float) -> None:
+        """Counts a unary call's bytes. Raises SHARE_EXCEEDED, with how long to wait, if nothing more is taken now."""
+        for one in (use, self.in_all):
+            if rest_seconds := one.rest_seconds(now_seconds):
+                delay_ms = int(rest_seconds * 1000) + 1
+                raise one.exceeded("bytes_per_second", "more bytes a second have come", delay_ms)
+        self.spend(use, size, now_seconds)

@@ -1,0 +1,128 @@
+"""What of the calls stands in the audit trail. docs/audit.md lists the events."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from google.protobuf import text_format
+from google.protobuf.message import Message
+
+from broker_sidecar.security.audit import Audit
+from broker_sidecar.security.permissions import MAX_NAMES_TOLD, Denial, deciding_rule
+from broker_sidecar.security.subject import Subject, caller, host_of
+from broker_sidecar.security.takeovers import Openers
+from seqdedupe.errors import SeqdedupeError, error
+
+_AFTERWARDS = "it was carried out, but "
+"""Before why that could not be written."""
+
+
+class Trail:
+    """Puts calls into an audit trail; into none, if there is none."""
+
+    def __init__(self, audit: Audit | None) -> None:
+        self._audit = audit
+        self._openers = Openers()
+
+    def unauthenticated(self, call: str, address: str, e: SeqdedupeError) -> None:
+        """Somebody has shown nothing, or nothing that is valid."""
+        if self._audit is not None:
+            self._audit.tell("unauthenticated", address=host_of(address), call=_short(call), reason=e.reason)
+
+    def denied(self, denial: Denial) -> None:
+        """The rules do not allow it."""
+        if self._audit is not None:
+            self._audit.tell(
+                "denied",
+                **_who(denial.subject),
+                action=denial.action.value,
+                topic=denial.topic,
+                **_names(denial.producer_names),
+                rule=denial.rule.name if denial.rule is not None else "",
+            )
+
+    @asynccontextmanager
+    async def change(self, call: str, request: Message | str) -> AsyncIterator[None]:
+        """Around what an operator's call changes: it stands in the trail before it is done, and before it is answered.
+
+        Raises AUDIT_UNAVAILABLE: before the block, or after it, and then it was carried out.
+        """
+        if (audit := self._audit) is None:
+            yield
+            return
+        what = {**_who(caller()), "call": _short(call), "request": _text(request)}
+        await audit.write("call", **what, rule=deciding_rule())
+        try:
+            yield
+        except BaseException as e:
+            audit.tell("failed", **what, why=_why(e))
+            raise
+        try:
+            await audit.write("done", **what)
+        except SeqdedupeError as e:
+            raise error(e.reason, _AFTERWARDS + e.message) from e
+
+    def opened(self, topic: str, incarnation: int, epoch: int, fenced: Iterable[tuple[str, int]]) -> None:
+        """The caller has opened producer names with this epoch; of each that had one before, that one."""
+        if (audit := self._audit) is None:
+            return
+        subject = caller()
+        names_of: dict[str, list[str]] = {}
+        for name, before in fenced:
+            if (other := self._openers.of(incarnation, before)) not in (None, subject.name):
+                names_of.setdefault(str(other), []).append(name)
+        for other, names in names_of.items():
+            audit.tell("producers taken over", **_who(subject), topic=topic, **_names(names), from_subject=other)
+        self._openers.opened(incarnation, epoch, subject.name)
+
+    def begin(self) -> None:
+        """The sidecar serves."""
+        self._happened("started", sidecar=version("seqdedupe"))
+
+    async def close(self) -> None:
+        """The sidecar ends; writes what waits."""
+        if self._audit is not None:
+            self._happened("stopped", sidecar=version("seqdedupe"))
+            await self._audit.close()
+
+    def read_again(self, what: str, problem: SeqdedupeError | None) -> None:
+        """A file was replaced, and what it says is in force, or is not because of this."""
+        if problem is None:
+            self._happened("read again", what=what)
+        else:
+            self._happened("not read again", what=what, why=problem.message)
+
+    def rotated(self) -> None:
+        """The trail's file may have been moved away."""
+        if self._audit is not None:
+            self._audit.reopen()
+
+    def _happened(self, event: str, **fields: Any) -> None:
+        if self._audit is not None:
+            self._audit.tell(event, **fields)
+
+
+def _why(e: BaseException) -> str:
+    """The reason. Where a handler has ended its call, what it ended it for is the context of what that raises."""
+    for one in (e, e.__context__):
+        if isinstance(one, SeqdedupeError):
+            return one.reason
+    return type(e).__name__
+
+
+def _who(subject: Subject) -> dict[str, Any]:
+    return {"subject": subject.name, "kind": subject.kind, "address": host_of(subject.address)}
+
+
+def _names(names: Iterable[str]) -> dict[str, Any]:
+    listed = list(names)
+    return {"producer_names": " ".join(map(repr, listed[:MAX_NAMES_TOLD])), "producers": len(listed)} if listed else {}
+
+
+def _short(call: str) -> str:
+    return call.rpartition(".")[2]
+
+
+def _text(request: Message | str) -> str:
+    return request if isinstance(request, str) else text_format.MessageToString(request, as_one_line=True)

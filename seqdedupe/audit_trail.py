@@ -1,0 +1,152 @@
+"""The lines of an audit trail: what was done and refused, each line with the hash of the one before it.
+
+Whoever changes, removes or puts in a line breaks the chain there, unless all that follows is made anew as well: against
+that, `verify` takes the number and hash of a line that were kept elsewhere. `docs/formats-audit.md` has the format.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from seqdedupe.errors import SeqdedupeError, error
+
+FORMAT_VERSION = 1
+
+MAX_LINE_BYTES = 64 * 1024
+"""With its end. So far from a file's end its last line begins at most."""
+
+MAX_TEXT_CHARACTERS = 512
+"""Of a text in a line: what is longer is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A line's place in its chain: its number, from 1 on, and the SHA-256 of its bytes without their end, in hex."""
+
+    number: int
+    hash: str
+
+    def __str__(self) -> str:
+        return f"{self.number}:{self.hash}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Link":
+        """A link as it is printed. Raises INVALID_REQUEST."""
+        number, _, found = text.partition(":")
+        if not (number.isascii() and number.isdecimal()) or len(found) != len(NO_LINE.hash):
+            raise error("INVALID_REQUEST", f"{text!r} is no line's number and hash, as verify prints them: NUMBER:HASH")
+        return cls(int(number), found.lower())
+
+
+NO_LINE = Link(0, "0" * 64)
+"""What the first line of a chain follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a trail holds: how many lines and chains, the last line, and whether an expected one was among them."""
+
+    lines: int
+    first_number: int
+    """1, unless the files before were left out."""
+    chains: int
+    last: Link
+    last_time: str
+    has_expected: bool
+    torn_bytes: int
+    """At the very end, of a line that was cut off while it was written."""
+
+
+def encode(after: Link, time: str, event: str, fields: Mapping[str, object]) -> tuple[bytes, Link]:
+    """The next line of a chain, with its end, and its link. `time` is UTC, as ISO 8601 writes it."""
+    values = {
+        "version": FORMAT_VERSION,
+        "number": after.number + 1,
+        "previous": after.hash,
+        "time": time,
+        "event": event,
+    }
+    for name, value in fields.items():
+        values[name] = value[:MAX_TEXT_CHARACTERS] if isinstance(value, str) else value
+    line = json.dumps(values, separators=(",", ":")).encode()
+    return line + b"\n", _link_of(after.number + 1, line)
+
+
+def last_link(file: BinaryIO) -> tuple[Link, int]:
+    """The link of a file's last whole line, and where that ends: what follows was cut off while it was written.
+
+    Raises AUDIT_DAMAGED if that line is none, NEWER_FORMAT, OSError.
+    """
+    size = file.seek(0, 2)
+    begin = max(0, size - 2 * MAX_LINE_BYTES)
+    file.seek(begin)
+    whole, found, torn = file.read().rpartition(b"\n")
+    if not found:
+        if begin:
+            raise error("AUDIT_DAMAGED", "what stands at its end is no line of an audit trail")
+        return NO_LINE, 0
+    line = whole.rpartition(b"\n")[2]
+    return _link_of(_values(line, "its last line")["number"], line), size - len(torn)
+
+
+def verify(files: Iterable[Path], expected: Link | None = None) -> Verified:
+    """Checks the chain of a trail's files, the oldest first.
+
+    A file may begin a chain of its own, as where the one before it was taken away while no sidecar ran: how many there
+    are is told. Raises AUDIT_DAMAGED with the file and line where the chain is broken, NEWER_FORMAT, OSError.
+    """
+    last, last_time, lines, first_number, chains, torn = NO_LINE, "", 0, 0, 0, b""
+    has_expected = expected is None
+    for path in files:
+        if torn:
+            raise error("AUDIT_DAMAGED", f"the last line before {path} is cut off, and another file follows")
+        with path.open("rb") as file:
+            for place, ended in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+                line = ended.removesuffix(b"\n")
+                if line == ended:
+                    torn = ended
+                    if file.read(1):
+                        raise error("AUDIT_DAMAGED", f"{path}:{place}: this line is longer than any of an audit trail")
+                    break
+                values = _values(line, f"{path}:{place}")
+                begins = place == 1 and (values["number"], values["previous"]) == (1, NO_LINE.hash)
+                if not begins and (values["number"], values["previous"]) != (last.number + 1, last.hash) and lines:
+                    raise error(
+                        "AUDIT_DAMAGED",
+                        f"{path}:{place}: line {values['number']} does not follow line {last.number}: something before "
+                        "it was changed, removed or put in",
+                    )
+                first_number = first_number or values["number"]
+                lines, chains = lines + 1, chains + (begins or not lines)
+                last, last_time = _link_of(values["number"], line), str(values["time"])
+                has_expected = has_expected or last == expected
+    return Verified(lines, first_number, chains, last, last_time, has_expected, len(torn))
+
+
+def _link_of(number: int, line: bytes) -> Link:
+    return Link(number, hashlib.sha256(line).hexdigest())
+
+
+def _values(line: bytes, where: str) -> dict[str, Any]:
+    """What a line says. Raises AUDIT_DAMAGED, NEWER_FORMAT."""
+    try:
+        values = json.loads(line)
+        version = values["version"]
+        if (
+            version == FORMAT_VERSION
+            and isinstance(values["number"], int)
+            and {"previous", "time", "event"} <= values.keys()
+        ):
+            return dict(values)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise _no_line(where) from e
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise error("NEWER_FORMAT", f"{where}: a line of version {version}; up to {FORMAT_VERSION} is known here")
+    raise _no_line(where)
+
+
+def _no_line(where: str) -> SeqdedupeError:
+    return error("AUDIT_DAMAGED", f"{where}: this is no line of an audit trail")

@@ -1,0 +1,71 @@
+"""The publisher for threads."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Self
+
+from seqdedupe.client import publisher as _publisher
+from seqdedupe.client.blocking.loop import run
+from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties
+from seqdedupe.client.publisher import Ids
+from seqdedupe.client.receipts import BatchResult, Published
+from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.waiting import OnWaiting
+
+
+class Publisher:
+    """As `seqdedupe.client.Publisher`, with calls that block. Threads may share it."""
+
+    def __init__(self, sidecars: Sidecars, topic: str, on_waiting: OnWaiting | None = None) -> None:
+        async def made() -> _publisher.Publisher:
+            return _publisher.Publisher(sidecars, topic, on_waiting)
+
+        self._publisher = run(made)
+
+    def __enter__(self) -> Self:
+        run(self._publisher.__aenter__)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def topic(self) -> str:
+        return self._publisher.topic
+
+    def close(self) -> None:
+        """Ends it; other threads that wait in it get OUTCOME_UNKNOWN."""
+        run(self._publisher.close)
+
+    def send(
+        self,
+        payload: bytes | None,
+        *,
+        deduplication_id: bytes | str | None = None,
+        key: bytes | str | None = None,
+        event_time: datetime | int | None = None,
+        properties: Properties | None = None,
+    ) -> Published:
+        return run(
+            lambda: self._publisher.send(
+                payload, deduplication_id=deduplication_id, key=key, event_time=event_time, properties=properties
+            )
+        )
+
+    def send_batch(
+        self,
+        payloads: Payloads,
+        deduplication_ids: Ids | None = None,
+        *,
+        keys: Keys | None = None,
+        event_times_ms: Numbers | None = None,
+        properties: Sequence[Properties | None] | None = None,
+    ) -> BatchResult:
+        return run(
+            lambda: self._publisher.send_batch(
+                payloads, deduplication_ids, keys=keys, event_times_ms=event_times_ms, properties=properties
+            )
+        )

@@ -1,0 +1,175 @@
+"""What a client shows a sidecar so that it knows who calls, and how it knows the sidecar."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from stat import S_ISREG
+from typing import Self
+
+import grpc
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MAX_TOKEN_BYTES
+
+TOKEN = "SEQDEDUPE_TOKEN"
+TOKEN_FILE = "SEQDEDUPE_TOKEN_FILE"
+TLS_CA_FILE = "SEQDEDUPE_TLS_CA_FILE"
+TLS_CERTIFICATE_FILE = "SEQDEDUPE_TLS_CERTIFICATE_FILE"
+TLS_KEY_FILE = "SEQDEDUPE_TLS_KEY_FILE"
+ALLOW_INSECURE_TOKEN = "SEQDEDUPE_ALLOW_INSECURE_TOKEN"
+VARIABLES = frozenset((TOKEN, TOKEN_FILE, TLS_CA_FILE, TLS_CERTIFICATE_FILE, TLS_KEY_FILE, ALLOW_INSECURE_TOKEN))
+"""Of the environment."""
+
+USUAL_TOKEN_FILE = "~/.config/seqdedupe/token"
+"""Where a token is looked for that nobody names."""
+
+MAX_FILE_BYTES = 1024 * 1024
+"""Of any of the files. The certificates of all public authorities are 200 KB."""
+
+Token = str | Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A token, or TLS with or without a certificate of the client's own, or both. `Credentials()` is neither.
+
+    A token file is read, and a function that answers the token is called, for each new call and stream, on the client's
+    event loop: the function must answer at once. The TLS files are read for each new connection. So all of them may be
+    replaced while the client works. What cannot be read then is CREDENTIALS_UNAVAILABLE, and tried again.
+
+    With any TLS file a connection to a host and port is encrypted, and the sidecar's certificate is checked: it has to
+    be of this host name or IP address, and of an authority in `tls_ca_file`, or, without that, of a public one. A Unix
+    socket never is. A token goes to another host only over TLS.
+
+    Raises INVALID_CREDENTIALS for a combination that cannot be, for a file that cannot be read, for what is no token.
+    No token is ever in an error or in `repr`.
+    """
+
+    token: Token | None = field(default=None, repr=False)
+    """The token itself, or a function that answers it."""
+
+    token_file: str | os.PathLike[str] | None = None
+    """The token is its one line."""
+
+    tls_ca_file: str | os.PathLike[str] | None = None
+    """Certificates of the authorities that are believed, as PEM."""
+
+    tls_certificate_file: str | os.PathLike[str] | None = None
+    """The client's own certificate and those between it and its authority, as PEM."""
+
+    tls_key_file: str | os.PathLike[str] | None = None
+    """The certificate's key, as PEM."""
+
+    allow_insecure_token: bool = False
+    """The token may go to other hosts as it is, for whoever listens on the way: something else encrypts, such as a mesh
+    of proxies."""
+
+    def __post_init__(self) -> None:
+        if self.token is not None and self.token_file is not None:
+            raise _invalid("both a token and a token file are given", "Give one of them.")
+        if (self.tls_certificate_file is None) != (self.tls_key_file is None):
+            raise _invalid("of tls_certificate_file and tls_key_file one is given", "Give both, or neither.")
+        try:
+            if not callable(self.token):
+                self.token_now()
+            self._channel_credentials()
+        except SeqdedupeError as e:
+            raise _invalid(e.message) from e
+
+    @classmethod
+    def from_environment(
+        cls,
+        *,
+        token: Token | None = None,
+        token_file: str | None = None,
+        tls_ca_file: str | None = None,
+        tls_certificate_file: str | None = None,
+        tls_key_file: str | None = None,
+    ) -> Self:
+        """What is given here, and for the rest what the environment says: `SEQDEDUPE_TOKEN`, or `SEQDEDUPE_TOKEN_FILE`,
+        or else `~/.config/seqdedupe/token` if that is there; and `SEQDEDUPE_TLS_CA_FILE`,
+        `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`, `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true`. What is empty
+        counts as not said. Raises INVALID_CREDENTIALS."""
+        if not token and not token_file:
+            token = os.environ.get(TOKEN)
+        if not token and not token_file:
+            token_file = os.environ.get(TOKEN_FILE) or _usual_token_file()
+        return cls(
+            token=token or None,
+            token_file=token_file or None,
+            tls_ca_file=tls_ca_file or os.environ.get(TLS_CA_FILE) or None,
+            tls_certificate_file=tls_certificate_file or os.environ.get(TLS_CERTIFICATE_FILE) or None,
+            tls_key_file=tls_key_file or os.environ.get(TLS_KEY_FILE) or None,
+            allow_insecure_token=os.environ.get(ALLOW_INSECURE_TOKEN, "").lower() == "true",
+        )
+
+    @property
+    def has_token(self) -> bool:
+        return self.token is not None or self.token_file is not None
+
+    @property
+    def has_tls(self) -> bool:
+        return self.tls_ca_file is not None or self.tls_certificate_file is not None
+
+    def token_now(self) -> str | None:
+        """The token as it is now; None if there is none. Raises CREDENTIALS_UNAVAILABLE."""
+        if self.token_file is not None:
+            return _checked(_read(self.token_file).decode("latin-1"), f"the file {os.fspath(self.token_file)!r}")
+        if not callable(self.token):
+            return None if self.token is None else _checked(self.token, "what was given")
+        try:
+            token = self.token()
+        except Exception as e:
+            raise error("CREDENTIALS_UNAVAILABLE", f"the function for the token raised {type(e).__name__}") from e
+        return _checked(token, "what the function for the token answers")
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """For a new connection; None: without TLS. Raises CREDENTIALS_UNAVAILABLE."""
+        files = self._channel_credentials()
+        return None if files is None else grpc.ssl_channel_credentials(*files)
+
+    def _channel_credentials(self) -> tuple[bytes | None, bytes | None, bytes | None] | None:
+        if not self.has_tls:
+            return None
+        ca, certificate, key = (
+            None if path is None else _read(path)
+            for path in (self.tls_ca_file, self.tls_certificate_file, self.tls_key_file)
+        )
+        return ca, key, certificate
+
+
+NO_CREDENTIALS = Credentials()
+
+
+def _usual_token_file() -> str | None:
+    path = os.path.expanduser(USUAL_TOKEN_FILE)
+    return path if os.path.isfile(path) else None
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
+    what = f"the file {os.fspath(path)!r}"
+    try:
+        # Anything else gives its content once, or has no end.
+        if not S_ISREG(os.stat(path).st_mode):
+            raise error("CREDENTIALS_UNAVAILABLE", f"{what} is not a regular file")
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as e:
+        why = e.strerror if isinstance(e, OSError) else e
+        raise error("CREDENTIALS_UNAVAILABLE", f"{what} cannot be read: {why}") from e
+    if len(data) > MAX_FILE_BYTES:
+        raise error("CREDENTIALS_UNAVAILABLE", f"{what} has more than {MAX_FILE_BYTES} bytes")
+    return data
+
+
+def _checked(token: object, where: str) -> str:
+    """The token without white space around it. Nothing of it is in the error."""
+    stripped = token.strip() if isinstance(token, str) else ""
+    if not 0 < len(stripped) <= MAX_TOKEN_BYTES or not all("!" <= letter <= "~" for letter in stripped):
+        what = f"{where} is no token: that is one line of 1 to {MAX_TOKEN_BYTES} printable ASCII letters without blanks"
+        raise error("CREDENTIALS_UNAVAILABLE", what)
+    return stripped
+
+
+def _invalid(message: str, hint: str | None = None) -> SeqdedupeError:
+    return error("INVALID_CREDENTIALS", message, hint=hint)

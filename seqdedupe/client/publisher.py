@@ -1,0 +1,320 @@
+"""A publisher: sends messages that have an ID of their own to a topic of deduplication IDs."""
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from seqdedupe.address import SidecarAddress
+from seqdedupe.batch import NO_INT64S, Batch, Binary
+from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, Builder, Keys, Numbers, Payloads, Properties, milliseconds
+from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.connection import Backoff, check_not_forked
+from seqdedupe.client.exchange import exchange, publish_call
+from seqdedupe.client.frames import decode_answer, receipt_columns, refusal_error
+from seqdedupe.client.outbox import Frame
+from seqdedupe.client.receipts import BatchResult, Published, Verdict
+from seqdedupe.client.route import Route
+from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES
+from seqdedupe.client.waiting import OnWaiting, Waiting
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
+from seqdedupe.names import topic_name
+
+MAX_PENDING_BYTES = 64 * 1024 * 1024
+"""What waits for receipts; whoever sends more waits until there is room."""
+
+_FIRST_DELAY_SECONDS = 0.02
+_LONGEST_DELAY_SECONDS = 1.0
+
+Ids = Binary | Sequence[bytes | str]
+
+
+def new_id() -> bytes:
+    """A UUID of version 7, as 16 bytes: the time in milliseconds, then random bits."""
+    number = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
+    number = number & ~(0xF << 76) | 0x7 << 76
+    return (number & ~(0x3 << 62) | 0x2 << 62).to_bytes(16, "big")
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What one call sends, until all of it has its receipt."""
+
+    batch: Batch
+    size_bytes: int
+    done: "asyncio.Future[BatchResult]"
+    result: BatchResult = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.result = BatchResult.undecided(np.full(len(self.batch), NO_SEQUENCE_ID, np.int64))
+
+
+class Publisher:
+    """Sends to one topic of deduplication IDs, for one event loop: `async with client.publisher(topic) as publisher`.
+
+    Each call returns when all that it sent is in the log, durable, and there once, however often it had to be sent. A
+    call that is made again with the same ID, by whoever, within the topic's window, is answered with DUP and the index
+    and message ID of the original. There is no order between calls that are under way at the same time. Whatever breaks
+    or is refused for now is sent again for as long as it takes. A call that is cancelled may have sent, or not.
+    """
+
+    def __init__(self, sidecars: Sidecars, topic: str, on_waiting: OnWaiting | None = None) -> None:
+        self.topic = topic_name(topic)
+        self._sidecars = sidecars
+        self._route = Route(sidecars, self.topic)
+        self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        self._waiting = Waiting(on_waiting)
+        self._checks = Builder(b"", NO_SEQUENCE_ID, ProducerConfig(), lambda batch: None)
+        self._ready: deque[_Call] = deque()
+        self._out: dict[int, _Call] = {}
+        self._pending_bytes = 0
+        self._frames_ever = 0
+        self._answered_at = 0.0
+        self._delay_until = 0.0
+        self._news = asyncio.Event()
+        self._room = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self._failure: SeqdedupeError | None = None
+
+    async def __aenter__(self) -> Self:
+        check_not_forked()
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends it. Calls under way raise OUTCOME_UNKNOWN: wait for them before, if their messages matter."""
+        self._fail(error("OUTCOME_UNKNOWN", f"the publisher of {self.topic} was closed"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def send(
+        self,
+        payload: bytes | None,
+        *,
+        deduplication_id: bytes | str | None = None,
+        key: bytes | str | None = None,
+        event_time: datetime | int | None = None,
+        properties: Properties | None = None,
+    ) -> Published:
+        """Sends a message; returns when it is in the log.
+
+        The ID has 1 to 255 bytes, text as UTF-8. Left out, the message gets a new one, which it keeps however often it
+        is sent: another call is another message. Raises InvalidRequestError, and what ends the publisher:
+        AccessDeniedError, NotFoundError, DamagedError.
+        """
+        one = new_id() if deduplication_id is None else deduplication_id
+        times = None if event_time is None else [milliseconds(event_time)]
+        result = await self.send_batch(
+            [payload],
+            [one],
+            keys=None if key is None else [key],
+            event_times_ms=times,
+            properties=None if properties is None else [properties],
+        )
+        return result[0]
+
+    async def send_batch(
+        self,
+        payloads: Payloads,
+        deduplication_ids: Ids | None = None,
+        *,
+        keys: Keys | None = None,
+        event_times_ms: Numbers | None = None,
+        properties: Sequence[Properties | None] | None = None,
+    ) -> BatchResult:
+        """Sends messages in columns; returns when all are in the log. Otherwise as `send`.
+
+        Its `sequence_ids` are -1. A second copy of an ID in one batch is DUP of the first.
+        """
+        rows = len(payloads.offsets) - 1 if isinstance(payloads, Binary) else len(payloads)
+        checked = self._checks.check_columns(payloads, np.arange(rows), keys, event_times_ms, properties)
+        batch = replace(
+            checked,
+            producer_names=Binary(),
+            epochs=NO_INT64S,
+            previous_sequence_ids=NO_INT64S,
+            sequence_ids=NO_INT64S,
+            deduplication_ids=_column(deduplication_ids, rows),
+        )
+        size_bytes = BATCH_OVERHEAD_BYTES + sum(map(len, batch.encoded_parts()))
+        if size_bytes > MAX_BATCH_BYTES:
+            raise error("BATCH_TOO_LARGE", f"the batch has {size_bytes} bytes: at most {MAX_BATCH_BYTES} are accepted")
+        async with self._room:
+            await self._room.wait_for(
+                lambda: not self._pending_bytes or self._pending_bytes + size_bytes <= MAX_PENDING_BYTES
+            )
+        self._check_is_open()
+        call = _Call(batch, size_bytes, asyncio.get_running_loop().create_future())
+        self._pending_bytes += size_bytes
+        self._ready.append(call)
+        self._news.set()
+        try:
+            return await call.done
+        finally:
+            self._pending_bytes -= size_bytes
+            async with self._room:
+                self._room.notify_all()
+
+    def _check_is_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self._task is None:
+            raise error("INVALID_REQUEST", "the publisher is not open", hint="`async with client.publisher(topic)`.")
+
+    # -- the stream ----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await self._until_ready()
+            try:
+                await self._connect()
+            except UnavailableError as e:
+                moves_on = e.reason == "STREAM_IDLE" or self._route.moves_on(e)
+                if e.reason != "STREAM_IDLE":
+                    self._waiting.waits(self._route.told())
+                if not moves_on:
+                    await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
+            except SeqdedupeError as failure:
+                doubted = self._route.doubted(failure)
+                if not isinstance(doubted, UnavailableError):
+                    self._fail(failure)
+                    return
+                self._route.moves_on(doubted)
+                await asyncio.sleep(self._backoff.next_seconds())
+            except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
+                self._fail(error("INTERNAL", f"the publisher of {self.topic} has failed: {type(e).__name__}: {e}"))
+                return
+
+    async def _connect(self) -> None:
+        """Sends and takes answers until the stream ends; what has no receipt by then is sent again."""
+        address = self._route.address
+        channel = self._sidecars.new_channel(address)
+        try:
+            self._answered_at = asyncio.get_running_loop().time()
+            await exchange(
+                publish_call(channel),
+                address,
+                self.topic,
+                frames=self._frames,
+                take=self._take,
+                watch=lambda: self._watch(address),
+            )
+        finally:
+            self._ready.extendleft(reversed(self._out.values()))
+            self._out.clear()
+            with suppress(asyncio.CancelledError):
+                await channel.close()
+
+    async def _until_ready(self) -> None:
+        while not self._ready:
+            self._news.clear()
+            await self._news.wait()
+        if (left_seconds := self._delay_until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(left_seconds)
+
+    async def _frames(self) -> list[Frame]:
+        await self._until_ready()
+        if not self._out:
+            self._answered_at = asyncio.get_running_loop().time()
+        frames: list[Frame] = []
+        size_bytes = 0
+        while self._ready and size_bytes < FULL_MESSAGE_BYTES and len(frames) < MAX_FRAMES:
+            call = self._ready.popleft()
+            if call.done.done():
+                continue
+            self._frames_ever += 1
+            self._out[self._frames_ever] = call
+            frames.append(Frame(self._frames_ever, call.batch, call.size_bytes))
+            size_bytes += call.size_bytes
+        return frames
+
+    async def _watch(self, address: SidecarAddress) -> None:
+        while True:
+            await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
+            silence = asyncio.get_running_loop().time() - self._answered_at
+            if self._out and silence > ANSWER_TIMEOUT_SECONDS:
+                raise error("OUTCOME_UNKNOWN", f"{address} has not answered for {silence:.0f} seconds")
+
+    def _take(self, raw: bytes) -> bool:
+        self._answered_at = asyncio.get_running_loop().time()
+        answer = decode_answer(raw, lambda number: len(self._out[number].batch) if number in self._out else None)
+        for receipt in answer.receipts:
+            if (call := self._out.pop(receipt.frame, None)) is not None:
+                self._decided(call, receipt)
+        for refusal in answer.refusals:
+            if (call := self._out.pop(refusal.frame, None)) is not None:
+                self._refused(call, refusal_error(refusal))
+        return False
+
+    def _decided(self, call: _Call, receipt: Any) -> None:
+        self._route.goes_well()
+        self._waiting.goes_on()
+        self._backoff.reset()
+        call.result.merge(receipt_columns(receipt))
+        if (call.result.verdicts >= Verdict.NOT_DUP).all():
+            if not call.done.done():
+                call.done.set_result(call.result)
+        else:
+            # A copy of some is in flight, of this client or of another one.
+            self._again(call, self._backoff.next_seconds())
+
+    def _refused(self, call: _Call, why: SeqdedupeError) -> None:
+        if isinstance(why, UnavailableError):
+            if why.reason in ("NOT_OWNER", "DRAINING"):
+                self._again(call, 0)
+                raise why
+            self._waiting.waits(why)
+            self._again(call, max(self._backoff.next_seconds(), why.retry_delay_ms / 1000))
+        elif not call.done.done():
+            call.done.set_exception(why)
+
+    def _again(self, call: _Call, delay_seconds: float) -> None:
+        self._delay_until = max(self._delay_until, asyncio.get_running_loop().time() + delay_seconds)
+        self._ready.append(call)
+        self._news.set()
+
+    def _fail(self, why: SeqdedupeError) -> None:
+        self._failure = self._failure or why
+        for call in (*self._out.values(), *self._ready):
+            if not call.done.done():
+                call.done.set_exception(why)
+        self._out.clear()
+        self._ready.clear()
+
+
+def _column(ids: Ids | None, rows: int) -> Binary:
+    """The column of these IDs. Raises INVALID_DEDUPLICATION_ID, INVALID_BATCH."""
+    if ids is None:
+        ids = [new_id() for _ in range(rows)]
+    column = ids if isinstance(ids, Binary) else Binary.of_all([_encoded(one) for one in ids])
+    if column.validity or not column.cuts_into(rows):
+        raise error("INVALID_BATCH", f"deduplication_ids has not one value a row, of which there are {rows}")
+    sizes = np.diff(column.offsets)
+    if len(bad := np.flatnonzero((sizes < 1) | (sizes > MAX_DEDUPLICATION_ID_BYTES))):
+        why = f"the deduplication ID of row {bad[0]} has {sizes[bad[0]]} bytes"
+        raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
+    return column
+
+
+def _encoded(one: object) -> bytes:
+    if isinstance(one, str):
+        return one.encode()
+    if isinstance(one, bytes):
+        return one
+    raise error("INVALID_DEDUPLICATION_ID", f"a deduplication ID is {type(one).__name__}: it should be bytes or text")

@@ -1,0 +1,238 @@
+"""A hash table of deduplication IDs: where the newest message with an ID stands, and that it is there at all.
+
+IDs lie whole in *chunks*, each at a *place* with room for CHUNK_ROWS of them and CHUNK_BYTES together; a row of a place
+is `place << ROW_BITS | row`. A slot of the table says where an ID lies and has some bits of its hash, which only spare
+looking: an ID is there if the same bytes are. The hash is keyed, so that nobody can choose IDs that meet.
+
+A slot is 27 bits of the hash and 36 of the row, below zero; or EMPTY, which memory is by itself, so that a table of any
+size is made at once. An ID stands at or after its home, the first slot that its
+hash points to, without an empty one between; taking one out moves others up, so that nothing is left behind.
+"""
+
+from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
+from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, load32, load64, start
+from seqdedupe.format.jit import Bytes, Int32s, Int64s, Int64s2, Uint8s, for_kernels, kernel
+from seqdedupe.format.tag import siphash
+from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
+
+ROW_BITS = 16
+CHUNK_ROWS = 1 << ROW_BITS
+CHUNK_BYTES = 1 << 20
+CHUNK_OFFSETS = CHUNK_ROWS + 1
+"""Of a place: where each of its IDs begins, and where the last one ends."""
+
+EMPTY = 0
+"""A slot that has no ID."""
+NOWHERE = -1
+"""No row of a place."""
+
+_TAKEN = -(1 << 63)
+_PLACE_BITS = 36
+_PLACE = (1 << _PLACE_BITS) - 1
+_HOME_BITS = 13
+_HOME = (1 << _HOME_BITS) - 1
+_MORE = (1 << 14) - 1
+
+# Columns of `chunks`, one row a place.
+FIRST_INDEX = 0
+ROWS = 1
+FIRST_TIME_MS = 2
+LAST_TIME_MS = 3
+COLUMNS = 4
+
+# The elements of `state`.
+WINDOW = 0
+"""The index from which on IDs count. What the table has of earlier ones is not cleared away yet."""
+CONFIRMED = 1
+"""Below it all messages are in the log."""
+NEXT = 2
+"""The index that the next new message gets; from CONFIRMED on they are in flight."""
+CURRENT = 3
+"""The place of the chunk that is being filled."""
+USED = 4
+"""So many slots of the table are."""
+IS_FAR = 5
+"""1 once an ID has stood so far from its home that its slot does not tell where that is."""
+STATES = 6
+
+
+@for_kernels
+def _slot(hashed: int, at: int) -> int:
+    return _TAKEN | ((hashed & _HOME) | (((hashed >> 30) & _MORE) << _HOME_BITS)) << _PLACE_BITS | at
+
+
+@for_kernels
+def _same(raw: Bytes, begin: int, ids: Uint8s, other: int, size: int) -> bool:
+    at = 0
+    while at + 8 <= size:
+        if load64(raw, begin + at) != load64(ids, other + at):
+            return False
+        at += 8
+    while at < size:
+        if raw[begin + at] != ids[other + at]:
+            return False
+        at += 1
+    return True
+
+
+@for_kernels
+def _begin(offsets: Int32s, at: int) -> int:
+    """Where the ID of this row of a place stands among all IDs."""
+    place = at >> ROW_BITS
+    return place * CHUNK_BYTES + int(offsets[place * CHUNK_OFFSETS + (at & (CHUNK_ROWS - 1))])
+
+
+@for_kernels
+def _size(offsets: Int32s, at: int) -> int:
+    first = (at >> ROW_BITS) * CHUNK_OFFSETS + (at & (CHUNK_ROWS - 1))
+    return int(offsets[first + 1]) - int(offsets[first])
+
+
+@for_kernels
+def _find(slots: Int64s, hashed: int, raw: Bytes, begin: int, size: int, ids: Uint8s, offsets: Int32s) -> int:
+    """The slot of this ID, or the empty one that it would get."""
+    mask = len(slots) - 1
+    tag = _slot(hashed, 0)
+    at = hashed & mask
+    while slots[at] != EMPTY:
+        found = int(slots[at])
+        if found & ~_PLACE == tag:
+            row = found & _PLACE
+            if _size(offsets, row) == size and _same(raw, begin, ids, _begin(offsets, row), size):
+                return at
+        at = (at + 1) & mask
+    return at
+
+
+@for_kernels
+def _fill(slots: Int64s, at: int, hashed: int, row: int, state: Int64s) -> None:
+    """The ID of this hash, which belongs into the slot, lies in this row of a place."""
+    mask = slots.shape[0] - 1
+    if slots[at] == EMPTY:
+        state[USED] += 1
+        if ((at - (hashed & mask)) & mask) >= _HOME:
+            state[IS_FAR] = 1
+    slots[at] = _slot(hashed, row)
+
+
+@kernel()
+def bad_id(raw: Bytes, places: Int64s, rows: int) -> int:
+    """The first row of a batch whose ID has not 1 to MAX_DEDUPLICATION_ID_BYTES bytes; -1 if there is none."""
+    offsets = start(places, DEDUPLICATION_ID_OFFSETS)
+    for row in range(rows):
+        size = load32(raw, offsets + 4 * row + 4) - load32(raw, offsets + 4 * row)
+        if size < 1 or size > MAX_DEDUPLICATION_ID_BYTES:
+            return row
+    return -1
+
+
+@kernel()
+def decide(
+    raw: Bytes,
+    places: Int64s,
+    first_row: int,
+    end_row: int,
+    frame_index: int,
+    deduplicate: bool,
+    key: Int64s,
+    slots: Int64s,
+    ids: Uint8s,
+    offsets: Int32s,
+    chunks: Int64s2,
+    state: Int64s,
+    verdicts: Uint8s,
+    found: Int64s,
+    replaced: Int64s2,
+) -> int:
+    """The verdicts of rows of a batch, which the current chunk has room for; new ones are in flight from now on.
+
+    `frame_index` is the index that the first new row of the whole frame has got: a copy of such a row is DUP, since
+    the receipt comes when both have settled. `found` gets the index of each DUP's original. With `deduplicate` off
+    every row is new; for one whose ID was known `replaced` gets where it lies now, and where it did (else NOWHERE).
+    Returns how many rows are new.
+    """
+    row_offsets = start(places, DEDUPLICATION_ID_OFFSETS)
+    blob = start(places, DEDUPLICATION_IDS)
+    current = int(state[CURRENT])
+    base = current * CHUNK_OFFSETS
+    here = int(chunks[current, ROWS])
+    new = 0
+    for row in range(first_row, end_row):
+        begin = blob + load32(raw, row_offsets + 4 * row)
+        size = blob + load32(raw, row_offsets + 4 * row + 4) - begin
+        hashed = siphash(raw, begin, begin + size, key)
+        at = _find(slots, hashed, raw, begin, size, ids, offsets)
+        before = NOWHERE
+        if slots[at] != EMPTY:
+            before = int(slots[at]) & _PLACE
+            index = int(chunks[before >> ROW_BITS, FIRST_INDEX]) + (before & (CHUNK_ROWS - 1))
+            if index < state[WINDOW]:
+                before = NOWHERE
+            elif deduplicate:
+                if index < state[CONFIRMED] or index >= frame_index:
+                    verdicts[row] = DUP
+                    found[row] = index
+                else:
+                    verdicts[row] = UNKNOWN
+                continue
+        end = int(offsets[base + here])
+        for k in range(size):
+            ids[current * CHUNK_BYTES + end + k] = raw[begin + k]
+        offsets[base + here + 1] = end + size
+        lies = (current << ROW_BITS) | here
+        _fill(slots, at, hashed, lies, state)
+        if not deduplicate:
+            replaced[row, 0] = lies
+            replaced[row, 1] = before
+        here += 1
+        new += 1
+        verdicts[row] = NOT_DUP
+    chunks[current, ROWS] = here
+    state[NEXT] += new
+    return new
+
+
+@kernel()
+def put(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
+        state: Int64s) -> int:  # fmt: skip
+    """The IDs of these rows of a place are in the table from now on, each before all that are put in later."""
+    for row in range(first_row, end_row):
+        lies = (place << ROW_BITS) | row
+        begin, size = _begin(offsets, lies), _size(offsets, lies)
+        hashed = siphash(ids, begin, begin + size, key)
+        _fill(slots, _find(slots, hashed, ids, begin, size, ids, offsets), hashed, lies, state)
+    return end_row - first_row
+
+
+@kernel()
+def take_out(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
+             state: Int64s) -> int:  # fmt: skip
+    """These rows of a place are in the table no more; an ID that lies in another row by now stays. How many went."""
+    mask = slots.shape[0] - 1
+    gone = 0
+    for row in range(first_row, end_row):
+        lies = (place << ROW_BITS) | row
+        begin, size = _begin(offsets, lies), _size(offsets, lies)
+        at = siphash(ids, begin, begin + size, key) & mask
+        while slots[at] != EMPTY and slots[at] & _PLACE != lies:
+            at = (at + 1) & mask
+        if slots[at] == EMPTY:
+            continue
+        gone += 1
+        hole = at
+        while True:
+            at = (at + 1) & mask
+            slot = int(slots[at])
+            if slot == EMPTY:
+                break
+            if state[IS_FAR] != 0:
+                other = _begin(offsets, slot & _PLACE)
+                home = siphash(ids, other, other + _size(offsets, slot & _PLACE), key) & mask
+            else:
+                home = (at - ((at - (slot >> _PLACE_BITS)) & _HOME & mask)) & mask
+            if ((at - home) & mask) >= ((at - hole) & mask):
+                slots[hole] = slot
+                hole = at
+        slots[hole] = EMPTY
+    state[USED] -= gone
+    return gone

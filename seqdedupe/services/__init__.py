@@ -1,0 +1,1 @@
+"""Patterns of services over the sidecar, each one object: needs the extra `services`."""

@@ -1,0 +1,90 @@
+"""What people do with messages that were set aside."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Row, Table, delete, insert, select, update
+
+from seqdedupe.errors import error
+from seqdedupe.services.consumer.set_aside import SetAside, key_hash
+from seqdedupe.services.consumer.tables import CONSUMERS, DEAD_LETTERS, PARKED
+
+
+def set_aside(engine: Engine, name: str, limit: int) -> list[tuple[str, Row[Any]]]:
+    """What a consumer has parked ("parked") and given up ("dead"), each by its place in the topic, at most so many of
+    each. Raises INVALID_OPTION if there is no such consumer."""
+    with engine.begin() as connection:
+        _topic(connection, name)
+        both = (("parked", PARKED), ("dead", DEAD_LETTERS))
+        return [(kind, row) for kind, table in both for row in _rows(connection, table, name, limit=limit)]
+
+
+def retry(engine: Engine, name: str, indexes: Sequence[int]) -> int:
+    """Lets the messages with these indexes (none: all that are parked) be tried now; dead letters too: they are parked
+    again, before what is parked with their key. Returns how many. Raises INVALID_OPTION."""
+    with engine.begin() as connection:
+        _lock(connection, name)
+        dead = _rows(connection, DEAD_LETTERS, name, indexes) if indexes else []
+        for row in dead:
+            _park_again(connection, row)
+        # Those that wait behind another one keep waiting: it is the order of their key.
+        due = _having(PARKED, name, indexes) & PARKED.c.next_attempt_ms.is_not(None)
+        return connection.execute(update(PARKED).where(due).values(next_attempt_ms=0)).rowcount
+
+
+def drop(engine: Engine, name: str, indexes: Sequence[int]) -> int:
+    """Takes the messages with these indexes out of both tables, for good: what waits behind them has its turn. Returns
+    how many. Raises INVALID_OPTION."""
+    with engine.begin() as connection:
+        aside = SetAside(name, _lock(connection, name))
+        parked = _rows(connection, PARKED, name, indexes)
+        for row in parked:
+            aside.let_go(connection, row)
+        dead = connection.execute(delete(DEAD_LETTERS).where(_having(DEAD_LETTERS, name, indexes))).rowcount
+        return len(parked) + dead
+
+
+def _lock(connection: Connection, name: str) -> str:
+    """No transaction of the consumer has anything to do with this one. Returns its topic."""
+    connection.execute(update(CONSUMERS).where(CONSUMERS.c.name == name).values(beat=CONSUMERS.c.beat + 1))
+    return _topic(connection, name)
+
+
+def _topic(connection: Connection, name: str) -> str:
+    found = connection.execute(select(CONSUMERS.c.topic).where(CONSUMERS.c.name == name)).scalar_one_or_none()
+    if found is None:
+        raise error("INVALID_OPTION", f"there is no consumer {name!r} in this database", hint="Is the name mistyped?")
+    return str(found)
+
+
+def _having(table: Table, name: str, indexes: Sequence[int]) -> Any:
+    mine = table.c.consumer == name
+    return mine & table.c.message_index.in_(indexes) if indexes else mine
+
+
+def _rows(
+    connection: Connection, table: Table, name: str, indexes: Sequence[int] = (), limit: int | None = None
+) -> Sequence[Row[Any]]:
+    order = (table.c.incarnation, table.c.message_index)
+    return connection.execute(select(table).where(_having(table, name, indexes)).order_by(*order).limit(limit)).all()
+
+
+def _park_again(connection: Connection, row: Row[Any]) -> None:
+    values = {column: value for column, value in row._mapping.items() if column in PARKED.c}
+    hashed = key_hash(row.message_key)
+    if hashed is not None:
+        same_key = (PARKED.c.consumer == row.consumer) & (PARKED.c.key_hash == hashed)
+        before = connection.execute(
+            select(PARKED.c.message_index).where(
+                same_key & (PARKED.c.incarnation == row.incarnation) & (PARKED.c.message_index < row.message_index)
+            )
+        ).first()
+        if before is None:
+            connection.execute(update(PARKED).where(same_key).values(next_attempt_ms=None))
+        values |= {"next_attempt_ms": None if before else 0}
+    else:
+        values |= {"next_attempt_ms": 0}
+    # Its attempts count anew.
+    connection.execute(insert(PARKED).values(values | {"attempts": 0, "key_hash": hashed}))
+    same = (DEAD_LETTERS.c.incarnation == row.incarnation) & (DEAD_LETTERS.c.message_index == row.message_index)
+    connection.execute(delete(DEAD_LETTERS).where((DEAD_LETTERS.c.consumer == row.consumer) & same))

@@ -1,0 +1,124 @@
+"""A consumer's row in the database: its position, and which of its processes works."""
+
+import uuid
+from typing import NamedTuple
+
+from sqlalchemy import Connection, Engine, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from seqdedupe.errors import error
+from seqdedupe.message_id import Position
+from seqdedupe.services.consumer.database import not_transactional
+from seqdedupe.services.consumer.tables import CONSUMERS, FORMAT_VERSION
+
+NOBODY = ""
+
+
+class Lost(Exception):
+    """Another process has moved the position, or taken the consumer over: nothing was committed."""
+
+
+class Seen(NamedTuple):
+    """What the row says: `beat` grows with everything that the owner does."""
+
+    owner: str
+    beat: int
+    position: str
+
+
+class Ownership:
+    """One process's hold on the row. Every transaction of the owner begins and ends with it.
+
+    `hold` locks the row and fails if the position or the owner is another; `move` is the compare-and-set that decides.
+    """
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self._name = name
+        self.token = uuid.uuid4().hex
+        self._mine = (CONSUMERS.c.name == name) & (CONSUMERS.c.owner == self.token)
+
+    def register(self, topic: str, purpose: str, start: Position) -> None:
+        """Makes the row if it is not there. Raises CONSUMER_CHANGED if it is another consumer's, NEWER_FORMAT,
+        NOT_TRANSACTIONAL."""
+        self._check_transactions(topic)
+        row = {"name": self._name, "format_version": FORMAT_VERSION, "topic": topic, "purpose": purpose}
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(CONSUMERS).values(row | _new(start)))
+        except IntegrityError:
+            pass
+        with self._engine.connect() as connection:
+            found = connection.execute(select(CONSUMERS).where(CONSUMERS.c.name == self._name)).one()
+        if found.format_version != FORMAT_VERSION:
+            what = f"the consumer {self._name!r} has format {found.format_version}; this version reads {FORMAT_VERSION}"
+            raise error("NEWER_FORMAT", what)
+        for what, given, stored in (("topic", topic, found.topic), ("purpose", purpose, found.purpose)):
+            if given != stored:
+                raise error(
+                    "CONSUMER_CHANGED",
+                    f"the consumer {self._name!r} of this database has the {what} {stored}, and not {given}",
+                )
+
+    def _check_transactions(self, topic: str) -> None:
+        """Raises NOT_TRANSACTIONAL if a row that was rolled back is there: an engine with AUTOCOMMIT, for instance."""
+        probe = f"probe {self.token}"
+        row = {"name": probe, "format_version": FORMAT_VERSION, "topic": topic, "purpose": ""}
+        with self._engine.connect() as connection:
+            connection.execute(insert(CONSUMERS).values(row | _new(Position.start(0))))
+            connection.rollback()
+            stayed = connection.execute(delete(CONSUMERS).where(CONSUMERS.c.name == probe)).rowcount
+            connection.commit()
+        if stayed:
+            raise not_transactional(CONSUMERS.name)
+
+    def look(self) -> Seen | None:
+        """What the row says now; None while its owner is in a transaction, where the database can tell."""
+        wanted = select(CONSUMERS.c.owner, CONSUMERS.c.beat, CONSUMERS.c.position)
+        with self._engine.begin() as connection:
+            found = connection.execute(
+                wanted.where(CONSUMERS.c.name == self._name).with_for_update(skip_locked=True)
+            ).one_or_none()
+        return Seen(*found) if found else None
+
+    def take(self, seen: Seen) -> bool:
+        """Makes this process the owner, if nothing has happened since that was seen."""
+        with self._engine.begin() as connection:
+            unchanged = (CONSUMERS.c.owner == seen.owner) & (CONSUMERS.c.beat == seen.beat)
+            taken = connection.execute(
+                update(CONSUMERS)
+                .where((CONSUMERS.c.name == self._name) & unchanged)
+                .values(owner=self.token, beat=CONSUMERS.c.beat + 1)
+            )
+            return taken.rowcount == 1
+
+    def hold(self, connection: Connection, position: str) -> None:
+        """Locks the row to the end of the transaction. A write, and the first statement: so SQLite begins a transaction
+        that may write, and no snapshot is older than the lock. Raises Lost."""
+        self._set(connection, position, position)
+
+    def move(self, connection: Connection, position: str, to: str) -> None:
+        """The compare-and-set. Raises Lost."""
+        self._set(connection, position, to)
+
+    def beat(self) -> None:
+        """Tells those who stand by that this process lives. Raises Lost."""
+        with self._engine.begin() as connection:
+            found = connection.execute(update(CONSUMERS).where(self._mine).values(beat=CONSUMERS.c.beat + 1))
+            if found.rowcount != 1:
+                raise Lost
+
+    def _set(self, connection: Connection, position: str, to: str) -> None:
+        still = self._mine & (CONSUMERS.c.position == position)
+        moved = update(CONSUMERS).where(still).values(beat=CONSUMERS.c.beat + 1, position=to)
+        if connection.execute(moved).rowcount != 1:
+            raise Lost
+
+    def release(self) -> None:
+        """So that another process need not wait."""
+        with self._engine.begin() as connection:
+            connection.execute(update(CONSUMERS).where(self._mine).values(owner=NOBODY, beat=CONSUMERS.c.beat + 1))
+
+
+def _new(start: Position) -> dict[str, object]:
+    return {"position": str(start), "owner": NOBODY, "beat": 0}

@@ -1,0 +1,229 @@
+"""The inbox: in front of a handler it restores the order of the versions that messages say they are."""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Row, delete, insert, select, update
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+
+from seqdedupe.client.stored import Message
+from seqdedupe.errors import error
+from seqdedupe.services.consumer.consumer import purpose_of
+from seqdedupe.services.consumer.database import Away, passes_by_itself, reaching
+from seqdedupe.services.consumer.set_aside import content, message_of, why
+from seqdedupe.services.consumer.tables import make_tables
+from seqdedupe.services.inbox.rule import MAX_VERSION, Order, Verdict, checked, decide
+from seqdedupe.services.inbox.tables import KEYS, METADATA, PARKED
+from seqdedupe.services.inbox.waiting import Waiting, in_cycles
+
+Handle = Callable[[Connection, Message], object]
+
+MAX_NAME_LENGTH = 100
+
+
+class Inbox:
+    """A handler in front of a handler, for a `Consumer` of single messages: `Consumer(…, Inbox(…, handle=…))`.
+
+    `key(message)` is what has versions, and `version(message)` which of them a message is; or `versions(message)` says
+    it of several keys at once (`{"X": 4, "Y": 7}`: a transfer between two accounts). `order` is
+
+    * "contiguous": a message is handled when the version before it was, of all its keys. One that comes early is
+      parked, in the consumer's transaction, and handled in the transaction that handles what it waits for. The first
+      version of every key is `first_version`.
+    * "latest": a message is handled if it is above the last version handled.
+
+    In both what is not above the last version is dropped and counted. So every version takes effect at most once, in
+    its order, from however many topics and consumers the messages come that share the inbox: the rows of all keys of a
+    message are locked, in sorted order, before anything is decided. What is parked for good, and why, `waiting` tells;
+    nothing else ends it.
+
+    A parked message that the handler refuses when its turn has come stays parked with the error, and those after it;
+    `sweep` tries it again. Raises INVALID_OPTION, INVALID_OUTPUT, OUTPUT_UNAVAILABLE. INVALID_VERSION, for a message
+    without a key or a version, is raised to the consumer, as what the handler raises for the message that just came.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        handle: Handle,
+        *,
+        key: Callable[[Message], str | bytes] | None = None,
+        version: Callable[[Message], int] | None = None,
+        versions: Callable[[Message], Mapping[str, int]] | None = None,
+        order: Order = "contiguous",
+        first_version: int = 1,
+    ) -> None:
+        if not 1 <= len(name) <= MAX_NAME_LENGTH or not name.isprintable():
+            raise _option(
+                f"the inbox's name is {name[:80]!r}: it should be 1 to {MAX_NAME_LENGTH} printable characters"
+            )
+        if (key is None) != (version is None) or (key is None) == (versions is None):
+            raise _option("an inbox takes key and version, or versions")
+        if order not in ("contiguous", "latest") or not 0 <= first_version <= MAX_VERSION:
+            raise _option(
+                f"the order is {order!r} from {first_version}: it should be 'contiguous' or 'latest', from 0 up"
+            )
+        self.name = name
+        self._engine = engine
+        self._handle = handle
+        self._key, self._version, self._versions = key, version, versions
+        self._order = order
+        self._before_all = first_version - 1 if order == "contiguous" else -1
+        # Who takes a consumer over has the same purpose, whatever stands in front of the handler.
+        self.__module__, self.__qualname__ = "inbox", f"{name}({purpose_of(handle)})"
+        try:
+            with reaching():
+                make_tables(engine, METADATA)
+        except Away as e:
+            raise e.failure from e
+
+    def __call__(self, connection: Connection, message: Message) -> None:
+        """The handler of a consumer."""
+        wanted = self._of(message)
+        applied = self._lock(connection, wanted)
+        decision = decide(self._order, wanted, applied)
+        if decision.verdict is Verdict.DROP:
+            self._count_dropped(connection, wanted)
+        elif decision.verdict is Verdict.PARK:
+            connection.execute(
+                insert(PARKED).values(
+                    id=uuid.uuid4().hex,
+                    inbox=self.name,
+                    waits_for_key=decision.key,
+                    waits_for_version=decision.version,
+                    versions=json.dumps(wanted),
+                    parked_ms=_now_ms(),
+                    **content(message, 0, ""),
+                )
+            )
+        else:
+            self._handle(connection, message)
+            self._apply(connection, wanted)
+            self._wake(connection, wanted)
+
+    def _of(self, message: Message) -> dict[str, int]:
+        if self._versions is not None:
+            return checked(self._versions(message))
+        if self._key is None or self._version is None:
+            raise _option("an inbox takes key and version, or versions")
+        return checked({self._key(message): self._version(message)})
+
+    def _lock(self, connection: Connection, keys: Iterable[str]) -> dict[str, int]:
+        """Nobody else decides about these keys until the transaction ends. Returns the last versions applied."""
+        names = sorted(keys)
+        for name in names:
+            connection.execute(
+                _insert_if_missing(connection.dialect.name),
+                {"inbox": self.name, "name": name, "version": self._before_all, "dropped": 0, "locked": 0},
+            )
+        for name in names:
+            connection.execute(update(KEYS).where(self._is(name)).values(locked=KEYS.c.locked + 1))
+        wanted = select(KEYS.c.name, KEYS.c.version).where((KEYS.c.inbox == self.name) & KEYS.c.name.in_(names))
+        return {row.name: row.version for row in connection.execute(wanted.with_for_update())}
+
+    def _is(self, name: str) -> Any:
+        return (KEYS.c.inbox == self.name) & (KEYS.c.name == name)
+
+    def _apply(self, connection: Connection, wanted: Mapping[str, int]) -> None:
+        for name in sorted(wanted):
+            connection.execute(update(KEYS).where(self._is(name)).values(version=wanted[name]))
+
+    def _count_dropped(self, connection: Connection, wanted: Mapping[str, int]) -> None:
+        for name in sorted(wanted):
+            connection.execute(update(KEYS).where(self._is(name)).values(dropped=KEYS.c.dropped + 1))
+
+    def _wake(self, connection: Connection, applied: Mapping[str, int]) -> None:
+        """Looks at all that waits for these versions, and at what waits for those that this applies."""
+        pending = sorted(applied.items())
+        while pending:
+            key, version = pending.pop()
+            waits = (PARKED.c.inbox == self.name) & (PARKED.c.waits_for_key == key)
+            # A locking read: in MariaDB another one shows what was there when the transaction began to read.
+            wanted = select(PARKED).where(waits & (PARKED.c.waits_for_version == version)).with_for_update()
+            for row in connection.execute(wanted.order_by(PARKED.c.parked_ms, PARKED.c.id)).all():
+                pending += self._look_again(connection, row).items()
+
+    def _look_again(self, connection: Connection, row: Row[Any]) -> Mapping[str, int]:
+        """Decides once more about a parked message; returns what versions it has applied."""
+        wanted: dict[str, int] = json.loads(row.versions)
+        this = PARKED.c.id == row.id
+        applied = self._lock(connection, wanted)
+        try:
+            decision = decide(self._order, wanted, applied)
+            if decision.verdict is Verdict.PARK:
+                waits = {"waits_for_key": decision.key, "waits_for_version": decision.version}
+                connection.execute(update(PARKED).where(this).values(**waits))
+                return {}
+            # What it does is taken back if it fails: what woke it has nothing to do with that.
+            with connection.begin_nested():
+                if decision.verdict is Verdict.DROP:
+                    self._count_dropped(connection, wanted)
+                else:
+                    self._handle(connection, message_of(row))
+                    self._apply(connection, wanted)
+                connection.execute(delete(PARKED).where(this))
+        except Exception as e:
+            if passes_by_itself(e):
+                raise
+            connection.execute(update(PARKED).where(this).values(attempts=PARKED.c.attempts + 1, error=why(e)))
+            return {}
+        return wanted if decision.verdict is Verdict.APPLY else {}
+
+    def sweep(self) -> int:
+        """Looks at all that is parked once more, each in a transaction of its own; returns how many are parked no more.
+
+        For what the handler has refused, and should anything else have been passed over. It may run beside consumers.
+        """
+        mine = PARKED.c.inbox == self.name
+        with self._engine.begin() as connection:
+            ids = connection.execute(select(PARKED.c.id).where(mine).order_by(PARKED.c.parked_ms)).scalars().all()
+        for one in ids:
+            with self._engine.begin() as connection:
+                # The keys first, as everybody does: the row may be gone by then.
+                row = connection.execute(select(PARKED).where(PARKED.c.id == one)).one_or_none()
+                if row is None:
+                    continue
+                self._lock(connection, json.loads(row.versions))
+                still = connection.execute(select(PARKED).where(PARKED.c.id == one).with_for_update()).one_or_none()
+                if still is not None:
+                    self._wake(connection, self._look_again(connection, still))
+        with self._engine.begin() as connection:
+            left = connection.execute(select(PARKED.c.id).where(mine & PARKED.c.id.in_(ids))).scalars().all()
+        return len(ids) - len(left)
+
+    def waiting(self, longer_than_seconds: float = 0.0) -> list[Waiting]:
+        """What has been parked for so long, the longest first: what it waits for, and whether that is a cycle."""
+        with self._engine.begin() as connection:
+            mine = select(PARKED).where(PARKED.c.inbox == self.name).order_by(PARKED.c.parked_ms, PARKED.c.id)
+            rows = connection.execute(mine).all()
+            names = select(KEYS.c.name, KEYS.c.version).where(KEYS.c.inbox == self.name)
+            applied = {row.name: row.version for row in connection.execute(names)}
+        parked = []
+        for row in rows:
+            versions: dict[str, int] = json.loads(row.versions)
+            missing = {key: version - 1 for key, version in versions.items() if applied.get(key, -1) < version - 1}
+            parked.append((versions, missing))
+        now_ms = _now_ms()
+        found = [
+            Waiting(message_of(row), versions, missing, (now_ms - row.parked_ms) / 1000, row.error, is_in_cycle)
+            for row, (versions, missing), is_in_cycle in zip(rows, parked, in_cycles(parked), strict=True)
+        ]
+        return [one for one in found if one.seconds >= longer_than_seconds]
+
+
+def _insert_if_missing(dialect: str) -> Any:
+    if dialect in ("mysql", "mariadb"):
+        return mysql.insert(KEYS).prefix_with("IGNORE")
+    return (postgresql.insert(KEYS) if dialect == "postgresql" else sqlite.insert(KEYS)).on_conflict_do_nothing()
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _option(what: str) -> Exception:
+    return error("INVALID_OPTION", what, hint="docs/inbox.md lists what an inbox takes.")

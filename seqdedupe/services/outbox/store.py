@@ -1,0 +1,153 @@
+"""What a relay needs of a database: a contract, and which of them a URL is of."""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.services.outbox.rows import Page
+from seqdedupe.services.outbox.steps import State
+
+PAGE_ROWS = 5000
+PAGE_BYTES = 1024 * 1024
+"""A page ends after the row with which it has so many bytes, or so many rows."""
+
+_DRIVERS = {"postgresql": "psycopg", "sqlite": "sqlite3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """How far behind the relay is."""
+
+    rows: int
+    """Committed, and not deleted yet."""
+    unreadable_rows: int
+    """Of these, they have to wait for a transaction that is open and might still insert rows before them."""
+    held_by: str
+    """Which one that is, as far as the database tells; empty if none does."""
+    held_seconds: float
+    set_aside_rows: int
+
+
+class Store(ABC):
+    """The outbox in a database. Its methods block; threads may share it, and `delete` runs beside reading.
+
+    They raise UnavailableError (OUTBOX_UNAVAILABLE) when the database cannot be used now: `open` then begins anew, with
+    all connections, so that what one has read another one deletes in the same database.
+    """
+
+    poll_seconds: float
+    """So often to look for rows while there may be some of which nothing is heard."""
+    idle_poll_seconds: float
+    """The same where the database would tell of new ones."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Connects and checks the tables. Raises ConfigurationError (INVALID_OUTBOX), which says what is amiss."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the connections."""
+
+    @abstractmethod
+    def bind(self, producer: str, topic: str) -> None:
+        """The outbox is published under this name to this topic from now on. Raises ConfigurationError (OUTBOX_CHANGED)
+        if it has been under another one, or to another: its rows would be published twice."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """See `steps.ReadState`."""
+
+    @abstractmethod
+    def read(self, after: int) -> Page:
+        """See `steps.ReadRows`."""
+
+    @abstractmethod
+    def read_elsewhere(self) -> Page:
+        """See `steps.ReadElsewhere`."""
+
+    @abstractmethod
+    def has_more(self, after: int) -> bool:
+        """Whether there is a row after this one, which may have to wait."""
+
+    @abstractmethod
+    def delete(self, pages: Sequence[Page]) -> None:
+        """Deletes these rows, told apart by sequence ID and `id`."""
+
+    @abstractmethod
+    def set_aside(self, page: Page, reason: str) -> None:
+        """See `steps.SetAside`."""
+
+    @abstractmethod
+    def renumber(self, page: Page) -> None:
+        """See `steps.Renumber`."""
+
+    @abstractmethod
+    def replace_token(self, token: str) -> None:
+        """See `steps.ReplaceToken`."""
+
+    @abstractmethod
+    def lag(self) -> Lag:
+        """Counted now; it reads the whole table."""
+
+    @property
+    def file_number(self) -> int | None:
+        """What becomes readable when rows were inserted; None if nothing does."""
+        return None
+
+
+def open_store(database: str) -> Store:
+    """The outbox at a URL of SQLAlchemy's, `postgresql://…` or `sqlite:///…`. Nothing is connected yet.
+
+    Raises ConfigurationError (INVALID_CONFIGURATION), which does not quote the password.
+    """
+    url = database_url(database)
+    kind = url.get_backend_name()
+    try:
+        module = importlib.import_module(f"seqdedupe.services.outbox.{'postgres' if kind == 'postgresql' else kind}")
+    except ModuleNotFoundError as e:
+        if e.name != _DRIVERS[kind]:
+            raise
+        raise error(
+            "INVALID_CONFIGURATION",
+            f"an outbox in {kind} needs {e.name}",
+            hint="Install it: pip install psycopg[binary]",
+        ) from e
+    store: Store = module.store(url)
+    return store
+
+
+def database_url(database: str) -> URL:
+    """As SQLAlchemy reads it. Raises ConfigurationError (INVALID_CONFIGURATION), which does not quote it."""
+    try:
+        url = make_url(database)
+        kind = url.get_backend_name()
+    except ArgumentError:
+        kind = ""
+    if kind not in _DRIVERS:
+        raise error(
+            "INVALID_CONFIGURATION",
+            "the database's URL is not one of a database that an outbox may be in" + (f": {kind}" if kind else ""),
+            hint="Write it as SQLAlchemy does: postgresql://user@host/database, sqlite:///path.",
+        )
+    return url
+
+
+def bad_outbox(what: str) -> SeqdedupeError:
+    return error("INVALID_OUTBOX", what)
+
+
+def changed(what: str, is_now: str, told: str) -> SeqdedupeError:
+    return error(
+        "OUTBOX_CHANGED",
+        f"this outbox is published {what} {is_now!r}, and the relay was told {told!r}: what was published and is not "
+        "deleted yet would be published twice",
+    )
+
+
+def unavailable(why: str) -> SeqdedupeError:
+    return error("OUTBOX_UNAVAILABLE", f"the outbox's database cannot be used: {' '.join(why.split())}")

@@ -1,0 +1,36 @@
+"""The pipe for threads: `Pipe(client, …).run()` with a client of `seqdedupe.client.blocking`."""
+
+from collections.abc import Callable
+
+from seqdedupe.client.blocking import Client
+from seqdedupe.client.cursor import Cursor
+from seqdedupe.services.pipe import pipe as _pipe
+from seqdedupe.services.pipe.calls import CallerThread
+from seqdedupe.services.pipe.outputs import Function
+
+
+class Pipe:
+    """As `seqdedupe.services.pipe.Pipe`, with a `run` that blocks, and calls the function in the thread that it is
+    called in."""
+
+    def __init__(
+        self,
+        client: Client,
+        source: str,
+        target: str,
+        function: Function,
+        *,
+        name: str,
+        cursor: Callable[[str], Cursor] | None = None,
+    ) -> None:
+        self._pipe = _pipe.Pipe(client.on_loop, source, target, function, name=name, cursor=cursor)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """See `seqdedupe.services.pipe.Pipe.counts`."""
+        return self._pipe.counts
+
+    def run(self, *, follow: bool = False) -> None:
+        """See `seqdedupe.services.pipe.Pipe.run`. An exception of a signal handler, as Ctrl-C's, ends it."""
+        caller = CallerThread()
+        caller.run(lambda: self._pipe.run(follow=follow, executor=caller))

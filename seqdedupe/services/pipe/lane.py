@@ -1,0 +1,146 @@
+"""One source, a topic or a partition, on its way to the target."""
+
+import asyncio
+from concurrent.futures import Executor
+
+from seqdedupe.client import Client, Producer, ProducerConfig, Reader, StoredBatch
+from seqdedupe.client.cursor import Cursor, Kept
+from seqdedupe.errors import error
+from seqdedupe.message_id import Position
+from seqdedupe.names import source_name
+from seqdedupe.services.pipe import starting
+from seqdedupe.services.pipe.outputs import Calling, Function
+
+IDLE_SECONDS = 1.0
+"""When no message has come for so long, it is made sure that all outputs are durable, and the cursor is moved."""
+
+CURSOR_SECONDS = 5.0
+"""While messages come the cursor is moved so often."""
+
+READ_TIMEOUT_SECONDS = 120.0
+"""A pipe that does not follow gives up when messages that are there have not come for so long."""
+
+GATHERED_ROWS = 4096
+"""Messages that are there already are taken to the function's thread together, up to so many."""
+
+_FOLLOWING = ProducerConfig(delivery_timeout_seconds=None)
+
+
+class Lane:
+    """From a source to a target under one producer name. Its state is what the target holds of that name."""
+
+    def __init__(
+        self, client: Client, source: str, target: str, function: Function, name: str, cursor: Cursor | None
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.producer_name = ""
+        """That of the outputs; known once `run` has looked at the source."""
+        self.counts = {"inputs": 0, "outputs": 0}
+        """Of all runs: messages that the function was called for, and outputs that were sent."""
+        self._client = client
+        self._function = function
+        self._name = name
+        self._cursor = cursor
+        self._kept: Kept | None = None  # in the cursor
+        self._next: Kept | None = None  # to be kept there as soon as all outputs up to it are durable
+        self._next_id = -1  # the last of these outputs
+        self._look_at = 0.0
+
+    async def run(self, executor: Executor, *, follow: bool) -> None:
+        """Reads on, calls and publishes: to the source's end as it is now, durable when this returns; or for ever.
+
+        Raises what ends it. It may be called again, and goes on from what the target holds.
+        """
+        ends = await self._client.ends(self.source)
+        self.producer_name = source_name(self._name, self.source, ends.last.incarnation)
+        config = _FOLLOWING if follow else ProducerConfig()
+        async with self._client.producer(self.target, self.producer_name, config) as producer:
+            start = starting.start_of(self.source, ends, producer.persisted_sequence_id, producer.persisted)
+            if self._cursor is not None:
+                start = await self._later(self._cursor, start, producer)
+            async with self._client.reader(self.source, start, follow=follow) as reader:
+                await self._copy(reader, producer, executor, follow=follow)
+
+    async def _later(self, cursor: Cursor, start: Position, producer: Producer) -> Position:
+        if producer.persisted[0].topic != self.target:
+            what = f"{self.target} is partitioned: what it holds does not fit into a cursor"
+            raise error("INVALID_REQUEST", what, hint="Leave the cursor out: it only saves reading again.")
+        self._kept = await cursor.read()
+        self._next = None
+        self._look_at = asyncio.get_running_loop().time() + CURSOR_SECONDS
+        return starting.later(start, self._kept, producer.persisted)
+
+    async def _copy(self, reader: Reader, producer: Producer, executor: Executor, *, follow: bool) -> None:
+        calling = Calling(self._function, self.source)
+        loop = asyncio.get_running_loop()
+        try:
+            wait_seconds = None if follow else READ_TIMEOUT_SECONDS
+            while calling.failure is None and (batches := await self._next_batches(reader, producer, wait_seconds)):
+                self.counts["inputs"] += sum(map(len, batches))
+                calling.take(batches)
+                while await loop.run_in_executor(executor, calling.fill):
+                    await self._send(calling, producer)
+                if calling.failure is not None or not (reader.has_in_hand() or reader.take_record()):
+                    await self._send(calling, producer)
+                    await self._move_cursor(reader, producer, now=False)
+        finally:
+            calling.stop()
+        await producer.flush()
+        if calling.failure is not None:
+            raise calling.failure
+        await self._move_cursor(reader, producer, now=True)
+
+    async def _send(self, calling: Calling, producer: Producer) -> None:
+        if (frame := calling.frame()) is not None:
+            payloads, sequence_ids, keys, times, properties = frame
+            self.counts["outputs"] += len(sequence_ids)
+            await producer.send_batch(payloads, sequence_ids, keys=keys, event_times_ms=times, properties=properties)
+
+    async def _next_batches(self, reader: Reader, producer: Producer, wait_seconds: float | None) -> list[StoredBatch]:
+        """Those that are there, waiting for the first one; none at the end. Raises what the producer has failed with
+        meanwhile, for else those outputs would wait for the next message; UNREACHABLE if none comes for so long."""
+        if not (reader.has_in_hand() or reader.take_record()):
+            fetching = asyncio.ensure_future(reader.fetch())
+            try:
+                done, _ = await asyncio.wait({fetching}, timeout=IDLE_SECONDS)
+                if not done:
+                    await producer.flush()
+                    await self._move_cursor(reader, producer, now=True)
+                    done, _ = await asyncio.wait({fetching}, timeout=wait_seconds)
+                    if not done:
+                        what = f"{self.source} has not been read any further for {wait_seconds} seconds"
+                        raise error("UNREACHABLE", what)
+                if not fetching.result():
+                    return []
+            finally:
+                fetching.cancel()
+                await asyncio.gather(fetching, return_exceptions=True)
+        batches: list[StoredBatch] = []
+        rows = 0
+        while rows < GATHERED_ROWS and (reader.has_in_hand() or reader.take_record()):
+            stored = reader.rest_in_hand()
+            if stored is None:
+                break
+            batches.append(stored)
+            rows += len(stored)
+        return batches
+
+    async def _move_cursor(self, reader: Reader, producer: Producer, *, now: bool) -> None:
+        """Moves the cursor to where all outputs are durable, if it is time. With `now`, all that were sent are."""
+        if self._cursor is None or not (now or asyncio.get_running_loop().time() >= self._look_at):
+            return
+        if self._next is None or now:
+            self._set_next(reader, producer)
+        if self._next is None or producer.durable_sequence_id < self._next_id:
+            return
+        if self._next != self._kept:
+            await self._cursor.compare_and_set(self._kept, self._next)
+            self._kept = self._next
+        self._look_at = asyncio.get_running_loop().time() + CURSOR_SECONDS
+        self._next = None
+
+    def _set_next(self, reader: Reader, producer: Producer) -> None:
+        if (position := reader.position) is not None and position.message_id is not None:
+            self._next_id = max(producer.last_sequence_id, producer.persisted_sequence_id)
+            self._next = Kept(position, starting.note_of(producer.persisted, self._next_id))

@@ -1,0 +1,234 @@
+"""What a pipe's function gives: outputs with their sequence IDs, in frames of whole inputs. No I/O."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seqdedupe.batch import Binary
+from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, PROPERTY_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, key_bytes
+from seqdedupe.client.stored import Message, StoredBatch
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+
+NUMBER_BITS = 10
+"""Of a sequence ID: the output's number among those of its input. The input's index stands above them."""
+
+MAX_OUTPUTS = 1 << NUMBER_BITS
+"""Of one input."""
+
+MAX_INPUT_INDEX = MAX_SEQUENCE_ID >> NUMBER_BITS
+
+FULL_FRAME_BYTES = 128 * 1024
+FULL_FRAME_ROWS = 4096
+"""A frame takes no further input once it has so much; more gains nothing."""
+
+
+class Output(NamedTuple):
+    """A message for the target. The key is bytes or text, the event time milliseconds since 1970, 0 for none."""
+
+    payload: bytes | None
+    key: bytes | str | None = None
+    event_time_ms: int = 0
+    properties: Mapping[str, str] = {}
+
+
+Given = bytes | Output | Message
+Function = Callable[[Message], Given | Iterable[Given] | None]
+"""What a pipe calls for each message: it gives one output, several, or None for none. Bytes are a payload that keeps
+the input's key; a message is passed on with its payload, key, event time and properties."""
+
+
+def index_of(sequence_id: int) -> int:
+    """That of the input whose output has this sequence ID."""
+    return sequence_id >> NUMBER_BITS
+
+
+class Frame(NamedTuple):
+    """Outputs as columns for `Producer.send_batch`: all those of some inputs."""
+
+    payloads: Binary | list[bytes | None]
+    sequence_ids: np.ndarray[tuple[int], np.dtype[np.int64]]
+    keys: list[bytes | None] | None
+    event_times_ms: np.ndarray[tuple[int], np.dtype[np.int64]] | None
+    properties: list[Mapping[str, str] | None] | None
+
+
+class Calling:
+    """Calls the function for the messages of stored batches, in order, and cuts its outputs into frames.
+
+    `failure` is set once a message could not be dealt with: frames hold what came before it, and nothing comes after.
+    """
+
+    def __init__(self, function: Function, topic: str) -> None:
+        self.failure: SeqdedupeError | None = None
+        self._function = function
+        self._topic = topic
+        self._is_stopped = False
+        self._held: tuple[list[Output], int] | None = None  # what did not fit into the frame that is being filled
+        self._messages: Iterator[tuple[Message, int, bytes | None]] = iter(())
+        self._clear()
+
+    def _clear(self) -> None:
+        self._payloads: list[bytes | None] = []
+        self._has_none = False
+        self._sequence_ids: list[int] = []
+        self._size_bytes = BATCH_OVERHEAD_BYTES
+        # By row, where there are any.
+        self._keys: dict[int, bytes] = {}
+        self._event_times_ms: dict[int, int] = {}
+        self._properties: dict[int, Mapping[str, str]] = {}
+
+    def take(self, batches: Iterable[StoredBatch]) -> None:
+        """The next batches; all of those before have been gone through."""
+        self._messages = chain.from_iterable(map(self._rows_of, batches))
+
+    def _rows_of(self, stored: StoredBatch) -> Iterator[tuple[Message, int, bytes | None]]:
+        """Each message with the sequence ID of its first output and its key. Raises INVALID_SEQUENCE_ID."""
+        past = stored.base_index + len(stored)
+        if past > MAX_INPUT_INDEX:
+            what = (
+                f"message {past - 1} of {self._topic} has no sequence ID: indexes below {MAX_INPUT_INDEX} are possible"
+            )
+            raise error("INVALID_SEQUENCE_ID", what, index=past - 1)
+        rows = range(len(stored))
+        keys = stored.batch.keys.rows(len(stored)) if stored.batch.keys else repeat(None)
+        ids = range(stored.base_index << NUMBER_BITS, past << NUMBER_BITS, MAX_OUTPUTS)
+        return zip(map(Message, repeat(stored), rows), ids, keys, strict=False)
+
+    def stop(self) -> None:
+        """From another thread: no further message is begun."""
+        self._is_stopped = True
+
+    def fill(self) -> bool:
+        """Calls the function until the frame is full, true, or no message is left. It may be called in any thread."""
+        # This loop is what a pipe costs for each message: common outputs are dealt with right here.
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._add_all(*held)
+        function, payloads, sequence_ids = self._function, self._payloads, self._sequence_ids
+        size_bytes = self._size_bytes
+        for message, sequence_id, key in self._messages:
+            try:
+                given = function(message)
+                if type(given) is bytes and len(given) + (len(key) if key else 0) <= FULL_FRAME_BYTES:
+                    if key is not None:
+                        self._keys[len(payloads)] = key
+                        size_bytes += len(key)
+                    payloads.append(given)
+                    sequence_ids.append(sequence_id)
+                    size_bytes += len(given) + ROW_OVERHEAD_BYTES
+                elif given is not None:
+                    self._size_bytes = size_bytes
+                    if not self._add_all(_outputs(given, key), sequence_id):
+                        return True
+                    size_bytes = self._size_bytes
+            except Exception as e:  # noqa: BLE001 (whatever the user's function raises)
+                self.failure = self._failed(message, e)
+                break
+            if size_bytes >= FULL_FRAME_BYTES or len(payloads) >= FULL_FRAME_ROWS or self._is_stopped:
+                break
+        else:
+            self._size_bytes = size_bytes
+            return False
+        self._size_bytes = size_bytes
+        return self.failure is None
+
+    def _failed(self, message: Message, why: Exception) -> SeqdedupeError:
+        which = f"message {message.message_id} (index {message.index}) of {self._topic}"
+        try:
+            text = f"{type(why).__name__}: {why}"
+        except Exception:  # noqa: BLE001 (an error's text is the user's code too)
+            text = type(why).__name__
+        failure = error(
+            "PIPE_FUNCTION_FAILED",
+            f"the pipe's function fails on {which}: {text}",
+            topic=self._topic,
+            index=message.index,
+            message_id=message.message_id,
+        )
+        failure.__cause__ = why
+        return failure
+
+    def _add_all(self, outputs: list[Output], sequence_id: int) -> bool:
+        """All of an input's, or none of them; false if they are held for the next frame. Raises ValueError for what
+        cannot be published."""
+        size_bytes = sum(map(_size_bytes, outputs))
+        if BATCH_OVERHEAD_BYTES + size_bytes > MAX_BATCH_BYTES:
+            raise ValueError(
+                f"its {len(outputs)} outputs take {size_bytes} bytes: all of them go in one frame of 8 MiB"
+            )
+        if self._size_bytes + size_bytes > MAX_BATCH_BYTES:
+            self._held = outputs, sequence_id
+            return False
+        for number, output in enumerate(outputs):
+            row = len(self._payloads)
+            if output.key is not None:
+                self._keys[row] = key_bytes(output.key) or b""
+            if output.event_time_ms:
+                self._event_times_ms[row] = output.event_time_ms
+            if output.properties:
+                self._properties[row] = output.properties
+            self._has_none |= output.payload is None
+            self._payloads.append(output.payload)
+            self._sequence_ids.append(sequence_id + number)
+        self._size_bytes += size_bytes
+        return True
+
+    def frame(self) -> Frame | None:
+        """What was gathered, to be sent; None if there is nothing."""
+        rows = range(len(self._payloads))
+        if not rows:
+            return None
+        times = None
+        if self._event_times_ms:
+            times = np.array([self._event_times_ms.get(row, 0) for row in rows], np.int64)
+        frame = Frame(
+            self._payloads if self._has_none else Binary.of_all(self._payloads),  # type: ignore[arg-type]
+            np.array(self._sequence_ids, np.int64),
+            [self._keys.get(row) for row in rows] if self._keys else None,
+            times,
+            [self._properties.get(row) for row in rows] if self._properties else None,
+        )
+        self._clear()
+        return frame
+
+
+def _outputs(given: Any, key: bytes | None) -> list[Output]:
+    """What a function gave, as outputs. Raises ValueError for what is none."""
+    if isinstance(given, bytes | Output | Message):
+        return [_output(given, key)]
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise ValueError(f"it gives {type(given).__name__}, and not bytes, an Output, several of them, or None")
+    outputs: list[Output] = []
+    for one in given:
+        if len(outputs) == MAX_OUTPUTS:
+            raise ValueError(f"it gives more than {MAX_OUTPUTS:,} outputs")
+        outputs.append(_output(one, key))
+    return outputs
+
+
+def _output(given: Any, key: bytes | None) -> Output:
+    if isinstance(given, bytes):
+        return Output(given, key)
+    if isinstance(given, Message):
+        return Output(given.payload, given.key, given.event_time_ms, given.properties)
+    if not isinstance(given, Output) or not isinstance(given.payload, bytes | None):
+        what = "an Output with something else than bytes" if isinstance(given, Output) else type(given).__name__
+        raise ValueError(f"it gives {what} among its outputs, and not bytes or an Output")
+    return given
+
+
+def _size_bytes(output: Output) -> int:
+    """How much it takes in a frame. Raises ValueError for what is too large, or no key, time or property."""
+    size = len(output.payload or b"")
+    if size > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"an output's payload has {size} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
+    size += len(key_bytes(output.key) or b"") + ROW_OVERHEAD_BYTES
+    # As the client would, but before any other output of the input is taken.
+    if not isinstance(output.event_time_ms, int) or not abs(output.event_time_ms) < 1 << 63:
+        raise ValueError(f"an output's event time is {output.event_time_ms!r}, and not milliseconds since 1970")
+    for name, value in output.properties.items():
+        size += len(name.encode()) + len(value.encode()) + PROPERTY_OVERHEAD_BYTES
+    return size

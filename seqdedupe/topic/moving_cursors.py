@@ -1,0 +1,96 @@
+"""What readers and operators do with the named cursors of a topic: look, move, hold, remove."""
+
+from dataclasses import replace
+
+from seqdedupe.errors import InvalidRequestError, error
+from seqdedupe.message_id import Position
+from seqdedupe.names import new_producer_name
+from seqdedupe.topic.cursors import MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
+from seqdedupe.topic.logged import LoggedTopic
+from seqdedupe.topic.policy import LARGEST
+from seqdedupe.topic.state import State
+
+Kept = tuple[Position, str]
+"""A position, and a note."""
+
+
+def all_of(topic: LoggedTopic) -> tuple[NamedCursor, ...]:
+    """Those that are in force, by name. Raises RECOVERING, LOG_DAMAGED, NOT_OWNER while that is not certain."""
+    topic.check_knows_its_end()
+    if topic.state is State.RECOVERING:
+        raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
+    return topic.policy.cursors
+
+
+def kept(topic: LoggedTopic, name: str) -> Kept | None:
+    """What a cursor keeps. Raises as `all_of`, INVALID_NAME."""
+    _check_name(name)
+    found = next((one for one in all_of(topic) if one.name == name), None)
+    return None if found is None else (found.position, found.note)
+
+
+async def move(topic: LoggedTopic, name: str, expected: Kept | None, new: Kept) -> None:
+    """Has it keep something else, if it keeps this: durable on return.
+
+    What is under way counts as if it were done: if it fails, this fails with it. Raises CURSOR_MOVED, INVALID_NAME,
+    INVALID_POSITION, TOO_MANY_CURSORS; why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever
+    is cancelled here does not know.
+    """
+    _check_name(name)
+    position, note = new
+    if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
+        raise error("INVALID_POSITION", f"{position} is no position: its parts do not fit together")
+    if (size := len(note.encode())) > MAX_NOTE_BYTES:
+        raise error("INVALID_POSITION", f"the note has {size} bytes: at most {MAX_NOTE_BYTES} are taken")
+    topic.check_serving()
+    cursors = {one.name: one for one in topic.newest_policy.cursors}
+    found = cursors.get(name)
+    if (None if found is None else (found.position, found.note)) != expected:
+        there = "nothing" if found is None else f"the position {found.position}"
+        wanted = "nothing" if expected is None else f"{expected[0]}"
+        raise error(
+            "CURSOR_MOVED",
+            f"the cursor {name!r} of {topic.name} keeps {there}, and not {wanted}, or not with that note",
+        )
+    if found is None and len(cursors) >= MAX_CURSORS:
+        raise error("TOO_MANY_CURSORS", f"topic {topic.name} has {len(cursors)} cursors: that is the most")
+    cursors[name] = NamedCursor(name, position, note, 0 if found is None else found.hold_retention_in_mb)
+    await _set(topic, cursors)
+
+
+async def hold(topic: LoggedTopic, name: str, mb: int) -> None:
+    """Has retention wait for it while the log is not larger than this; 0: not any more. Raises CURSOR_NOT_FOUND,
+    INVALID_REQUEST, and as `move`."""
+    if not 0 <= mb <= LARGEST:
+        raise error("INVALID_REQUEST", f"hold_retention_in_mb is {mb}: it should be 0 to {LARGEST}")
+    cursors = _with(topic, name)
+    cursors[name] = replace(cursors[name], hold_retention_in_mb=mb)
+    await _set(topic, cursors)
+
+
+async def remove(topic: LoggedTopic, name: str) -> None:
+    """It keeps nothing any more. Raises CURSOR_NOT_FOUND, and as `move`."""
+    cursors = _with(topic, name)
+    del cursors[name]
+    await _set(topic, cursors)
+
+
+def _with(topic: LoggedTopic, name: str) -> dict[str, NamedCursor]:
+    topic.check_serving()
+    cursors = {one.name: one for one in topic.newest_policy.cursors}
+    if name not in cursors:
+        raise error("CURSOR_NOT_FOUND", f"topic {topic.name} has no cursor {name!r}", topic=topic.name)
+    return cursors
+
+
+async def _set(topic: LoggedTopic, cursors: dict[str, NamedCursor]) -> None:
+    in_order = tuple(cursors[name] for name in sorted(cursors))
+    await topic.set_policy(replace(topic.newest_policy, cursors=in_order))
+
+
+def _check_name(name: str) -> None:
+    try:
+        new_producer_name(name)
+    except InvalidRequestError as e:
+        what = f"{name[:80]!r} is no name of a cursor: it should have 1 to 255 bytes and no control characters"
+        raise error("INVALID_NAME", what) from e

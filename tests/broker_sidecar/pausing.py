@@ -1,0 +1,125 @@
+"""A sidecar with small segments whose backups stop half-way while a file is there; and with planted bugs.
+
+Stopped is where the store is copied and the logs are not yet, which is when it says so by a file of its own.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+from broker_sidecar import kernels
+
+MODULE = __name__ if __name__ != "__main__" else "tests.broker_sidecar.pausing"
+FOLDER, BUG = "PAUSES_IN", "BACKUP_BUG"
+"""In the environment: where the files are, and which bug is planted."""
+
+SEGMENT_BYTES = 8192
+WAIT_SECONDS = 120.0
+
+
+def environment(folder: Path, bug: str = "") -> dict[str, str]:
+    """For `Sidecar(module=MODULE, environment=...)`. The bugs: `nothing kept`, `logs first`; and `slow folder`, which
+    is none of the sidecar's: there it stops where it looks for earlier backups."""
+    return {FOLDER: str(folder), BUG: bug}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+class Pause:
+    """Backups stop half-way until `go_on`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._wanted, self._stopped = folder / "pause", folder / "paused"
+
+    def begin(self) -> None:
+        self._stopped.unlink(missing_ok=True)
+        self._wanted.touch()
+
+    def wait(self) -> None:
+        """Until one has stopped."""
+        wait_for(self._stopped.exists)
+
+    def go_on(self) -> None:
+        self._wanted.unlink()
+
+
+@contextmanager
+def paused(folder: Path) -> Iterator[Pause]:
+    """During the block backups stop half-way."""
+    pause = Pause(folder)
+    pause.begin()
+    try:
+        yield pause
+    finally:
+        if pause._wanted.exists():
+            pause.go_on()
+
+
+def _stop(folder: Path) -> None:
+    if (folder / "pause").exists():
+        (folder / "paused").touch()
+        wait_for(lambda: not (folder / "pause").exists())
+
+
+def _plant(bug: str) -> None:
+    from broker_sidecar import backing_up
+    from seqdedupe.log.embedded.logs import EmbeddedLogs
+
+    @asynccontextmanager
+    async def nothing_kept(self: EmbeddedLogs) -> Any:
+        yield
+
+    if bug == "nothing kept":
+        EmbeddedLogs.kept = nothing_kept  # type: ignore[method-assign]
+    moment = backing_up._moment
+
+    def logs_first(data: Any, parts: Any) -> Any:
+        # The store as it is much later: `rows` are read when the logs have been seen for long.
+        seen = moment(data, parts)
+
+        def rows() -> Iterator[tuple[bytes, bytes]]:
+            _stop(Path(os.environ[FOLDER]))
+            yield from data.store.scan(b"", b"\xff")
+
+        return seen._replace(rows=rows())
+
+    if bug == "logs first":
+        backing_up._moment = logs_first
+    iterdir = Path.iterdir
+
+    def slowly(self: Path) -> Iterator[Path]:
+        if self.name == "backups":
+            _stop(Path(os.environ[FOLDER]))
+        return iterdir(self)
+
+    if bug == "slow folder":
+        Path.iterdir = slowly  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    kernels.prepare()
+
+    from broker_sidecar.__main__ import main
+    from seqdedupe.backup.making import Making
+    from seqdedupe.log.embedded.logs import EmbeddedLogs
+
+    EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
+    add_store = Making.add_store
+
+    def then_stop(self: Making, rows: Any, at_us: int) -> None:
+        add_store(self, rows, at_us)
+        _stop(Path(os.environ[FOLDER]))
+
+    Making.add_store = then_stop  # type: ignore[method-assign]
+    _plant(os.environ[BUG])
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Every call of every service, for every kind of caller: what it needs, and that nothing less will do."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import message_factory
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from broker_sidecar.security.calls import CALLS
+from broker_sidecar.security.rules import Action
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2, dedupe_pb2, publish_pb2, read_pb2
+from tests.broker_sidecar.calls import TIMEOUT_SECONDS, status
+from tests.broker_sidecar.security.by_name import MODULE, call_as
+
+MODULES = (publish_pb2, read_pb2, dedupe_pb2, admin_pb2, health_pb2, reflection_pb2)
+
+ACTIONS = [action.value for action in Action]
+
+NEEDS = {
+    "Open": {"publish"},
+    "Publish": {"publish"},
+    "PublishStream": {"publish"},
+    "Attach": {"publish"},
+    "Read": {"read"},
+    "ReadStream": {"read"},
+    "Locate": {"read"},
+    "GetLastMessageId": {"read"},
+    "GetCursor": {"read"},
+    "MoveCursor": {"read"},
+    "ListCursors": {"observe"},
+    "SetCursorHold": {"administer"},
+    "DeleteCursor": {"administer"},
+    "CreateTopic": {"create"},
+    "GetTopic": {"observe", "publish", "read"},
+    "ListTopics": {"observe"},
+    "GetTopicPolicy": {"observe"},
+    "GetNamespacePolicy": {"observe"},
+    "ListProducers": {"observe"},
+    "GetProducer": {"observe"},
+    "GetMessageState": {"observe"},
+    "ListInFlight": {"observe"},
+    "ExportWatermarks": {"observe"},
+    "ExportSnapshot": {"observe"},
+    "ListSidecars": {"observe"},
+    "GetShards": {"observe"},
+    "GetStatistics": {"observe"},
+    "Check": {"observe"},
+    "Watch": {"observe"},
+    "ServerReflectionInfo": {"observe"},
+    "DeleteTopic": {"administer"},
+    "SetTopicPolicy": {"administer"},
+    "RemoveTopicPolicy": {"administer"},
+    "SetNamespacePolicy": {"administer"},
+    "RemoveNamespacePolicy": {"administer"},
+    "ResetProducer": {"administer"},
+    "Snapshot": {"administer"},
+    "ImportWatermarks": {"administer"},
+    "ImportSnapshot": {"administer"},
+    "RebuildTopic": {"administer"},
+    "ForgetSidecar": {"administer"},
+    "Backup": {"administer"},
+    "MoveTopic": {"administer"},
+    "TakeTopic": {"administer"},
+    "GetVersion": set(ACTIONS),
+}
+"""Each of these actions alone is enough."""
+
+TOPIC = "persistent://public/default/secret-"
+"""And the name of the call: of one that makes it, or deletes it, no other one learns."""
+
+
+def _methods() -> list[Any]:
+    """All methods that a sidecar may serve, as the schemas describe them."""
+    services = itertools.chain.from_iterable(module.DESCRIPTOR.services_by_name.values() for module in MODULES)
+    return [method for service in services for method in service.methods]
+
+
+METHODS = _methods()
+
+
+def _path(method: Any) -> str:
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+def test_every_call_has_a_rule_and_no_rule_is_of_nothing() -> None:
+    assert {_path(method) for method in METHODS} == set(CALLS)
+    assert {method.name for method in METHODS} == set(NEEDS)
+
+
+def _rules(folder: Path) -> Path:
+    rules = [
+        f'[[allow]]\nname = "of {action}"\nsubjects = ["only-{action}"]\nactions = ["{action}"]\ntopics = ["*"]\n'
+        for action in ACTIONS
+    ]
+    rules += [
+        f'[[allow]]\nsubjects = ["elsewhere"]\nactions = {ACTIONS}\ntopics = ["persistent://other/**", "secre*-"]\n',
+        f'[[allow]]\nsubjects = ["but-one"]\nactions = {ACTIONS}\ntopics = ["**"]\n',
+        f'[[deny]]\nsubjects = ["but-one"]\nactions = {ACTIONS}\ntopics = ["secret-*"]\n',
+    ]
+    (folder / "rules.toml").write_text("\n".join(rules))
+    return folder / "rules.toml"
+
+
+@pytest.fixture(scope="module")
+def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool, str], grpc.Channel]]:
+    """A caller's connection to a sidecar for a broker, or to one with a log of its own."""
+    folder = tmp_path_factory.mktemp("calls")
+    rules = _rules(folder)
+    with (
+        Sidecar(folder / "own", module=MODULE, authentication="token", rules_file=rules) as own,
+        Sidecar(folder / "broker", module=MODULE, authentication="token", rules_file=rules, log="broker") as broker,
+    ):
+        addresses = {False: own.address, True: broker.address}
+        yield cache(lambda is_broker, name: call_as(addresses[is_broker], name))
+
+
+def _request(method: Any) -> bytes:
+    """A request about the topic."""
+    request: Any = message_factory.GetMessageClass(method.input_type)()
+    names = {field.name for field in request.DESCRIPTOR.fields}
+    if method.name == "Attach":
+        request.begin.topic = TOPIC + method.name
+    elif method.name == "Open":
+        request.topic, request.producer_names[:] = TOPIC + method.name, ["p"]
+    elif "topic" in names:
+        request.topic = TOPIC + method.name
+    elif "namespace" in names:
+        request.namespace = "public/default"
+    elif "service" in names:
+        request.service = TOPIC + method.name
+    return bytes(request.SerializeToString())
+
+
+def _reason(channel: grpc.Channel, method: Any) -> str:
+    """Why the call is refused; empty if it is not."""
+    request = _request(method)
+    kinds = ("stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming))
+    call: Any = getattr(channel, "_".join(kinds))(_path(method))
+    try:
+        answer = call(iter([request]) if method.client_streaming else request, timeout=TIMEOUT_SECONDS)
+        if method.server_streaming:
+            next(iter(answer), None)
+            answer.cancel()
+    except grpc.RpcError as e:
+        return "" if e.code() is grpc.StatusCode.NOT_FOUND and method.name == "Check" else status(e).reason
+    return ""
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.containing_service.name}-{method.name}")
+def test_a_call_is_for_those_who_may_and_for_nobody_else(
+    method: Any, connect: Callable[[bool, str], grpc.Channel]
+) -> None:
+    def reason(name: str) -> str:
+        return _reason(connect(method.containing_service.name == "DedupeService", name), method)
+
+    needs = {"observe"} if _path(method) == "/seqdedupe.v1.DedupeService/GetProducer" else NEEDS[method.name]
+    allowed = {action for action in ACTIONS if reason(f"only-{action}") != "NOT_ALLOWED"}
+    # Who may publish to a topic that is not there would make it.
+    assert allowed == (needs if method.name not in ("Open", "Attach") else set())
+    assert reason("") == "UNAUTHENTICATED"
+    assert reason("operator") not in ("NOT_ALLOWED", "UNAUTHENTICATED")
+    for name in ("somebody", "elsewhere", "but-one"):
+        may = method.name == "GetVersion" or (method.name == "ServerReflectionInfo" and name != "somebody")
+        assert (reason(name) != "NOT_ALLOWED") == may, name

@@ -1,0 +1,42 @@
+"""What is kept of what was logged."""
+
+import logging
+
+from broker_sidecar.last_warnings import KEPT, MAX_MESSAGE_CHARACTERS, LastWarnings
+
+
+def _logger(kept: LastWarnings) -> logging.Logger:
+    logger = logging.Logger("a logger of this test alone")
+    logger.addHandler(kept)
+    return logger
+
+
+def test_the_newest_come_first_and_the_oldest_go() -> None:
+    kept = LastWarnings()
+    logger = _logger(kept)
+    for number in range(KEPT + 5):
+        logger.warning("number %d", number)
+        logger.info("not this")
+    found = kept.newest_first()
+    assert [one.message for one in found] == [f"number {k}" for k in range(KEPT + 4, 4, -1)]
+    assert {one.level for one in found} == {"WARNING"}
+
+
+def test_an_exception_is_told_in_a_line() -> None:
+    kept = LastWarnings()
+    try:
+        raise ValueError("why")
+    except ValueError as e:
+        _logger(kept).error("it failed", exc_info=e)
+    [one] = kept.newest_first()
+    assert (one.level, one.message) == ("ERROR", "it failed: ValueError: why")
+
+
+def test_whatever_is_logged_can_be_kept() -> None:
+    kept = LastWarnings()
+    logger = _logger(kept)
+    logger.warning("%s", "x" * (2 * MAX_MESSAGE_CHARACTERS))
+    logger.warning("a lone surrogate \ud800")
+    surrogate, long = kept.newest_first()
+    assert len(long.message) == MAX_MESSAGE_CHARACTERS
+    assert surrogate.message == "a lone surrogate ?"

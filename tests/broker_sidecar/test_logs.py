@@ -1,0 +1,158 @@
+"""Logs that nobody can flood."""
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+
+from broker_sidecar import logs
+from broker_sidecar.logs import LINES, MAX_KINDS, WINDOW_SECONDS, Limit
+from seqdedupe.testing import Sidecar
+from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch
+
+
+class Clock:
+    """A time that the test moves, and what is due then."""
+
+    def __init__(self) -> None:
+        self.now_seconds = 1000.0
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    def later(self, seconds: float, tell: Callable[[], None]) -> None:
+        self._due.append((self.now_seconds + seconds, tell))
+
+    def move(self, seconds: float) -> None:
+        self.now_seconds += seconds
+        due = [tell for at, tell in self._due if at <= self.now_seconds]
+        self._due = [item for item in self._due if item[0] > self.now_seconds]
+        for tell in due:
+            tell()
+
+
+class Kept(logging.Handler):
+    """What is logged, after a limit."""
+
+    def __init__(self, *limits: Limit) -> None:
+        super().__init__()
+        for limit in limits:
+            self.addFilter(limit)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("seqdedupe.tests.logs")
+    logger.propagate = False
+    logger.setLevel(logging.DEBUG)
+    yield logger
+    logger.handlers.clear()
+    logger.propagate = True
+
+
+@pytest.fixture
+def kept(clock: Clock, logger: logging.Logger) -> Kept:
+    kept = Kept(Limit(lambda: clock.now_seconds, clock.later))
+    logger.addHandler(kept)
+    return kept
+
+
+def test_a_thousand_lines_of_a_kind_are_twenty_and_one(kept: Kept, clock: Clock, logger: logging.Logger) -> None:
+    everything = Kept()
+    logger.addHandler(everything)
+    for k in range(1000):
+        logger.warning("the log of topic %s failed", k)
+    assert kept.lines == [f"the log of topic {k} failed" for k in range(LINES)]
+    assert len(everything.lines) == 1000
+    clock.move(WINDOW_SECONDS)
+    assert kept.lines[LINES:] == [f"{1000 - LINES} lines were left out as this one: the log of topic %s failed"]
+    clock.move(WINDOW_SECONDS)
+    assert len(kept.lines) == LINES + 1
+    logger.warning("the log of topic %s failed", "again")
+    assert kept.lines[-1] == "the log of topic again failed"
+
+
+def test_another_kind_is_not_left_out(kept: Kept, logger: logging.Logger) -> None:
+    for _ in range(1000):
+        logger.info("topic %s is %s", "a", "SERVING")
+    logger.error("topic %s is %s", "b", "DAMAGED")
+    logger.info("something else")
+    assert kept.lines[LINES:] == ["topic b is DAMAGED", "something else"]
+
+
+def test_lines_over_a_long_time_are_all_there(kept: Kept, clock: Clock, logger: logging.Logger) -> None:
+    for _ in range(10 * LINES):
+        logger.info("now and then")
+        clock.move(WINDOW_SECONDS / LINES)
+    assert len(kept.lines) == 10 * LINES
+
+
+def test_text_from_elsewhere_takes_no_memory(kept: Kept, clock: Clock, logger: logging.Logger) -> None:
+    for k in range(10 * MAX_KINDS):
+        logger.info(f"from {k}")  # as a library does that knows no better
+    # Together they are one kind from there on.
+    assert MAX_KINDS <= len(kept.lines) <= MAX_KINDS + LINES
+    clock.move(WINDOW_SECONDS)
+    logger.info("another")
+    assert kept.lines[-1] == "another"
+
+
+def test_threads_lose_no_count(kept: Kept, clock: Clock, logger: logging.Logger) -> None:
+    def log() -> None:
+        for _ in range(500):
+            logger.info("the same")
+
+    threads = [threading.Thread(target=log) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    clock.move(WINDOW_SECONDS)
+    assert kept.lines[LINES:] == [f"{2000 - LINES} lines were left out as this one: the same"]
+
+
+def test_what_is_configured_is_limited(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        logs.configure("info", "json")
+        for _ in range(1000):
+            logging.getLogger("seqdedupe.tests.others").info("the same")
+    finally:
+        root.handlers[:], root.level = before
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == ["the same"] * LINES
+
+
+def test_a_hostile_client_causes_no_lines(sidecar: Sidecar) -> None:
+    client = Client(sidecar.address)
+    epochs = client.epochs("t", "a")
+    stream = client.stream("t")
+    stream.receipt(batch([("a", 0)], epochs))
+    began = len(sidecar.log)
+    for _ in range(300):
+        with pytest.raises(grpc.RpcError):
+            client.raw("/seqdedupe.v1.PublishService/Open", b"\xff\xff")
+        stream.refusal(b"\xff\xff")
+        stream.refusal(batch([("a", 1)], {"a": 7}))
+    host, port = sidecar.address.split(":")
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 50):
+        for _ in range(50):
+            with socket.create_connection((host, int(port)), TIMEOUT_SECONDS) as connection:
+                connection.sendall(garbage)
+    client.close()
+    assert sidecar.stop() == 0
+    assert {line["event"] for line in sidecar.log[began:] if "topic" not in line["event"]} == {"draining", "stopped"}
+    assert len(sidecar.log) - began < LINES
+    assert not sidecar.errors

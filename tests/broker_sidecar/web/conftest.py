@@ -1,0 +1,76 @@
+"""A sidecar with pages, and a browser to look at them, where there is one."""
+
+import base64
+import os
+import shutil
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from email.message import Message
+from urllib.error import HTTPError
+
+import pytest
+
+from seqdedupe.testing import Sidecar
+from tests.broker_sidecar.metrics.scraping import address_of
+from tests.broker_sidecar.web.browser import Browser
+
+TIMEOUT_SECONDS = 120.0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what needs a browser where there is none, unless TEST_BROWSER says `required`."""
+    missing = [program for program in ("chromium", "chromedriver") if not shutil.which(program)]
+    if "browser" in getattr(item, "fixturenames", ()) and missing:
+        if os.environ.get("TEST_BROWSER") == "required":
+            pytest.fail(f"no browser: {' and '.join(missing)} is missing")
+        pytest.skip("no browser: Debian's chromium and chromium-driver are needed")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server has answered."""
+
+    status: int
+    headers: Message
+    body: str
+
+
+Get = Callable[..., Answer]
+
+
+def fetch(url: str, password: str | None = None, **headers: str) -> Answer:
+    """What is answered to a GET, with this password if there is one."""
+    if password is not None:
+        headers["Authorization"] = "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+            return Answer(answer.status, answer.headers, answer.read().decode())
+    except HTTPError as e:
+        return Answer(e.code, e.headers, e.read().decode())
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """A sidecar with pages for all tests of a module."""
+    with Sidecar(tmp_path_factory.mktemp("pages"), metrics_listen="127.0.0.1:0") as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def url(shared: Sidecar) -> str:
+    """Of its pages."""
+    return f"http://{address_of(shared)}"
+
+
+@pytest.fixture
+def get(url: str) -> Get:
+    """Gets a path of its pages."""
+    return lambda path, password=None, **headers: fetch(url + path, password, **headers)
+
+
+@pytest.fixture
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser

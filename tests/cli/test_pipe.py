@@ -1,0 +1,74 @@
+"""`seqdedupe pipe` and `seqdedupe cursors`. Five seconds, one sidecar."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from seqdedupe.client import Client, Kept, MessageId, Position
+from seqdedupe.testing import Sidecar
+
+MAIN = "from seqdedupe.cli.main import main; main()"
+
+CODE = """
+def shout(message):
+    if message.payload == b"bad":
+        raise ValueError("no")
+    return message.payload.upper()
+
+nothing = 5
+"""
+
+
+def run(sidecar: Sidecar, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", MAIN, *arguments, "--address", sidecar.address],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        check=False,
+    )
+
+
+async def publish(sidecar: Sidecar, topic: str, payloads: list[bytes]) -> None:
+    async with Client(sidecar.address) as client, client.producer(topic, "p") as producer:
+        await producer.send_batch(payloads)
+
+
+def test_a_function_of_the_current_folder(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
+    (tmp_path / "shouting.py").write_text(CODE)
+    asyncio.run(publish(shared_sidecar, topic, [b"one", b"two"]))
+    pipe = ("pipe", topic, f"{topic}-out", "--name", "loud", "--function")
+    done = run(shared_sidecar, tmp_path, *pipe, "shouting:shout")
+    assert (done.returncode, done.stdout) == (0, "2 messages read, 2 outputs sent\n"), done.stderr
+    done = run(shared_sidecar, tmp_path, *pipe, "shouting:shout", "--json")
+    assert json.loads(done.stdout) == {"inputs": 1, "outputs": 1}
+    assert run(shared_sidecar, tmp_path, "read", f"{topic}-out").stdout == "ONE\nTWO\n"
+    asyncio.run(publish(shared_sidecar, topic, [b"three", b"bad"]))
+    failed = run(shared_sidecar, tmp_path, *pipe, "shouting:shout")
+    assert failed.returncode == 1
+    assert "[PIPE_FUNCTION_FAILED]" in failed.stderr
+    for wrong in ("shouting", "shouting:whisper", "shouting:nothing", "nowhere:x", ":"):
+        assert run(shared_sidecar, tmp_path, *pipe, wrong).returncode == 2
+
+
+def test_cursors_are_listed_held_and_removed(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
+    asyncio.run(publish(shared_sidecar, topic, [b"one"]))
+    assert "has none" in run(shared_sidecar, tmp_path, "cursors", topic).stdout
+
+    async def move() -> None:
+        async with Client(shared_sidecar.address) as client:
+            await client.cursor(topic, "mailer").compare_and_set(None, Kept(Position(5, MessageId(5, 7), 7), "n"))
+
+    asyncio.run(move())
+    shown = run(shared_sidecar, tmp_path, "cursors", topic, "--hold", "mailer", "100").stdout.splitlines()
+    assert [line.split() for line in shown] == [["CURSOR", "INDEX", "HOLDS", "MB", "NOTE"], ["mailer", "7", "100", "n"]]
+    (found,) = json.loads(run(shared_sidecar, tmp_path, "cursors", topic, "--json").stdout)
+    position = {"incarnation": 5, "index": 7, "message_id": "5:7", "ownership": None}
+    assert found == {"name": "mailer", "position": position, "note": "n", "hold_retention_in_mb": 100}
+    assert run(shared_sidecar, tmp_path, "cursors", topic, "--remove", "mailer", "--json").stdout == "[]\n"
+    assert "[CURSOR_NOT_FOUND]" in run(shared_sidecar, tmp_path, "cursors", topic, "--remove", "mailer").stderr

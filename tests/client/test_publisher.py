@@ -1,0 +1,181 @@
+"""The publisher against a real sidecar, which is killed now and then. About 20 s, one or two processes."""
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from seqdedupe.batch import Binary
+from seqdedupe.client import (
+    Client,
+    InvalidRequestError,
+    NotFoundError,
+    OutcomeUnknownError,
+    Publisher,
+    Verdict,
+    blocking,
+)
+from seqdedupe.client.publisher import new_id
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
+from tests.client.helpers import read_all
+
+MODE = "deduplication-id"
+
+
+async def test_what_is_sent_is_read_back_and_a_copy_meets_its_original(shared_sidecar: Sidecar, topic: str) -> None:
+    async with Client(shared_sidecar.address) as client:
+        made = await client.admin.create_topic(topic, deduplication_mode=MODE)
+        assert made.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+        async with client.publisher(topic) as publisher:
+            first = await publisher.send(
+                b"one", deduplication_id="ä", key="k", event_time=1_700_000_000_000, properties={"a": "b"}
+            )
+            copies = await asyncio.gather(*(publisher.send(b"two", deduplication_id="ä") for _ in range(20)))
+            new = await asyncio.gather(*(publisher.send(b"new") for _ in range(20)))
+        assert first.verdict is Verdict.NOT_DUP
+        assert {(one.verdict, one.index, one.message_id) for one in copies} == {
+            (Verdict.DUP, first.index, first.message_id)
+        }
+        assert sorted(one.index for one in new) == list(range(1, 21))
+        found = await client.admin.topic(topic)
+        assert (found.window_messages, found.window_forgotten, found.window_first_index) == (21, 0, 0)
+        assert found.window_first_publish_time_ms > 1_700_000_000_000
+        assert found.window_memory_bytes > 0
+    messages = await read_all(shared_sidecar, topic)
+    one = messages[0]
+    assert (one.deduplication_id, one.payload, one.key, one.properties) == ("ä".encode(), b"one", b"k", {"a": "b"})
+    assert (one.producer_name, one.sequence_id, one.event_time_ms) == ("", -1, 1_700_000_000_000)
+    assert len({message.deduplication_id for message in messages}) == 21
+
+
+async def test_columns(shared_sidecar: Sidecar, topic: str) -> None:
+    async with Client(shared_sidecar.address) as client:
+        await client.admin.create_topic(topic, deduplication_mode=MODE)
+        async with client.publisher(topic) as publisher:
+            payloads, ids = Binary.of_all([b"a", b"b", b"c"]), Binary.of_all([b"1", b"2", b"1"])
+            result = await publisher.send_batch(payloads, ids)
+            assert result.verdicts.tolist() == [Verdict.NOT_DUP, Verdict.NOT_DUP, Verdict.DUP]
+            assert result.indexes.tolist() == [0, 1, 0]
+            again = await publisher.send_batch([b"b", b"d"], ["2", "3"], keys=["x", None])
+            assert again.verdicts.tolist() == [Verdict.DUP, Verdict.NOT_DUP]
+            assert again.indexes.tolist() == [1, 2]
+    assert [message.payload for message in await read_all(shared_sidecar, topic)] == [b"a", b"b", b"d"]
+
+
+async def test_bad_input(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
+    async with Client(shared_sidecar.address) as client:
+        with pytest.raises(InvalidRequestError, match="partitions"):
+            await client.admin.create_topic(topic, deduplication_mode=MODE, partitions=3)
+        with pytest.raises(InvalidRequestError, match="no deduplication mode"):
+            await client.admin.create_topic(topic, deduplication_mode="both")
+        for nothing in (
+            admin_pb2.TopicPolicy(deduplication_window_max_messages=0),
+            admin_pb2.TopicPolicy(deduplication_window_max_bytes=0),
+            admin_pb2.TopicPolicy(deduplication_window_max_minutes=0),
+        ):
+            with pytest.raises(InvalidRequestError, match="1"):
+                await client.admin.create_topic(topic, deduplication_mode=MODE, policy=nothing)
+        small = admin_pb2.TopicPolicy(deduplication_window_max_messages=10)
+        with pytest.raises(InvalidRequestError, match="only on topics of deduplication IDs"):
+            await client.admin.create_topic(topic, policy=small)
+        await client.admin.create_topic(topic, deduplication_mode=MODE, policy=small)
+        with pytest.raises(InvalidRequestError, match="deduplication IDs"):
+            async with client.producer(topic, "p"):
+                pass
+        async with client.publisher(topic) as publisher:
+            for bad in (b"", "", b"x" * 256, 7):
+                with pytest.raises(InvalidRequestError, match="INVALID_DEDUPLICATION_ID"):
+                    await publisher.send(b"x", deduplication_id=bad)  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequestError, match="INVALID_BATCH"):
+                await publisher.send_batch([b"x", b"y"], [b"a"])
+            assert (await publisher.send(b"x", deduplication_id=b"a")).verdict is Verdict.NOT_DUP
+        with pytest.raises(InvalidRequestError, match="by backups alone"):
+            await client.admin.export_snapshot(topic, tmp_path / "snapshot")
+        await client.admin.remove_policy(topic)
+        kept = await client.admin.topic(topic)
+        assert kept.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+        await client.admin.create_topic(topic + "-sequence")
+        async with client.publisher(topic + "-sequence") as publisher:
+            with pytest.raises(InvalidRequestError, match="no deduplication IDs"):
+                await publisher.send(b"x", deduplication_id=b"a")
+        async with client.publisher(topic + "-missing") as publisher:
+            with pytest.raises(NotFoundError):
+                await publisher.send(b"x")
+            with pytest.raises(NotFoundError):
+                await publisher.send(b"x")
+        closed = client.publisher(topic)
+        with pytest.raises(InvalidRequestError, match="not open"):
+            await closed.send(b"x")
+        async with closed:
+            pass
+        with pytest.raises(OutcomeUnknownError, match="was closed"):
+            await closed.send(b"x")
+
+
+def test_threads(shared_sidecar: Sidecar, topic: str) -> None:
+    with blocking.Client(shared_sidecar.address) as client:
+        client.admin.create_topic(topic, deduplication_mode=MODE)
+        with client.publisher(topic) as publisher:
+            assert publisher.send(b"x", deduplication_id="a").verdict is Verdict.NOT_DUP
+            assert publisher.send_batch([b"x", b"y"], ["a", "b"]).indexes.tolist() == [0, 1]
+
+
+def test_new_ids_are_uuids_of_version_7_and_rise_with_time() -> None:
+    ids = [new_id() for _ in range(1000)]
+    assert len(set(ids)) == 1000
+    assert {(one[6] >> 4, one[8] >> 6, len(one)) for one in ids} == {(7, 2, 16)}
+
+
+MESSAGES = 3000
+
+
+async def _publish_through_kills(sidecar: Sidecar, topic: str, kills: int) -> dict[int, int]:
+    """Several senders of the same messages, until all are acknowledged; the index that each was told."""
+    rng = random.Random(1)
+    told: dict[int, int] = {}
+
+    async def send_all(publisher: Publisher, order: list[int]) -> None:
+        for start in range(0, len(order), 20):
+            some = order[start : start + 20]
+            result = await publisher.send_batch([b"%d" % k for k in some], [b"id %d" % k for k in some])
+            for k, index in zip(some, result.indexes.tolist(), strict=True):
+                assert told.setdefault(k, index) == index
+
+    async def kill() -> None:
+        for part in range(1, kills + 1):
+            while len(told) < MESSAGES * part // (kills + 1):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            await asyncio.to_thread(sidecar.kill)
+            await asyncio.to_thread(sidecar.start)
+
+    async with Client(sidecar.address) as client:
+        publishers = [client.publisher(topic) for _ in range(3)]
+        for publisher in publishers:
+            await publisher.__aenter__()
+        orders = [rng.sample(range(MESSAGES), MESSAGES) for _ in publishers]
+        await asyncio.gather(kill(), *map(send_all, publishers, orders))
+        for publisher in publishers:
+            await publisher.close()
+    return told
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_each_message_is_there_once_through_kill_9(sidecar: Sidecar, topic: str, is_on: bool) -> None:
+    """The control arm, with deduplication off, doubles."""
+    async with Client(sidecar.address) as client:
+        policy = admin_pb2.TopicPolicy(deduplication_entries_interval=37)
+        made = client.admin.create_topic(topic, deduplication_mode=MODE, deduplication_enabled=is_on, policy=policy)
+        await made
+    if not is_on:
+        with pytest.raises(AssertionError):
+            await _publish_through_kills(sidecar, topic, 0)
+        counts = Counter(message.deduplication_id for message in await read_all(sidecar, topic))
+        assert max(counts.values()) > 1
+        return
+    told = await _publish_through_kills(sidecar, topic, 4)
+    messages = await read_all(sidecar, topic)
+    assert {message.index: message.payload for message in messages} == {k: b"%d" % one for one, k in told.items()}
+    assert len(messages) == len(told) == MESSAGES

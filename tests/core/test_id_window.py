@@ -1,0 +1,314 @@
+"""The window of deduplication IDs against a plain set of them. About 25 s, one process; the first time it compiles."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
+
+from seqdedupe.batch import NO_INT64S, Batch, Binary
+from seqdedupe.core import id_window
+from seqdedupe.core.id_chunks import NO_LIMIT, WindowLimits
+from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
+from seqdedupe.format import layout
+from seqdedupe.format.columns import PLACES
+from tests.plain import PLAIN
+
+KEY = bytes(range(16))
+
+ID_POOL = [
+    b"a", b"a\0", b"a\0\0", b"ab", b"abc", b"\0", b"\0\0", bytes(16), bytes(15), bytes(17), b"x" * 16, b"x" * 17,
+    b"x" * 18, b"y" * 255, b"y" * 254, b"y" * 254 + b"z", *(f"id-{k}".encode() for k in range(30)),
+]  # fmt: skip
+"""Prefixes of each other, NUL bytes, the ID of zeros alone, the shortest and the longest."""
+
+
+def frame(ids: list[bytes]) -> tuple[Any, Any]:
+    """A batch of these IDs, and where things stand in it."""
+    columns = Binary.of_all(ids)
+    payloads = Binary.of_all([b""] * len(ids))
+    encoded = Batch(Binary(), NO_INT64S, NO_INT64S, NO_INT64S, payloads, deduplication_ids=columns).encode()
+    view, places = np.frombuffer(encoded, np.uint8), np.empty(PLACES, np.int64)
+    assert layout.layout(view, 0, len(encoded), places) == layout.CANONICAL
+    return view, places
+
+
+class Model:
+    """What has to come of it: a list of the IDs of all messages, and where the window begins."""
+
+    def __init__(self, window: Any) -> None:
+        self.window = window
+        self.ids: list[bytes] = []
+        self.times: list[int] = []
+        self.confirmed = 0
+        self.frames: list[int] = []
+        self.now_ms = 0
+
+    def decide(self, ids: list[bytes], deduplicate: bool, limits: WindowLimits) -> None:
+        before = self.window.first_index
+        new, verdicts, dups, originals = self.window.decide(*frame(ids), deduplicate, limits, self.now_ms)
+        first = self.window.first_index
+        assert before <= first <= self.confirmed
+        if first > before:
+            self.check_reach(limits)
+        frame_index = len(self.ids)
+        found: dict[int, int] = {}
+        for row, one in enumerate(ids):
+            known = (
+                [k for k in range(len(self.ids) - 1, first - 1, -1) if self.ids[k] == one][:1] if deduplicate else []
+            )
+            if not known:
+                assert verdicts[row] == NOT_DUP, (row, one)
+                self.ids.append(one)
+                self.times.append(self.now_ms)
+            elif known[0] < self.confirmed or known[0] >= frame_index:
+                assert verdicts[row] == DUP, (row, one)
+                found[row] = known[0]
+            else:
+                assert verdicts[row] == UNKNOWN, (row, one)
+        assert dict(zip(dups.tolist(), originals.tolist(), strict=True)) == found
+        assert new == len(self.ids) - frame_index
+        if new:
+            self.frames.append(new)
+        self.check()
+
+    def check_reach(self, limits: WindowLimits) -> None:
+        """No more is forgotten than may be."""
+        first = self.window.first_index
+        rest = self.ids[first : self.confirmed]
+        assert (
+            len(rest) >= limits.messages
+            or (limits.id_bytes != NO_LIMIT and sum(map(len, rest)) >= limits.id_bytes)
+            or (limits.milliseconds != NO_LIMIT and self.times[first - 1] <= self.now_ms - limits.milliseconds)
+        )
+
+    def confirm(self) -> None:
+        if self.frames:
+            rows = self.frames.pop(0)
+            self.window.confirm(rows)
+            self.confirmed += rows
+        self.check()
+
+    def fail(self) -> None:
+        self.window.fail()
+        del self.ids[self.confirmed :], self.times[self.confirmed :]
+        self.frames.clear()
+        self.check()
+
+    def restart(self, core: ModuleType) -> None:
+        """From a snapshot up to here."""
+        self.fail()
+        pieces = self.window.pieces(self.window.first_index)
+        assert all(piece.fits() for piece in pieces)
+        self.window, before = core.IdWindow(KEY, self.window.first_index), self.window
+        self.window.load(pieces)
+        assert (self.window.first_index, self.window.next_index) == (before.first_index, len(self.ids))
+        self.check()
+
+    def replay(self, ids: list[bytes], limits: WindowLimits) -> None:
+        """Read from the log. What is known already says nothing."""
+        self.fail()
+        self.window.replay(*frame(ids), self.confirmed, self.now_ms, limits)
+        self.ids += ids
+        self.times += [self.now_ms] * len(ids)
+        self.confirmed += len(ids)
+        self.window.replay(*frame(ids), self.confirmed - len(ids), self.now_ms, limits)
+        self.check()
+
+    def check(self) -> None:
+        assert (self.window.confirmed_index, self.window.next_index) == (self.confirmed, len(self.ids))
+
+
+LIMITS = st.builds(
+    WindowLimits,
+    messages=st.sampled_from([1, 2, 5, 16, 40, 1000]),
+    id_bytes=st.sampled_from([NO_LIMIT, NO_LIMIT, 1, 30, 1000]),
+    milliseconds=st.sampled_from([NO_LIMIT, NO_LIMIT, 1, 10, 100]),
+)
+IDS = st.lists(st.sampled_from(ID_POOL), min_size=1, max_size=12)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("decide"), IDS),
+        st.tuples(st.just("decide"), IDS),
+        st.tuples(st.just("always new"), IDS),
+        st.tuples(st.just("confirm"), st.none()),
+        st.tuples(st.just("confirm"), st.none()),
+        st.tuples(st.just("fail"), st.none()),
+        st.tuples(st.just("restart"), st.none()),
+        st.tuples(st.just("replay"), IDS),
+        st.tuples(st.just("wait"), st.integers(1, 60)),
+    ),
+    max_size=30,
+)
+HISTORIES = st.tuples(LIMITS, ACTIONS)
+
+
+def run(history: tuple[WindowLimits, list[tuple[str, Any]]], core: ModuleType) -> None:
+    limits, actions = history
+    model = Model(core.IdWindow(KEY, 0))
+    for action, argument in actions:
+        match action:
+            case "decide":
+                model.decide(argument, True, limits)
+            case "always new":
+                model.decide(argument, False, limits)
+            case "confirm":
+                model.confirm()
+            case "fail":
+                model.fail()
+            case "restart":
+                model.restart(core)
+            case "replay":
+                model.replay(argument, limits)
+            case "wait":
+                model.now_ms += argument
+
+
+@given(HISTORIES)
+@settings(max_examples=150, deadline=None)
+def test_it_is_the_set_of_the_ids_from_an_index_on(history: Any) -> None:
+    run(history, id_window)
+
+
+HASHES: dict[str, Callable[..., int]] = {
+    "all meet": lambda raw, begin, end, key: 5,
+    "by length": lambda raw, begin, end, key: end - begin,
+    "at the end of the table": lambda raw, begin, end, key: 1022 + (end - begin & 1),
+    "negative": lambda raw, begin, end, key: -1 - int(raw[begin]),
+}
+
+
+@pytest.fixture(params=[None, *HASHES])
+def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    if request.param is not None:
+        monkeypatch.setattr(PLAIN["id_table"], "siphash", HASHES[request.param])
+    return PLAIN["id_window"]
+
+
+@given(HISTORIES)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ids_whose_hashes_meet_are_told_from_each_other(plain: ModuleType, history: Any) -> None:
+    run(history, plain)
+
+
+def _failing(history: Any) -> bool:
+    try:
+        run(history, PLAIN["id_window"])
+    except AssertionError:
+        return True
+    except (IndexError, ValueError):
+        return True
+    return False
+
+
+def _taken_out_whatever_lies_there(real: Any) -> Any:
+    def take_out(place: int, first: int, end: int, key: Any, slots: Any, ids: Any, offsets: Any, state: Any) -> int:
+        table = PLAIN["id_table"]
+        for row in range(first, end):
+            lies = place << table.ROW_BITS | row
+            begin, size = table._begin(offsets, lies), table._size(offsets, lies)
+            at = table._find(slots, table.siphash(ids, begin, begin + size, key), ids, begin, size, ids, offsets)
+            if slots[at] != table.EMPTY:
+                other = int(slots[at]) & table._PLACE
+                real(other >> table.ROW_BITS, other & 0xFFFF, (other & 0xFFFF) + 1, key, slots, ids, offsets, state)
+        return 0
+
+    return take_out
+
+
+def _hole_is_left(place: int, first: int, end: int, key: Any, slots: Any, ids: Any, offsets: Any, state: Any) -> int:
+    table = PLAIN["id_table"]
+    for row in range(first, end):
+        slots[(slots & table._PLACE) == (place << table.ROW_BITS | row)] = table.EMPTY
+    return 0
+
+
+def _at_once_beyond(self: Any, limits: WindowLimits, now_ms: int) -> None:
+    """Chunks with messages in flight are forgotten too."""
+    while len(self._order) > 1 and self.next_index - self.first_index > limits.messages:
+        place = self._order.popleft()
+        self._forgotten.append((place, 0))
+        self._state[0] = self._chunks[place, 0] + self._chunks[place, 1]
+
+
+PLANTED: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "a hash that meets is a copy": ("id_table", "_same", lambda real: lambda *arguments: True),
+    "a prefix is a copy": ("id_table", "_size", lambda real: lambda offsets, at: min(real(offsets, at), 2)),
+    "what is accepted again goes with its old chunk": ("id_window", "take_out", _taken_out_whatever_lies_there),
+    "clearing leaves holes": ("id_window", "take_out", lambda real: _hole_is_left),
+    "what fails stays": ("id_window", "take_out", lambda real: lambda *arguments: 0),
+    "what failed takes the one before it along": ("id_window.IdWindow", "_restore", lambda real: lambda self: None),
+    "forgets what is in flight": ("id_window.IdWindow", "move", lambda real: _at_once_beyond),
+    "confirms the newest": (
+        "id_window.IdWindow",
+        "confirm",
+        lambda real: lambda self, rows: real(self, self.next_index - self.confirmed_index),
+    ),
+    "never forgets, and says so": ("id_window.IdWindow", "_is_beyond", lambda real: lambda *a: a[2] > 0),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_control_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, planted = PLANTED[bug]
+    module, _, inner = where.partition(".")
+    target = getattr(PLAIN[module], inner) if inner else PLAIN[module]
+    monkeypatch.setattr(target, name, planted(getattr(target, name)))
+    if bug in ("a hash that meets is a copy", "clearing leaves holes", "a prefix is a copy"):
+        monkeypatch.setattr(PLAIN["id_table"], "siphash", HASHES["all meet"])
+    find(
+        HISTORIES,
+        _failing,
+        settings=settings(max_examples=3000, deadline=None, database=None, phases=[Phase.generate]),
+    )
+
+
+def _many(count: int, start: int = 0) -> list[bytes]:
+    return [k.to_bytes(16, "big") for k in range(start, start + count)]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each call cleared away, or put into a larger table."""
+    rows: list[int] = []
+    for name in ("put", "take_out"):
+        real = getattr(id_window, name)
+
+        def call(place: int, first: int, end: int, *rest: Any, real: Any = real) -> Any:
+            rows.append(end - first)
+            return real(place, first, end, *rest)
+
+        monkeypatch.setattr(id_window, name, call)
+    return rows
+
+
+def test_it_grows_and_forgets_bit_by_bit(counted: list[int]) -> None:
+    window, limits = id_window.IdWindow(KEY, 0), WindowLimits(100_000)
+    most = 0
+    for start in range(0, 400_000, 1000):
+        counted.clear()
+        new, *_ = window.decide(*frame(_many(1000, start)), True, limits, 0)
+        window.confirm(new)
+        most = max(most, sum(counted))
+        assert new == 1000
+    assert most <= id_window._AT_ONCE
+    assert 100_000 <= len(window) <= 100_000 * 17 // 16 + 1000
+    assert window.memory_bytes / len(window) < 45
+    first = window.first_index + 10_000
+    new, _, _, originals = window.decide(*frame(_many(1000, first)), True, limits, 0)
+    assert new == 0
+    assert originals.tolist() == list(range(first, first + 1000))
+    assert window.decide(*frame(_many(1000, window.first_index - 1000)), True, limits, 0)[0] == 1000
+
+
+def test_the_largest_ids_and_frames_fit() -> None:
+    window, limits = id_window.IdWindow(KEY, 7), WindowLimits(1_000_000)
+    longest = [k.to_bytes(255, "big") for k in range(30_000)]
+    new, *_ = window.decide(*frame(longest), True, limits, 0)
+    assert new == 30_000
+    assert window.decide(*frame([b"a", *longest[:10]]), True, limits, 0)[1].tolist() == [NOT_DUP] + 10 * [UNKNOWN]
+    window.confirm(30_000)
+    assert window.decide(*frame(longest), True, limits, 0)[3].tolist() == list(range(7, 30_007))

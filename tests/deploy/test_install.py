@@ -1,0 +1,145 @@
+"""`make install` into a folder, and what is there then: a command that serves, a unit, a configuration."""
+
+import os
+import shutil
+import stat
+import subprocess
+from configparser import RawConfigParser
+from pathlib import Path
+
+import pytest
+
+from broker_sidecar.loading import load
+from tests.broker_sidecar.manager import TIMEOUT_SECONDS, managing
+from tests.deploy.durations import longest_stop_seconds
+from tests.processes import running
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("Makefile", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
+SOURCE_FOLDERS = ("deploy", "docs", "seqdedupe", "broker_sidecar", "spark")
+LIBRARY = "usr/local/lib/seqdedupe"
+UNIT = "usr/local/lib/systemd/system/seqdedupe.service"
+CONFIGURATION = "etc/seqdedupe/seqdedupe.toml"
+MOST_EXPOSED = 11
+"""`systemd-analyze security` gives 1.1 of 10: numba writes what is executed then, and a server needs the network."""
+
+
+def make(source: Path, what: str, root: Path) -> None:
+    environment = os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
+    command = ["make", what, f"DESTDIR={root}", f"PYTHON={shutil.which('python3')}"]
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources as in a source archive: no repository, nothing that was built before."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        shutil.copy(ROOT / name, copy / name)
+    for name in SOURCE_FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def root(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where it was installed."""
+    root = tmp_path_factory.mktemp("root")
+    make(source, "install", root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def unit(root: Path) -> dict[str, dict[str, str]]:
+    """The unit's sections; of a key that is there twice the last one."""
+    parser = RawConfigParser(strict=False, delimiters=("=",), comment_prefixes=("#",))
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(root / UNIT)
+    return {name: dict(parser[name]) for name in parser.sections()}
+
+
+@pytest.fixture(scope="module")
+def systemd_analyze() -> str:
+    """The program; without it nothing is known about the unit, which only `.ci/run` makes a failure."""
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        if os.environ.get("TEST_SYSTEMD") == "required":
+            pytest.fail("systemd-analyze is not here (apt-get install systemd)")
+        pytest.skip("systemd-analyze is not here (apt-get install systemd)")
+    return program
+
+
+def test_what_was_installed_serves_as_the_unit_has_it(
+    root: Path, unit: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    """Started as systemd starts it, but for what only root may: another folder for the data, and an address of its own.
+    Kernels are not compiled: that takes half a minute in a new place, and is the same everywhere."""
+    program, *words = unit["Service"]["ExecStart"].split()
+    assert program == f"/{LIBRARY}/bin/seqdedupe"
+    words = [str(root / CONFIGURATION) if word == f"/{CONFIGURATION}" else word for word in words]
+    # The interpreter that the program names is where it will be, not where it is.
+    first = (root / program[1:]).read_text().splitlines()[0]
+    assert first in (f"#!/{LIBRARY}/bin/python", f"#!/{LIBRARY}/bin/python3")
+    command = [str(root / LIBRARY / "bin" / "python"), str(root / program[1:]), *words]
+    kept = ["--data-directory", str(tmp_path / "data"), "--listen", f"unix:{tmp_path}/s"]
+    kept += ["--audit-file", str(tmp_path / "audit.jsonl")]
+    with managing() as told:
+        environment = told.environment | {"PATH": os.environ["PATH"], "NUMBA_DISABLE_JIT": "1"}
+        with running([*command, *kept], env=environment, cwd="/") as process:
+            told.until(lambda line: line == "READY=1")
+            process.terminate()
+            assert process.wait(TIMEOUT_SECONDS) == 0
+
+
+def test_nothing_says_where_it_was_built(root: Path) -> None:
+    """A package is made in another folder than the one where it is installed."""
+    texts = [path for path in (root / LIBRARY / "bin").iterdir() if not path.is_symlink()]
+    texts += [root / UNIT, root / LIBRARY / "pyvenv.cfg", root / CONFIGURATION]
+    assert len(texts) > 4
+    for text in texts:
+        assert str(root) not in text.read_text(errors="replace"), text
+    assert (root / "usr/local/bin/seqdedupe").resolve() == root / LIBRARY / "bin" / "seqdedupe"
+    assert "@" not in (root / UNIT).read_text().replace("@system-service", "").replace("@privileged @resources", "")
+
+
+def test_it_is_killed_only_after_it_has_drained(root: Path, unit: dict[str, dict[str, str]]) -> None:
+    service = unit["Service"]
+    config = load(root / CONFIGURATION, {}, {})
+    assert int(service["TimeoutStopSec"]) > longest_stop_seconds(config.drain_timeout_seconds)
+    assert (service["KillSignal"], service["KillMode"], service["Type"]) == ("SIGTERM", "mixed", "notify")
+    assert config.data_directory == f"/var/lib/{service['StateDirectory']}"
+    assert Path(config.audit_file).parent == Path("/var/log", service["LogsDirectory"])
+    assert f"{config.audit_file} {config.audit_file}.* {{" in (root / "etc/logrotate.d/seqdedupe").read_text()
+    # The kernels are compiled, and made executable, by the process itself.
+    assert "MemoryDenyWriteExecute" not in service
+
+
+def test_systemd_understands_the_unit_and_finds_it_closed(root: Path, systemd_analyze: str, tmp_path: Path) -> None:
+    here = tmp_path / "seqdedupe.service"
+    here.write_text((root / UNIT).read_text().replace("/usr/local", str(root / "usr/local")))
+    done = subprocess.run([systemd_analyze, "verify", "--man=no", here], capture_output=True, text=True, check=False)
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "seqdedupe" in line]) == (0, [])
+    judged = [systemd_analyze, "security", "--offline=yes", "--no-pager", f"--threshold={MOST_EXPOSED}"]
+    done = subprocess.run([*judged, here], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    # The control arm: what is open is found to be that.
+    here.write_text(here.read_text().replace("ProtectSystem=strict\n", "").replace("NoNewPrivileges=yes\n", ""))
+    assert subprocess.run([*judged, here], capture_output=True, check=False).returncode != 0
+
+
+def test_a_second_install_keeps_the_configuration_and_uninstall_too(source: Path, tmp_path: Path) -> None:
+    """Of the rules of make alone: what they call is put in the place of pip and the rest by doing nothing."""
+    (tmp_path / CONFIGURATION).parent.mkdir(parents=True)
+    (tmp_path / CONFIGURATION).write_text("# mine\n")
+    # Within another make it would say where it is, among the rules.
+    command = ["make", "--no-print-directory", "-n", "install", f"DESTDIR={tmp_path}"]
+    dry = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
+    script = dry.stdout[dry.stdout.index("install -d ") :]
+    subprocess.run(["sh", "-ec", script], cwd=source, capture_output=True, check=True)
+    assert (tmp_path / CONFIGURATION).read_text() == "# mine\n"
+    assert stat.S_IMODE((tmp_path / UNIT).stat().st_mode) == 0o644
+    (tmp_path / LIBRARY).mkdir(parents=True)
+    make(source, "uninstall", tmp_path)
+    left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_dir()]
+    assert left == [CONFIGURATION]

@@ -1,0 +1,111 @@
+"""`seqdedupe outbox`, and the page of it. Costs: one sidecar, one PostgreSQL, a few commands; about 10 seconds."""
+
+import json
+import re
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from seqdedupe.services.outbox import Outbox, ddl
+from seqdedupe.services.outbox import postgres as outbox_postgres
+from seqdedupe.services.outbox import steps as outbox_steps
+from seqdedupe.testing import Sidecar
+from tests.cli.conftest import COMMAND
+from tests.services.outbox.conftest import NAME, Database, payloads, relay_all
+
+
+def run(*arguments: str, status: int = 0) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run([COMMAND, "outbox", *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def test_from_nothing_to_messages(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
+    path = tmp_path / "shop.db"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(run("ddl", "sqlite").stdout)
+        connection.execute("INSERT INTO outbox (id, aggregatetype, aggregateid, type) VALUES ('a', 'b', 'c', 'd')")
+    connection.close()
+    database = ("--database", f"sqlite:///{path}")
+    relay = ("relay", *database, "--topic", topic, "--producer", NAME, "--address", shared_sidecar.address, "--once")
+    assert json.loads(run("lag", *database, "--json").stdout)["rows"] == 1
+    assert run(*relay).stdout == "1 published, 0 found there, 0 set aside\n"
+    assert json.loads(run(*relay, "--json").stdout)["published"] == 0
+    assert run("lag", *database).stdout == "0 rows in the outbox, 0 set aside\n"
+
+
+def test_what_is_amiss_is_one_line(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
+    relay = ("--topic", topic, "--producer", NAME, "--address", shared_sidecar.address, "--once")
+    urls = {
+        f"sqlite:///{tmp_path / 'none.db'}": "OUTBOX_UNAVAILABLE",
+        "mysql://root:secret@localhost/shop": "INVALID_CONFIGURATION",
+        "postgresql://root:secret@127.0.0.1:1/shop": "OUTBOX_UNAVAILABLE",
+    }
+    for url, reason in urls.items():
+        said = run("relay", "--database", url, *relay, status=1).stderr
+        assert f"[{reason}]" in said
+        assert "secret" not in said
+        assert said.count("\n") == 1
+
+
+def test_the_ddl_may_be_run_again(database: Database) -> None:
+    database.add(b"one")
+    token = database.token
+    database.script(ddl(database.kind))
+    assert (database.rows(), database.token) == (1, token)
+
+
+def test_the_ddl_on_a_table_of_debezium(postgres: Database) -> None:
+    postgres.script(
+        "DROP TABLE outbox; CREATE TABLE outbox (id uuid PRIMARY KEY, aggregatetype varchar(255) NOT NULL, "
+        "aggregateid varchar(255) NOT NULL, type varchar(255) NOT NULL, payload jsonb)"
+    )
+    postgres.script(ddl("postgresql"))
+    with postgres.engine.begin() as connection:
+        Outbox(connection).add("order", "7", "OrderPlaced", {"amount": 7})
+    assert postgres.value("SELECT sequence_id > 0 FROM outbox") is True
+
+
+async def test_adding_under_asyncio(postgres: Database) -> None:
+    engine = create_async_engine(postgres.url.replace("postgresql", "postgresql+psycopg", 1))
+    async with engine.begin() as connection:
+        await connection.run_sync(lambda one: Outbox(one).add("order", "7", "OrderPlaced", b"one"))
+        assert (await connection.execute(text("SELECT count(*) FROM outbox"))).scalar_one() == 1
+    await engine.dispose()
+
+
+def test_the_page_names_what_there_is() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "outbox.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    compile(program, "outbox.md", "exec")
+    for name in re.findall(r"--[a-z]+", page):
+        assert name in run("relay", "--help").stdout
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+async def test_a_relay_by_serial_number_loses_messages(
+    shared_sidecar: Sidecar, topic: str, postgres: Database, monkeypatch: pytest.MonkeyPatch, is_planted: bool
+) -> None:
+    """The control arm: it reads what is committed, in the order of the numbers, and what is Dup is deleted."""
+    if is_planted:
+
+        async def all_there(*given: object, **_: object) -> outbox_steps.Found:
+
+            page = given[3]
+            return outbox_steps.Found(np.arange(len(page)), np.zeros(0, np.int64))  # type: ignore[arg-type]
+
+        monkeypatch.setattr(outbox_postgres, "_XMIN", str(2**62))
+        monkeypatch.setattr("seqdedupe.services.outbox.relay.find", all_there)
+    with postgres.engine.connect() as slow:
+        Outbox(slow).add("order", "7", "OrderPlaced", b"six")
+        postgres.add(b"seven")
+        await relay_all(shared_sidecar, postgres, topic)
+        slow.commit()
+    await relay_all(shared_sidecar, postgres, topic)
+    wanted = [b"seven"] if is_planted else [b"six", b"seven"]
+    assert (await payloads(shared_sidecar, topic), postgres.rows()) == (wanted, 0)

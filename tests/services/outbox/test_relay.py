@@ -1,0 +1,371 @@
+"""The relay on real databases with a real sidecar: each row once, whatever it is made of.
+
+Costs: one sidecar, one PostgreSQL, about 20 seconds.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from seqdedupe.client import Client
+from seqdedupe.errors import FencedError, SeqdedupeError
+from seqdedupe.limits import MAX_PAYLOAD_BYTES
+from seqdedupe.services.outbox import Outbox, Relay, run_relay
+from seqdedupe.services.outbox.finding import token_name
+from seqdedupe.services.outbox.rows import Page
+from seqdedupe.services.outbox.store import PAGE_ROWS, open_store
+from seqdedupe.testing import Sidecar
+from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
+
+
+async def test_rows_become_messages_and_go(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
+    with database.engine.begin() as connection:
+        one = Outbox(connection).add("order", "7", "OrderPlaced", b"\x00\xff", id=uuid.uuid4())
+        Outbox(connection).add("order", "8", "OrderPaid", None)
+    counters = await relay_all(shared_sidecar, database, topic)
+    first, second = await messages(shared_sidecar, topic)
+    assert (first.payload, first.key, second.payload, second.key) == (b"\x00\xff", b"7", None, b"8")
+    assert first.properties == {"id": str(one), "aggregatetype": "order", "type": "OrderPlaced"}
+    assert first.producer_name == token_name(NAME, database.token)
+    assert (counters.published, counters.found, counters.set_aside, database.rows()) == (2, 0, 0, 0)
+    # Begun again there is nothing to do, and what comes then goes on after that.
+    database.add(b"third")
+    assert (await relay_all(shared_sidecar, database, topic)).published == 1
+    assert await payloads(shared_sidecar, topic) == [b"\x00\xff", b"", b"third"]
+
+
+async def test_what_is_rolled_back_is_not_published(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
+    with database.engine.connect() as connection:
+        Outbox(connection).add("order", "7", "OrderPlaced", b"never")
+        connection.rollback()
+        Outbox(connection).add("order", "7", "OrderPlaced", b"once")
+        connection.commit()
+    await relay_all(shared_sidecar, database, topic)
+    assert await payloads(shared_sidecar, topic) == [b"once"]
+
+
+async def test_a_row_that_was_published_and_not_deleted_is_not_published_again(
+    shared_sidecar: Sidecar, topic: str, database: Database
+) -> None:
+    """As after a kill between the receipt and the delete."""
+    database.script("CREATE TABLE kept AS SELECT * FROM outbox")
+    database.add(b"one", b"two", b"three")
+    database.script("INSERT INTO kept SELECT * FROM outbox")
+    await relay_all(shared_sidecar, database, topic)
+    database.script("INSERT INTO outbox SELECT * FROM kept")
+    token = database.token
+    counters = await relay_all(shared_sidecar, database, topic)
+    assert (counters.published, counters.found, database.rows(), database.token) == (0, 3, 0, token)
+    assert await payloads(shared_sidecar, topic) == [b"one", b"two", b"three"]
+
+
+async def test_old_numbers_with_other_rows_get_a_new_token(
+    shared_sidecar: Sidecar, topic: str, database: Database
+) -> None:
+    """As after a restore: the numbers come again, and a relay that went by them would delete what nobody published."""
+    database.script("CREATE TABLE kept AS SELECT * FROM outbox")
+    database.add(b"one", b"two", b"three", b"four")
+    database.script("INSERT INTO kept SELECT * FROM outbox")
+    await relay_all(shared_sidecar, database, topic)
+    token = database.token
+    other = "id = gen_random_uuid()" if database.kind == "postgresql" else "id = 'another ' || id"
+    for column in (other, "payload = " + ("'new'::bytea" if database.kind == "postgresql" else "x'6e6577'")):
+        database.script(f"UPDATE kept SET {column} WHERE sequence_id > (SELECT min(sequence_id) FROM kept)")
+    database.script("INSERT INTO outbox SELECT * FROM kept")
+    database.add(b"five")
+    counters = await relay_all(shared_sidecar, database, topic)
+    assert (counters.found, counters.tokens_replaced, counters.published, database.rows()) == (1, 1, 4, 0)
+    assert database.token != token
+    assert await payloads(shared_sidecar, topic) == [b"one", b"two", b"three", b"four", b"new", b"new", b"new", b"five"]
+    # Under the new name, too, what is there is found.
+    database.script("INSERT INTO outbox SELECT * FROM kept")
+    again = await relay_all(shared_sidecar, database, topic)
+    assert (again.found, again.tokens_replaced, again.published, database.rows()) == (4, 0, 0, 0)
+
+
+async def test_rows_restored_from_a_dump_get_new_numbers(
+    shared_sidecar: Sidecar, topic: str, postgres: Database
+) -> None:
+    """They are not below xmax, and there are more of them than a page has."""
+    far = "(pg_snapshot_xmax(pg_current_snapshot())::text::bigint << 24) * 3"
+    postgres.script(
+        "INSERT INTO outbox (sequence_id, id, aggregatetype, aggregateid, type, payload) SELECT "
+        f"{far} + n, gen_random_uuid(), 'order', n, 'OrderPlaced', n::text::bytea FROM generate_series(1, 12000) n"
+    )
+    postgres.add(b"after")
+    counters = await relay_all(shared_sidecar, postgres, topic)
+    assert (counters.renumbered, counters.published, postgres.rows()) == (12_000, 12_001, 0)
+    found = await payloads(shared_sidecar, topic)
+    assert sorted(found) == sorted([b"after", *(b"%d" % n for n in range(1, 12_001))])
+    assert [one for one in found if one != b"after"] == [b"%d" % n for n in range(1, 12_001)]
+    # Next to them, an ordinary row goes on as ever.
+    postgres.add(b"later")
+    assert (await relay_all(shared_sidecar, postgres, topic)).tokens_replaced == 0
+    assert (await payloads(shared_sidecar, topic))[-1] == b"later"
+
+
+async def test_aggregate_types_are_routed(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
+    for number in range(4):
+        database.add(b"%d" % number, kind=f"{topic}-{number % 2}")
+    database.add(b"nowhere", kind="no / topic")
+    counters = await relay_all(shared_sidecar, database, "{aggregatetype}")
+    assert (counters.published, counters.set_aside, database.rows()) == (4, 1, 0)
+    assert await payloads(shared_sidecar, f"{topic}-0") == [b"0", b"2"]
+    assert await payloads(shared_sidecar, f"{topic}-1") == [b"1", b"3"]
+    assert "topic" in database.value("SELECT reason FROM outbox_aside")
+
+
+async def test_a_partitioned_topic(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
+    async with Client(shared_sidecar.address) as client:
+        await client.admin.create_topic(topic, partitions=3)
+    database.script("CREATE TABLE kept AS SELECT * FROM outbox")
+    for key in "abcdef":
+        database.add(key.encode() + b"1", key.encode() + b"2", key=key)
+    database.script("INSERT INTO kept SELECT * FROM outbox")
+    await relay_all(shared_sidecar, database, topic)
+    database.script("INSERT INTO outbox SELECT * FROM kept")
+    counters = await relay_all(shared_sidecar, database, topic)
+    assert (counters.found, counters.published, counters.tokens_replaced) == (12, 0, 0)
+    async with Client(shared_sidecar.address) as client, client.partitioned_reader(topic) as reader:
+        found = [message.payload or b"" async for message in reader]
+    assert sorted(found) == sorted(key.encode() + n for key in "abcdef" for n in (b"1", b"2"))
+    for key in "abcdef":
+        assert found.index(key.encode() + b"1") < found.index(key.encode() + b"2")
+
+
+async def test_what_cannot_be_published_blocks_nobody(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
+    """And twice set aside is there twice: somebody put it back."""
+    large = bytes(MAX_PAYLOAD_BYTES + 1)
+    database.add(b"before", large, b"after")
+    database.add(bytes(MAX_PAYLOAD_BYTES), b"last")
+    reported: list[str] = []
+    async with Client(shared_sidecar.address) as client:
+        one = Relay(client, database.url, topic, NAME, report=reported.append)
+        await one.run(follow=False)
+    assert one.counters.set_aside == len(reported) == 1
+    assert [len(found) for found in await payloads(shared_sidecar, topic)] == [6, 5, MAX_PAYLOAD_BYTES, 4]
+    assert f"{MAX_PAYLOAD_BYTES + 1} bytes" in database.value("SELECT reason FROM outbox_aside")
+    columns = "id, aggregatetype, aggregateid, type, payload"
+    database.script(f"INSERT INTO outbox ({columns}) SELECT {columns} FROM outbox_aside")
+    await relay_all(shared_sidecar, database, topic)
+    assert database.value("SELECT count(*) FROM outbox_aside") == 2
+    assert database.value("SELECT min(length(payload)) FROM outbox_aside") == len(large)
+
+
+async def test_only_the_relay_deletes(database: Database) -> None:
+    database.add(b"one")
+    for statement in ("DELETE FROM outbox", "UPDATE outbox SET type = 'x'"):
+        with database.engine.begin() as connection, pytest.raises(DBAPIError, match=r"outbox"):
+            connection.execute(text(statement))
+    if database.kind == "postgresql":
+        with database.engine.begin() as connection, pytest.raises(DBAPIError, match="only the relay"):
+            connection.execute(text("TRUNCATE outbox"))
+    # As many set-ups have it: a relay that reads would never see the row.
+    with database.engine.connect() as connection:
+        Outbox(connection).add("order", "7", "OrderPlaced", b"two")
+        with pytest.raises(DBAPIError, match="only the relay"):
+            connection.execute(text("DELETE FROM outbox"))
+    assert database.rows() == 1
+
+
+@pytest.mark.parametrize("changed", ["id = gen_random_uuid()", "sequence_id = sequence_id + 100"])
+async def test_rows_are_told_apart_by_number_and_id(postgres: Database, changed: str) -> None:
+    """What was read, and is another row by now, is not deleted; all others are."""
+    store = open_store(postgres.url)
+    store.open()
+    postgres.add(b"one", b"two", b"three")
+    page = store.read(-1)
+    postgres.as_relay(f"UPDATE outbox SET {changed} WHERE payload = 'two'")
+    store.delete([page])
+    assert postgres.value("SELECT string_agg(convert_from(payload, 'UTF8'), ' ') FROM outbox") == "two"
+    postgres.add(b"four", b"five")
+    page = store.read(page.last + 100)
+    postgres.as_relay("DELETE FROM outbox WHERE payload = 'four'")
+    store.delete([page])
+    store.close()
+    assert postgres.rows() == 1
+
+
+@pytest.mark.parametrize("kind", ["jsonb", "json", "text"])
+async def test_payloads_of_other_kinds(shared_sidecar: Sidecar, topic: str, postgres: Database, kind: str) -> None:
+    for table in ("outbox", "outbox_aside"):
+        postgres.script(f"ALTER TABLE {table} ALTER payload TYPE {kind} USING NULL")
+        postgres.script(f"ALTER TABLE {table} ALTER aggregateid TYPE bigint USING 0, ALTER id TYPE text")
+    payload = {"amount": 7, "text": "ü\\n\\"}
+    with postgres.engine.begin() as connection:
+        outbox = Outbox(connection)
+        outbox.add("order", 2**62, "OrderPlaced", json.dumps(payload) if kind == "text" else payload, id='a"\\{b')
+        outbox.add("order", 1, "OrderPlaced", None)
+    await relay_all(shared_sidecar, postgres, topic)
+    first, second = await messages(shared_sidecar, topic)
+    assert (json.loads(first.payload or b""), first.key) == (payload, b"%d" % 2**62)
+    assert (first.properties["id"], second.payload, postgres.rows()) == ('a"\\{b', None, 0)
+
+
+async def test_text_for_a_column_of_bytes_is_refused(postgres: Database) -> None:
+    """PostgreSQL would read its backslashes as escapes."""
+    with postgres.engine.begin() as connection, pytest.raises(DBAPIError, match="bytea"):
+        Outbox(connection).add("order", "7", "OrderPlaced", "a\\\\b")
+
+
+async def test_ids_of_bytes(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
+    if database.kind == "postgresql":
+        for table in ("outbox", "outbox_aside"):
+            database.script(f"ALTER TABLE {table} ALTER id TYPE bytea USING NULL")
+    with database.engine.begin() as connection:
+        Outbox(connection).add("order", "7", "OrderPlaced", b"one", id=b"\x00\xff\\")
+    await relay_all(shared_sidecar, database, topic)
+    [message] = await messages(shared_sidecar, topic)
+    assert (message.properties["id"], database.rows()) == ("00ff5c", 0)
+
+
+BROKEN = {
+    "there is no table outbox": "DROP TABLE outbox",
+    "there is no table outbox_token": "DROP TABLE outbox_token",
+    "there is no table outbox_aside": "DROP TABLE outbox_aside",
+    "no column type": "ALTER TABLE outbox DROP COLUMN type",
+    "no column reason": "ALTER TABLE outbox_aside DROP COLUMN reason",
+    "has no row": "DELETE FROM outbox_token",
+}
+BROKEN_POSTGRES = {
+    "no column sequence_id": "ALTER TABLE outbox DROP COLUMN sequence_id",
+    "no unique index": "DROP INDEX outbox_sequence_id",
+    "bigint NOT NULL": "ALTER TABLE outbox ALTER sequence_id DROP NOT NULL",
+    "the trigger outbox_number": "DROP TRIGGER outbox_number ON outbox",
+    "the trigger outbox_guard,": "ALTER TABLE outbox DISABLE TRIGGER outbox_guard",
+    "id is int8": "ALTER TABLE outbox ALTER id TYPE bigint USING 0",
+    "no column more": "ALTER TABLE outbox ADD more text",
+}
+BROKEN_SQLITE = {
+    "the trigger outbox_guard_delete": "DROP TRIGGER outbox_guard_delete",
+    "outbox.id is INTEGER": "DROP TABLE outbox; CREATE TABLE outbox (sequence_id INTEGER PRIMARY KEY AUTOINCREMENT, "
+    "id INTEGER, aggregatetype, aggregateid, type, payload)",
+    "AUTOINCREMENT": "DROP TABLE outbox; CREATE TABLE outbox (sequence_id INTEGER PRIMARY KEY, id TEXT, aggregatetype, "
+    "aggregateid, type, payload)",
+}
+
+
+async def test_a_half_made_outbox_is_refused(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
+    """Then what `ddl` prints, run again, is not enough for all of it: so each is broken in a database of its own."""
+    more = BROKEN_POSTGRES if database.kind == "postgresql" else BROKEN_SQLITE
+    for what, statement in (BROKEN | more).items():
+        if database.kind == "postgresql":
+            schema = f"s{uuid.uuid4().hex}"
+            with database.engine.connect() as connection:
+                connection.execute(text(f"CREATE SCHEMA {schema}"))
+                connection.commit()
+            broken = Database(f"{database.url}&options=-csearch_path%3D{schema}")
+        else:
+            broken = Database(database.url.replace("shop.db", f"{uuid.uuid4().hex}.db"))
+        broken.script(statement)
+        with pytest.raises(SeqdedupeError, match=what) as e:
+            await relay_all(shared_sidecar, broken, topic)
+        assert e.value.reason == "INVALID_OUTBOX"
+        broken.engine.dispose()
+
+
+async def test_another_name_or_topic_is_refused(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
+    await relay_all(shared_sidecar, database, topic)
+    for other in ({"topic": "another", "name": NAME}, {"topic": topic, "name": "another"}):
+        with pytest.raises(SeqdedupeError) as e:
+            await relay_all(shared_sidecar, database, **other)
+        assert e.value.reason == "OUTBOX_CHANGED"
+
+
+@pytest.mark.parametrize("url", ["mysql://localhost/shop", "nonsense", "sqlite://"])
+async def test_a_database_that_cannot_be_is_refused(shared_sidecar: Sidecar, topic: str, url: str) -> None:
+    async with Client(shared_sidecar.address) as client:
+        with pytest.raises(SeqdedupeError) as e:
+            Relay(client, url, topic, NAME)
+    assert e.value.reason in ("INVALID_CONFIGURATION", "INVALID_OUTBOX")
+    with pytest.raises(SeqdedupeError):
+        run_relay(shared_sidecar.address, url, topic, NAME)
+
+
+async def test_more_rows_of_a_transaction_than_have_numbers(postgres: Database) -> None:
+    with postgres.engine.begin() as connection:
+        connection.execute(text(f"SET LOCAL seqdedupe.outbox_ordinal = '{(1 << 24) - 1}'"))
+        Outbox(connection).add("order", "7", "OrderPlaced", b"the last one")
+        with pytest.raises(DBAPIError, match="at most 16777216 rows"):
+            Outbox(connection).add("order", "7", "OrderPlaced", b"one too many")
+
+
+async def test_a_long_transaction_shows_as_lag(shared_sidecar: Sidecar, topic: str, postgres: Database) -> None:
+    with postgres.engine.connect() as elsewhere:
+        Outbox(elsewhere).add("order", "7", "OrderPlaced", b"first")
+        postgres.add(b"second")
+        assert (await relay_all(shared_sidecar, postgres, topic)).published == 0
+        async with Client(shared_sidecar.address) as client:
+            one = Relay(client, postgres.url, topic, NAME)
+            one._open()
+            lag = await one.lag()
+            one._store.close()
+        assert (lag.rows, lag.unreadable_rows) == (1, 1)
+        assert "idle in transaction" in lag.held_by
+        elsewhere.commit()
+    assert (await relay_all(shared_sidecar, postgres, topic)).published == 2
+    assert await payloads(shared_sidecar, topic) == [b"first", b"second"]
+
+
+async def test_of_two_relays_one_is_fenced_and_takes_over(
+    shared_sidecar: Sidecar, topic: str, database: Database
+) -> None:
+    async with Client(shared_sidecar.address) as client, Client(shared_sidecar.address) as other_client:
+        one = Relay(client, database.url, topic, NAME, standby_seconds=0.2, report=lambda line: None)
+        other = Relay(other_client, database.url, topic, NAME, standby_seconds=0.2, report=lambda line: None)
+        first = asyncio.create_task(one.run())
+        database.add(b"one")
+        await _until(database, 0)
+        second = asyncio.create_task(other.run())
+        for number in range(20):
+            database.add(b"%d" % number)
+            await asyncio.sleep(0.02)
+        await _until(database, 0)
+        # Whichever works is killed, and the other one goes on.
+        second.cancel()
+        database.add(b"last")
+        await _until(database, 0)
+        first.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+    assert await payloads(shared_sidecar, topic) == [b"one", *(b"%d" % number for number in range(20)), b"last"]
+
+
+async def test_without_follow_a_relay_that_is_fenced_ends(
+    shared_sidecar: Sidecar, topic: str, postgres: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for nobody: not even for a relay that took its place and hangs."""
+    postgres.add(*(b"%d" % number for number in range(PAGE_ROWS + 1)))
+    loop = asyncio.get_running_loop()
+
+    async def take_over() -> None:
+        async with Client(shared_sidecar.address) as other:
+            await other.producer(topic, token_name(NAME, postgres.token)).open()
+
+    async with Client(shared_sidecar.address) as client:
+        one = Relay(client, postgres.url, topic, NAME, report=lambda line: None)
+        read = one._store.read
+
+        def taken_over(after: int) -> Page:
+            if after >= 0:
+                while not one.counters.published:  # the page before is on its way
+                    time.sleep(0.01)
+                asyncio.run_coroutine_threadsafe(take_over(), loop).result()
+            return read(after)
+
+        monkeypatch.setattr(one._store, "read", taken_over)
+        async with asyncio.timeout(60):
+            with pytest.raises(FencedError):
+                await one.run(follow=False)
+    await relay_all(shared_sidecar, postgres, topic)
+    assert await payloads(shared_sidecar, topic) == [b"%d" % number for number in range(PAGE_ROWS + 1)]
+
+
+async def _until(database: Database, rows: int) -> None:
+    async with asyncio.timeout(120):
+        while database.rows() != rows:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -1,0 +1,262 @@
+"""A database, a topic and relays that are no real ones: any order of commits, any kill, any restore.
+
+The relay's steps are the real ones. Each is done here in one go; a relay may be killed before or after any of them, and
+its messages may be in flight for any time.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seqdedupe.errors import error
+from seqdedupe.services.outbox import steps
+from seqdedupe.services.outbox.finding import ANYWHERE, Seen, is_one_of, token_name
+from seqdedupe.services.outbox.rows import ORDINAL_BITS, Page, page_of
+
+TOPIC = "topic"
+NAME = "shop"
+PAGE_ROWS = 3
+
+
+class Row(NamedTuple):
+    number: int
+    id: str
+
+
+@dataclass
+class Transaction:
+    xid: int
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass
+class Database:
+    """PostgreSQL as far as a relay sees it."""
+
+    next_xid: int = 100
+    open: dict[int, Transaction] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
+    token: str = "0" * 16
+    tokens: int = 0
+    aside: list[Row] = field(default_factory=list)
+    committed: set[str] = field(default_factory=set)
+    """Of every row there ever was in this history."""
+
+    @property
+    def xmin(self) -> int:
+        return min(self.open, default=self.next_xid)
+
+    def begin(self) -> Transaction:
+        transaction = self.open[self.next_xid] = Transaction(self.next_xid)
+        self.next_xid += 1
+        return transaction
+
+    def commit(self, transaction: Transaction) -> None:
+        del self.open[transaction.xid]
+        self.rows |= {row.number: row for row in transaction.rows}
+        self.committed |= {row.id for row in transaction.rows}
+
+    def gone(self, page: Page) -> list[Row]:
+        """The rows of a page that are there, with the same `id`."""
+        named = zip(page.sequence_ids.tolist(), page.ids(), strict=True)
+        return [self.rows[n] for n, one in named if n in self.rows and self.rows[n].id == one.decode()]
+
+    def delete(self, page: Page) -> list[Row]:
+        gone = self.gone(page)
+        for row in gone:
+            del self.rows[row.number]
+        return gone
+
+
+@dataclass
+class Message:
+    name: str
+    number: int
+    id: str
+
+
+@dataclass
+class Topic:
+    """What the sidecar has: the log, and who owns each name."""
+
+    log: list[Message] = field(default_factory=list)
+    trimmed: int = 0
+    owners: dict[str, int] = field(default_factory=dict)
+    opened: int = 0
+
+    def open(self, name: str) -> int:
+        self.opened += 1
+        self.owners[name] = self.opened
+        return self.opened
+
+    def persisted(self, name: str) -> int:
+        return max((one.number for one in self.log if one.name == name), default=-1)
+
+
+class Flight(NamedTuple):
+    page: Page
+    owner: int
+    name: str
+
+
+class Relay:
+    """One process. `step` does the next step; raises FencedError as the real one does."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.database = world.database
+        self.steps = world.relay()
+        self.flight: list[Flight] = []
+        self.proven: list[Page] = []
+        self.owner = 0
+        self.name = ""
+        self.is_over = False
+        self._answer: Any = None
+
+    def step(self) -> None:
+        try:
+            step = self.steps.send(self._answer)
+        except StopIteration:
+            self.is_over = True
+            return
+        self._answer = self._do(step)
+
+    def arrive(self) -> None:
+        """The oldest batch in flight reaches the topic."""
+        page, owner, name = self.flight.pop(0)
+        topic = self.world.topic
+        if topic.owners[name] != owner:
+            raise error("FENCED", "another relay has it")
+        persisted = topic.persisted(name)
+        new = [row for row, number in enumerate(page.sequence_ids.tolist()) if number > persisted]
+        ids = page.ids()
+        topic.log += [Message(name, int(page.sequence_ids[row]), ids[row].decode()) for row in new]
+        self.proven.append(page.take(np.array(new, np.int64)))
+
+    def delete(self) -> None:
+        """What receipts prove."""
+        if self.world.database is not self.database:
+            self.proven.clear()  # its connections are gone, and what they read with them
+            raise error("OUTBOX_UNAVAILABLE", "the connection is lost")
+        for page in self.proven:
+            self.database.delete(page)
+        self.proven.clear()
+
+    def _do(self, step: steps.Step) -> Any:
+        if self.world.database is not self.database:
+            raise error("OUTBOX_UNAVAILABLE", "the connection is lost")
+        database, topic = self.database, self.world.topic
+        match step:
+            case steps.ReadState():
+                return steps.State(database.token, database.next_xid << ORDINAL_BITS)
+            case steps.OpenTopic(_, token):
+                self.name = token_name(NAME, token)
+                names = [name for name in topic.owners if is_one_of(NAME)(name)]
+                for name in names if self.world.fences else ():
+                    topic.open(name)
+                self.owner = topic.open(self.name)
+                highest = max((topic.persisted(name) for name in topic.owners), default=-1)
+                return steps.Opened(topic.persisted(self.name), highest)
+            case steps.ReadRows(after):
+                bound = self.world.bound(database)
+                return _page(sorted(row for row in database.rows.values() if after < row.number < bound)[:PAGE_ROWS])
+            case steps.ReadElsewhere():
+                far = database.next_xid << ORDINAL_BITS
+                return _page(sorted(row for row in database.rows.values() if row.number >= far)[:PAGE_ROWS])
+            case steps.Find(_, page, at_any_number):
+                return self._find(page, at_any_number)
+            case steps.Publish(_, page):
+                self.flight.append(Flight(page, self.owner, self.name))
+            case steps.Settle():
+                while self.flight:
+                    self.arrive()
+                self.delete()
+            case steps.Delete(page):
+                database.delete(page)
+            case steps.SetAside(page, _):
+                database.aside += database.delete(page)
+            case steps.Renumber(page):
+                gone = database.delete(page)
+                xid = database.begin()
+                xid.rows = [Row((xid.xid << ORDINAL_BITS) + n, row.id) for n, row in enumerate(gone)]
+                database.commit(xid)
+            case steps.ReplaceToken(token):
+                if database.token == token:
+                    self.world.tokens += 1
+                    database.token = f"{self.world.tokens:016x}"
+            case steps.Wait():
+                return True
+        return None
+
+    def _find(self, page: Page, at_any_number: bool) -> steps.Found:
+        seen = Seen(is_whole=not self.world.topic.trimmed)
+        wanted = set(page.sequence_ids.tolist())
+        for index, one in enumerate(self.world.topic.log):
+            seen.persisted[one.name] = max(seen.persisted.get(one.name, -1), one.number)
+            if index >= self.world.topic.trimmed:
+                seen.lowest.setdefault(one.name, one.number)
+                if at_any_number or one.number in wanted:
+                    seen.ids.setdefault(ANYWHERE if at_any_number else one.number, set()).add(one.id.encode())
+        named = list(zip(page.sequence_ids.tolist(), page.ids(), strict=True))
+        there = [row for row, (n, one) in enumerate(named) if one in seen.ids.get(ANYWHERE if at_any_number else n, ())]
+        untold = [
+            row
+            for row, (n, _) in enumerate(named)
+            if row not in there and not seen.lacks(ANYWHERE if at_any_number else n)
+        ]
+        if not self.world.compares:
+            there, untold = list(range(len(page))), []
+        return steps.Found(np.array(there, np.int64), np.array(untold, np.int64))
+
+
+class World:
+    """Everything, with the rules that a control arm takes away."""
+
+    def __init__(
+        self, *, fences: bool = True, compares: bool = True, bounds: bool = True, by_serial: bool = False
+    ) -> None:
+        self.by_serial = by_serial
+        self.fences = fences
+        self.compares = compares
+        self.bounds = bounds
+        self.database = Database()
+        self.topic = Topic()
+        self.tokens = 0
+        self.backup: Database | None = None
+        self.ids = 0
+        self.relay: Callable[[], steps.Steps] = lambda: steps.relay(TOPIC, None, follow=False)
+
+    def bound(self, database: Database) -> int:
+        return (database.xmin if self.bounds else 1 << 38) << ORDINAL_BITS
+
+    def insert(self, transaction: Transaction) -> None:
+        self.ids += 1
+        number = (transaction.xid << ORDINAL_BITS) + len(transaction.rows)
+        transaction.rows.append(Row(self.ids if self.by_serial else number, f"id {self.ids}"))
+
+    def take_backup(self) -> None:
+        self.backup = copy.deepcopy(self.database)
+
+    def restore(self) -> None:
+        """The database as it was: what was open then is gone, its number too; connections break."""
+        if self.backup is not None:
+            self.database = copy.deepcopy(self.backup)
+            self.database.open.clear()
+
+    def restore_dump(self) -> None:
+        """Into a new database, whose transactions begin low."""
+        if self.backup is not None:
+            rows = dict(self.backup.rows)
+            ids = {row.id for row in rows.values()}
+            self.database = Database(next_xid=50, rows=rows, token=self.backup.token, committed=ids)
+            # That the old database then goes on, too, is beyond what a relay can know: the two have one token.
+            self.backup = None
+
+
+def _page(rows: list[Row]) -> Page:
+    ids = [row.id.encode() for row in rows]
+    nothing = [b""] * len(rows)
+    return page_of([row.number for row in rows], ids, nothing, nothing, nothing, nothing)

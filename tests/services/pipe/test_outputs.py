@@ -1,0 +1,167 @@
+"""What a function may give, and the frames that it goes in. No sidecar: a second."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from seqdedupe.batch import Binary, single_producer
+from seqdedupe.client import Message, SeqdedupeError
+from seqdedupe.client.stored import StoredBatch
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
+from seqdedupe.services.pipe import MAX_OUTPUTS, Output
+from seqdedupe.services.pipe.outputs import FULL_FRAME_BYTES, MAX_INPUT_INDEX, Calling, Frame, Function
+
+
+def stored(payloads: list[bytes], base_index: int = 0, keys: list[bytes | None] | None = None) -> StoredBatch:
+    ids = np.arange(len(payloads))
+    batch = single_producer(b"p", 1, -1, ids, Binary.of_all(payloads), keys=Binary.of(keys or []))
+    return StoredBatch(batch, base_index, 1, 77)
+
+
+def frames(function: Function, *batches: StoredBatch) -> tuple[list[Frame], Calling]:
+    calling = Calling(function, "persistent://public/default/t")
+    calling.take(batches)
+    made = []
+    while calling.fill():
+        made.append(calling.frame())
+    made.append(calling.frame())
+    return [frame for frame in made if frame is not None], calling
+
+
+def payloads(frame: Frame) -> list[bytes | None]:
+    column = frame.payloads
+    return column.rows(len(frame.sequence_ids)) if isinstance(column, Binary) else column
+
+
+def test_bytes_keep_the_key_and_several_outputs_are_numbered() -> None:
+    def function(message: Message) -> Any:
+        given: dict[bytes, Any] = {
+            b"none": None,
+            b"bytes": b"B",
+            b"output": Output(b"O", "key", 5, {"a": "b"}),
+            b"list": [b"1", Output(None), b"3"],
+            b"empty": [],
+            b"generator": (b"%d" % i for i in range(2)),
+            b"same": message,
+        }
+        return given[message.payload or b""]
+
+    names = [b"none", b"bytes", b"output", b"list", b"empty", b"generator", b"same"]
+    (frame,), calling = frames(function, stored(names, 10, [b"k%d" % i for i in range(6)] + [None]))
+    assert calling.failure is None
+    assert payloads(frame) == [b"B", b"O", b"1", None, b"3", b"0", b"1", b"same"]
+    ids = [(11, 0), (12, 0), (13, 0), (13, 1), (13, 2), (15, 0), (15, 1), (16, 0)]
+    assert frame.sequence_ids.tolist() == [index << 10 | number for index, number in ids]
+    assert frame.keys == [b"k1", b"key", b"k3", None, b"k3", b"k5", b"k5", None]
+    assert frame.event_times_ms is not None
+    assert frame.event_times_ms.tolist() == [0, 5, 0, 0, 0, 0, 0, 0]
+    assert frame.properties == [None, {"a": "b"}, *[None] * 6]
+
+
+@pytest.mark.parametrize("size", [1, 500, 40_000, 3_000_000])
+def test_an_input_is_never_cut_and_a_frame_can_always_be_sent(size: int) -> None:
+    counts = [1, 2, 0, 2, 1, 2, 2, 1]
+    (*made,), calling = frames(
+        lambda m: [bytes(size)] * counts[m.index % 8], stored([b""] * 60), stored([b""] * 40, base_index=60)
+    )
+    assert calling.failure is None
+    ids = [i for frame in made for i in frame.sequence_ids.tolist()]
+    assert ids == [index << 10 | k for index in range(100) for k in range(counts[index % 8])]
+    for before, after in pairwise(made):
+        assert before.sequence_ids[-1] >> 10 < after.sequence_ids[0] >> 10
+    for frame in made:
+        assert sum(map(len, filter(None, payloads(frame)))) <= MAX_BATCH_BYTES
+    if size == 1:
+        assert len(made) == 1
+
+
+def test_large_keys_leave_room_in_the_frame() -> None:
+    key = bytes(MAX_BATCH_BYTES - MAX_PAYLOAD_BYTES - 4096)
+    batches = [stored([bytes(100_000)], k, [key]) for k in range(3)]
+    made, calling = frames(lambda m: m.payload, *batches)
+    assert calling.failure is None
+    for frame in made:
+        assert sum(len(k or b"") for k in frame.keys or []) + len(frame.sequence_ids) * 100_033 < MAX_BATCH_BYTES
+    assert [i for frame in made for i in frame.sequence_ids.tolist()] == [0, 1 << 10, 2 << 10]
+
+
+def too_many(message: Message) -> Iterator[bytes]:
+    while True:
+        yield b""
+
+
+def raises(message: Message) -> bytes:
+    raise RuntimeError("no such customer")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def raises_unspeakably(message: Message) -> bytes:
+    raise Unspeakable
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (raises, "RuntimeError: no such customer"),
+        (raises_unspeakably, "Unspeakable"),
+        (too_many, "it gives more than 1,024 outputs"),
+        (lambda m: [b""] * (MAX_OUTPUTS + 1), "it gives more than 1,024 outputs"),
+        (lambda m: "text", "it gives str"),
+        (lambda m: 5, "it gives int"),
+        (lambda m: [b"a", "b"], "it gives str among its outputs"),
+        (
+            lambda m: Output("text"),  # type: ignore[arg-type]
+            "an Output with something else than bytes",
+        ),
+        (
+            lambda m: Output(b"", 5),  # type: ignore[arg-type]
+            "a key is bytes, not int",
+        ),
+        (lambda m: Output(b"", "\ud800"), "a key is not valid Unicode"),
+        (lambda m: Output(b"", None, 1 << 63), "event time"),
+        (
+            lambda m: Output(b"", None, 0, {"a": 5}),  # type: ignore[dict-item]
+            "AttributeError",
+        ),
+        (lambda m: bytes(MAX_PAYLOAD_BYTES + 1), "at most 5242880 are taken"),
+        (lambda m: [bytes(FULL_FRAME_BYTES)] * 65, "all of them go in one frame"),
+    ],
+)
+def test_what_cannot_be_published_ends_with_its_message(function: Any, why: str) -> None:
+    def after_some(message: Message) -> Any:
+        assert message.index <= 42
+        return message if message.index < 42 else function(message)
+
+    (*made,), calling = frames(after_some, stored([b"x"] * 50), stored([b"x"]))
+    failure = calling.failure
+    assert failure is not None
+    assert failure.reason == "PIPE_FUNCTION_FAILED"
+    assert why in failure.message
+    assert "message 77:42 (index 42) of persistent://public/default/t" in failure.message
+    assert failure.numbers == {"topic": "persistent://public/default/t", "index": "42", "message_id": "77:42"}
+    # All that came before goes out, and nothing of the message itself.
+    assert [i for frame in made for i in frame.sequence_ids.tolist()] == [i << 10 for i in range(42)]
+    assert not calling.fill() or calling.frame() is None
+
+
+def test_the_most_outputs_are_taken_and_indexes_have_an_end() -> None:
+    (frame,), _ = frames(lambda m: [b""] * MAX_OUTPUTS, stored([b""], base_index=MAX_INPUT_INDEX - 1))
+    assert frame.sequence_ids[-1] == (MAX_INPUT_INDEX << 10) - 1
+    with pytest.raises(SeqdedupeError) as caught:
+        frames(lambda m: b"", stored([b""], base_index=MAX_INPUT_INDEX))
+    assert caught.value.reason == "INVALID_SEQUENCE_ID"
+
+
+def test_once_stopped_no_message_is_begun() -> None:
+    called: list[None] = []
+    calling = Calling(lambda m: called.append(calling.stop()), "t")  # type: ignore[func-returns-value]
+    calling.take([stored([b""] * 10)])
+    calling.fill()
+    assert len(called) == 1

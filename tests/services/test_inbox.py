@@ -1,0 +1,233 @@
+"""Business order: versions shuffled, repeated and missing, over two topics at once. Costs 10 s."""
+
+import random
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, Engine, create_engine, select, text
+
+from seqdedupe.client.blocking import Client
+from seqdedupe.client.stored import Message
+from seqdedupe.errors import ConfigurationError, InvalidRequestError
+from seqdedupe.services.consumer import Consumer, ConsumerConfig
+from seqdedupe.services.inbox import Inbox
+from seqdedupe.services.inbox.rule import Verdict, checked, decide
+from seqdedupe.services.inbox.tables import KEYS, PARKED
+from seqdedupe.services.inbox.waiting import in_cycles
+from tests.services.effects import make_table, places_as_written, write
+
+QUICK = ConsumerConfig(max_attempts=2, first_backoff_ms=1, poison="dead letter")
+
+
+def versions_of(message: Message) -> Mapping[str, int]:
+    """In the tests a payload is `X4 Y7`."""
+    return {word[0]: int(word[1:]) for word in (message.payload or b"").decode().split()}
+
+
+def inbox(engine: Engine, **more: object) -> Inbox:
+    return Inbox("i", engine, write, **({"versions": versions_of} | more))  # type: ignore[arg-type]
+
+
+def publish(client: Client, topic: str, *payloads: str) -> None:
+    with client.producer(topic, "p") as producer:
+        for payload in payloads:
+            producer.send(payload.encode(), key=payload[:1])
+
+
+def consume(client: Client, topic: str, engine: Engine, handle: Inbox, name: str = "c") -> None:
+    Consumer(client, topic, name, engine, handle, config=QUICK).run(follow=False)
+
+
+def written(engine: Engine) -> list[str]:
+    """In SQLite, and in tables without deletions elsewhere: in the order in which it took effect."""
+    order = " ORDER BY rowid" if engine.dialect.name == "sqlite" else ""
+    with engine.connect() as connection:
+        return list(connection.execute(text(f"SELECT what FROM effects{order}")).scalars())
+
+
+def parked(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return len(connection.execute(select(PARKED.c.id)).all())
+
+
+def test_early_ones_wait_and_old_ones_are_dropped(engine: Engine, client: Client, topic: str) -> None:
+    make_table(engine)
+    publish(client, topic, "A3", "A2", "B1", "A1", "A2", "B3", "A5", "A4")
+    handle = inbox(engine)
+    consume(client, topic, engine, handle)
+    assert sorted(written(engine)) == ["A1", "A2", "A3", "A4", "A5", "B1"]
+    if engine.dialect.name == "sqlite":
+        assert written(engine) == ["B1", "A1", "A2", "A3", "A4", "A5"]
+    [waiting] = handle.waiting()
+    assert (waiting.message.payload, dict(waiting.missing), waiting.in_cycle) == (b"B3", {"B": 2}, False)
+    assert handle.waiting(longer_than_seconds=3600) == []
+    with engine.connect() as connection:
+        dropped = {row.name: row.dropped for row in connection.execute(select(KEYS))}
+    assert dropped == {"A": 1, "B": 0}
+    publish(client, topic, "B2")
+    consume(client, topic, engine, handle)
+    assert parked(engine) == 0
+    assert handle.waiting() == []
+
+
+def test_latest(engine: Engine, client: Client, topic: str) -> None:
+    make_table(engine)
+    publish(client, topic, "A3", "A2", "A7", "A7", "B0", "A9")
+    consume(client, topic, engine, inbox(engine, order="latest"))
+    assert sorted(written(engine)) == ["A3", "A7", "A9", "B0"]
+
+
+def test_several_keys(engine: Engine, client: Client, topic: str) -> None:
+    """A transfer waits for both accounts, and what comes after it for the transfer."""
+    make_table(engine)
+    publish(client, topic, "X3", "X2 Y2", "Y3", "X1", "Y1")
+    consume(client, topic, engine, inbox(engine))
+    assert sorted(written(engine)) == ["X1", "X2 Y2", "X3", "Y1", "Y3"]
+    if engine.dialect.name == "sqlite":
+        assert written(engine)[:3] == ["X1", "Y1", "X2 Y2"]
+    assert parked(engine) == 0
+
+
+def test_cycles_are_told(sqlite: Engine, client: Client, topic: str) -> None:
+    make_table(sqlite)
+    publish(client, topic, "X2 Y1", "X1 Y2", "X3", "Z2")
+    handle = inbox(sqlite)
+    consume(client, topic, sqlite, handle)
+    assert [(one.message.payload, one.in_cycle) for one in handle.waiting()] == [
+        (b"X2 Y1", True),
+        (b"X1 Y2", True),
+        (b"X3", False),
+        (b"Z2", False),
+    ]
+    assert written(sqlite) == []
+
+
+def test_cycles_of_a_graph() -> None:
+    chain = [({"X": n + 1}, {"X": n}) for n in range(1, 5000)]
+    assert not any(in_cycles(chain))
+    ring = [({"A": 1, "B": 2}, {"B": 1}), ({"B": 1, "C": 2}, {"C": 1}), ({"C": 1, "A": 2}, {"A": 1})]
+    # The third waits for the first one, which waits for the second, which waits for the third.
+    assert in_cycles(ring) == [True, True, True]
+    assert in_cycles([*ring, ({"A": 3}, {"A": 2})]) == [True, True, True, False]
+    assert in_cycles([]) == []
+
+
+def test_two_consumers_at_once_wake_what_the_other_one_parks(url: str, client: Client, topic: str) -> None:
+    """Two topics have every other version of each key, in any order; both are consumed at the same time."""
+    engine = create_engine(url)
+    make_table(engine)
+    dice = random.Random(5)
+    parts: list[list[str]] = [[], []]
+    for key in "ABC":
+        for version in range(1, 41):
+            parts[dice.randrange(2)].append(f"{key}{version}")
+    for number, part in enumerate(parts):
+        dice.shuffle(part)
+        publish(client, f"{topic}-{number}", *part)
+    handle = inbox(engine)
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            config = ConsumerConfig(max_batch_messages=3)
+            Consumer(client, f"{topic}-{number}", f"c{number}", engine, handle, config=config).run(follow=False)
+        except BaseException as e:
+            failures.append(e)
+            raise
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert parked(engine) == 0
+    assert sorted(written(engine)) == sorted(f"{key}{version}" for key in "ABC" for version in range(1, 41))
+    if engine.dialect.name == "sqlite":
+        for key in "ABC":
+            assert [one for one in written(engine) if one[0] == key] == [f"{key}{n}" for n in range(1, 41)]
+    engine.dispose()
+
+
+def test_what_was_not_woken_a_sweep_finds(
+    sqlite: Engine, client: Client, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control arm: an inbox that wakes nobody leaves messages behind; the sweep is what then saves them."""
+    make_table(sqlite)
+    publish(client, topic, "A3", "A2", "A1")
+    handle = inbox(sqlite)
+    with monkeypatch.context() as planted:
+        planted.setattr(Inbox, "_wake", lambda *_: None)
+        consume(client, topic, sqlite, handle)
+    assert written(sqlite) == ["A1"]
+    assert handle.sweep() == 2
+    assert written(sqlite) == ["A1", "A2", "A3"]
+    assert handle.sweep() == 0
+
+
+def test_a_parked_message_that_fails_is_not_the_fault_of_what_wakes_it(
+    engine: Engine, client: Client, topic: str
+) -> None:
+    make_table(engine)
+    bad = {"A2"}
+
+    def handle(connection: Connection, message: Message) -> None:
+        write(connection, message)
+        if (message.payload or b"").decode() in bad:
+            raise ValueError("no")
+
+    front = Inbox("i", engine, handle, versions=versions_of)
+    publish(client, topic, "A3", "A2", "A1")
+    consume(client, topic, engine, front)
+    assert written(engine) == ["A1"]
+    assert [(one.message.payload, one.error) for one in front.waiting()] == [(b"A3", ""), (b"A2", "ValueError: no")]
+    assert front.sweep() == 0
+    bad.clear()
+    assert front.sweep() == 2
+    assert sorted(written(engine)) == ["A1", "A2", "A3"]
+
+
+def test_the_rule() -> None:
+    assert decide("contiguous", {"A": 1, "B": 3}, {"A": 0, "B": 2}).verdict is Verdict.APPLY
+    assert decide("contiguous", {"A": 1, "B": 3}, {"A": 0, "B": 1}) == (Verdict.PARK, "B", 2)
+    assert decide("contiguous", {"A": 1, "B": 3}, {"A": 1, "B": 3}).verdict is Verdict.DROP
+    assert decide("latest", {"A": 9}, {"A": 0}).verdict is Verdict.APPLY
+    with pytest.raises(InvalidRequestError, match="version 1 of 'A' was applied already"):
+        decide("contiguous", {"A": 1, "B": 3}, {"A": 1, "B": 2})
+    for wrong in (
+        None,
+        {},
+        {"": 1},
+        {"a" * 256: 1},
+        {"a\x00": 1},
+        {1: 1},
+        {"a": -1},
+        {"a": True},
+        {"a": "1"},
+        {"a": 2**63},
+    ):
+        with pytest.raises(InvalidRequestError) as e:
+            checked(wrong)
+        assert e.value.reason == "INVALID_VERSION"
+    assert checked({b"a": 1}) == {"a": 1}
+
+
+def test_what_cannot_be(sqlite: Engine, client: Client, topic: str, tmp_path: Path) -> None:
+    make_table(sqlite)
+    for wrong in (
+        {"versions": None},
+        {"key": lambda message: message.key},
+        {"order": "any"},
+        {"first_version": -1},
+    ):
+        with pytest.raises(ConfigurationError) as e:
+            inbox(sqlite, **wrong)
+        assert e.value.reason == "INVALID_OPTION"
+    with pytest.raises(ConfigurationError):
+        Inbox("", sqlite, write, versions=versions_of)
+    # A message without a version is poison, and the others go on.
+    publish(client, topic, "A1", "?", "A2")
+    consume(client, topic, sqlite, inbox(sqlite))
+    assert places_as_written(sqlite) == [0, 2]

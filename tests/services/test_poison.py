@@ -1,0 +1,219 @@
+"""Messages that the handler refuses: the dead letters, retries in the order of their keys, and people. Costs 15 s."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, Engine, Table, select
+
+from seqdedupe.client.blocking import Client
+from seqdedupe.client.stored import Message
+from seqdedupe.errors import ConfigurationError
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, work
+from seqdedupe.services.consumer.operating import drop, retry
+from seqdedupe.services.consumer.set_aside import SetAside
+from seqdedupe.services.consumer.tables import DEAD_LETTERS, PARKED
+from tests.services.conftest import Publish
+from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, places_as_written, until, write
+
+COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
+DEAD = ConsumerConfig(max_attempts=2, first_backoff_ms=1, poison="dead letter")
+LATER = ConsumerConfig(max_attempts=2, first_backoff_ms=1, poison="retry later", max_retries=3, first_retry_delay_ms=1)
+SLOW = ConsumerConfig(max_attempts=1, poison="retry later", first_retry_delay_ms=3_600_000)
+FOR_EVER = replace(LATER, max_retries=10**6)
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is parked is looked at after every transaction."""
+    monkeypatch.setattr(work, "KEEP_UP_SECONDS", 0.0)
+
+
+@contextmanager
+def running(consumer: Consumer) -> Iterator[None]:
+    thread = threading.Thread(target=consumer.run)
+    thread.start()
+    try:
+        until(lambda: consumer.is_working)
+        yield
+    finally:
+        consumer.stop()
+        thread.join(TIMEOUT_SECONDS)
+        assert not thread.is_alive()
+
+
+def indexes(engine: Engine, table: Table) -> list[int]:
+    with engine.begin() as connection:
+        return list(connection.execute(select(table.c.message_index).order_by(table.c.message_index)).scalars())
+
+
+def refusing(*bad: int) -> tuple[Callable[[Connection, Message], None], set[int]]:
+    """A handler that refuses these, as long as they stand in the set."""
+    left = set(bad)
+
+    def handle(connection: Connection, message: Message) -> None:
+        write(connection, message)
+        if message.index in left:
+            raise ValueError(f"{message.index} is bad\x00")
+
+    return handle, left
+
+
+def test_dead_letters(engine: Engine, client: Client, topic: str, publish: Publish) -> None:
+    make_table(engine)
+    with client.producer(topic, "p") as producer:
+        for n in range(20):
+            producer.send(b"%d" % n, key=f"k{n}", event_time=n + 1, properties={"n": "ä"})
+    handle, _ = refusing(3, 17)
+    Consumer(client, topic, "c", engine, handle, config=DEAD).run(follow=False)
+    assert effects(engine) == [str(n) for n in range(20) if n not in (3, 17)]
+    with engine.begin() as connection:
+        first, second = connection.execute(select(DEAD_LETTERS).order_by(DEAD_LETTERS.c.message_index)).all()
+    assert (first.message_index, second.message_index) == (3, 17)
+    assert (bytes(first.payload), bytes(first.message_key), json.loads(first.properties)) == (b"3", b"k3", {"n": "ä"})
+    assert (first.producer_name, first.sequence_id, first.event_time_ms, first.attempts) == ("p", 3, 4, 2)
+    assert first.error == "ValueError: 3 is bad"
+
+
+def test_retries_later_keep_the_order_of_each_key(engine: Engine, client: Client, topic: str, publish: Publish) -> None:
+    make_table(engine)
+    publish(*numbers(12), keys=["a", "b", None] * 4)
+    handle, left = refusing(3, 5)
+    with running(Consumer(client, topic, "c", engine, handle, config=FOR_EVER)):
+        until(lambda: len(effects(engine)) == 8)
+        # What has no key waits for nobody.
+        assert indexes(engine, PARKED) == [3, 5, 6, 9]
+        publish("12", keys=["a"])
+        until(lambda: indexes(engine, PARKED) == [3, 5, 6, 9, 12])
+        left.clear()
+        until(lambda: len(effects(engine)) == 13)
+    assert effects(engine) == sorted(numbers(13), key=int)
+    assert indexes(engine, PARKED) == indexes(engine, DEAD_LETTERS) == []
+    if engine.dialect.name == "sqlite":
+        assert [place for place in places_as_written(engine) if place % 3 == 0] == [0, 3, 6, 9, 12]
+
+
+def test_without_the_order_of_keys_later_ones_come_first(
+    sqlite: Engine, client: Client, topic: str, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control arm: a table of retries that is not asked for the key."""
+    monkeypatch.setattr(SetAside, "keys_parked", lambda *_: set())
+    make_table(sqlite)
+    publish(*numbers(4), keys=["a"] * 4)
+    handle, left = refusing(1)
+    with running(Consumer(client, topic, "c", sqlite, handle, config=FOR_EVER)):
+        until(lambda: len(effects(sqlite)) == 3)
+        left.clear()
+        until(lambda: len(effects(sqlite)) == 4)
+    assert places_as_written(sqlite) == [0, 2, 3, 1]
+
+
+def test_in_the_end_it_is_given_up_and_the_next_of_its_key_has_its_turn(
+    engine: Engine, client: Client, topic: str, publish: Publish
+) -> None:
+    make_table(engine)
+    publish(*numbers(6), keys=["a", "b"] * 3)
+    handle, _ = refusing(0, 2)
+    with running(Consumer(client, topic, "c", engine, handle, config=LATER)):
+        until(lambda: indexes(engine, DEAD_LETTERS) == [0, 2] and len(effects(engine)) == 4)
+    assert indexes(engine, PARKED) == []
+    with engine.begin() as connection:
+        attempts = list(connection.execute(select(DEAD_LETTERS.c.attempts)).scalars())
+    # The second one was behind, and so was first tried as a retry.
+    assert attempts[0] == 5
+    assert attempts[1] in (3, 4, 5)
+
+
+def test_what_is_parked_is_tried_also_when_poison_is_now_to_stop(
+    sqlite: Engine, client: Client, topic: str, publish: Publish
+) -> None:
+    make_table(sqlite)
+    publish(*numbers(4), keys=["a"] * 4)
+    handle, left = refusing(1)
+    Consumer(client, topic, "c", sqlite, handle, config=SLOW).run(follow=False)
+    assert indexes(sqlite, PARKED) == [1, 2, 3]
+    left.clear()
+    publish("4", keys=["a"])
+    retry(sqlite, "c", [])
+    with running(Consumer(client, topic, "c", sqlite, handle)):
+        until(lambda: len(effects(sqlite)) == 5)
+    assert places_as_written(sqlite) == [0, 1, 2, 3, 4]
+
+
+def test_people_retry_and_drop(engine: Engine, client: Client, topic: str, publish: Publish) -> None:
+    make_table(engine)
+    publish(*numbers(6), keys=["a"] * 6)
+    handle, left = refusing(1, 3)
+
+    def run() -> None:
+        Consumer(client, topic, "c", engine, handle, config=SLOW).run(follow=False)
+
+    run()
+    assert indexes(engine, PARKED) == [1, 2, 3, 4, 5]
+    run()
+    assert effects(engine) == ["0"]
+    assert drop(engine, "c", [1]) == 1
+    run()  # 2 has its turn, and 3 fails
+    assert effects(engine) == ["0", "2"]
+    left.clear()
+    run()
+    assert effects(engine) == ["0", "2"]
+    assert retry(engine, "c", []) == 1
+    run()
+    assert effects(engine) == ["0", "2", "3", "4", "5"]
+    assert indexes(engine, PARKED) == []
+    with pytest.raises(ConfigurationError, match="there is no consumer 'd'"):
+        retry(engine, "d", [])
+
+
+def test_a_dead_letter_is_tried_again_before_what_is_parked_with_its_key(
+    sqlite: Engine, client: Client, topic: str, publish: Publish
+) -> None:
+    make_table(sqlite)
+    publish(*numbers(4), keys=["a"] * 4)
+    handle, left = refusing(1, 2)
+    Consumer(client, topic, "c", sqlite, handle, config=ConsumerConfig(max_attempts=1, poison="dead letter")).run(
+        follow=False
+    )
+    assert indexes(sqlite, DEAD_LETTERS) == [1, 2]
+    left.clear()
+    assert retry(sqlite, "c", [2]) == 1
+    assert retry(sqlite, "c", [1]) == 1
+    Consumer(client, topic, "c", sqlite, handle, config=SLOW).run(follow=False)
+    assert places_as_written(sqlite) == [0, 3, 1, 2]
+
+
+def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str, publish: Publish) -> None:
+    def command(*words: str, status: int = 0) -> str:
+        command = [COMMAND, "consumer", *words, "--database", sqlite_url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout + done.stderr
+
+    assert "no such table" in command("parked", "c", status=1)
+    make_table(sqlite)
+    publish(*numbers(3), keys=["a\x1b", "b", "b"])
+    handle, left = refusing(0, 1)
+    Consumer(client, topic, "c", sqlite, handle, config=SLOW).run(follow=False)
+    shown = command("parked", "c").splitlines()
+    assert shown[0].split() == ["STATE", "INDEX", "KEY", "ATTEMPTS", "NEXT", "MS", "ERROR"]
+    assert [line.split()[:3] for line in shown[1:]] == [
+        ["parked", "0", r"a\x1b"],
+        ["parked", "1", "b"],
+        ["parked", "2", "b"],
+    ]
+    listed = json.loads(command("parked", "c", "--json"))
+    assert [(one["index"], one["next_attempt_ms"] is None) for one in listed] == [(0, False), (1, False), (2, True)]
+    assert command("drop", "c", "0") == "1 message of c is removed\n"
+    assert json.loads(command("retry", "c", "--json")) == {"retried": 1}
+    assert "there is no consumer 'd' in this database [INVALID_OPTION]" in command("parked", "d", status=1)
+    left.clear()
+    Consumer(client, topic, "c", sqlite, handle, config=SLOW).run(follow=False)
+    assert places_as_written(sqlite) == [1, 2]
