@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-START_TIMEOUT_SECONDS = 60.0
+START_TIMEOUT_SECONDS = 240.0
+"""The first start on a machine compiles: a minute, or several beside much else. One that ends is noticed at once."""
 STOP_TIMEOUT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _LINES_SHOWN = 20

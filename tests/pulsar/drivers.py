@@ -30,6 +30,7 @@ class OfPulsar:
             case "open":
                 if before := self._sessions.get(step["session"]):
                     await before.close()
+                await self.cluster.until_deduplicating(self.topic)
                 opened = await open_producer(self.cluster.service_url, self.topic, step["producer"])
                 self._sessions[step["session"]] = opened
                 return f"last ID {opened.last_sequence_id}"

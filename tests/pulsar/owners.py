@@ -83,11 +83,15 @@ class Cluster:
         await self.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1})
         if deduplicates:
             await self.admin.set_policy(topic, "deduplicationEnabled", True)
+            await self.until_deduplicating(topic)
 
-            async def is_on() -> bool:
-                return (await self.admin.stats(topic)).deduplicates
+    async def until_deduplicating(self, topic: str) -> None:
+        """Until Pulsar deduplicates. A topic that was loaded anew serves before that, and then knows no producer."""
 
-            await until(is_on)
+        async def is_on() -> bool:
+            return (await self.admin.stats(topic)).deduplicates
+
+        await until(is_on)
 
     async def until_received(self, topic: str, entries: int) -> None:
         """Until so many were stored since the topic was loaded."""

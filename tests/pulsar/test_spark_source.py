@@ -60,13 +60,8 @@ async def written(
 ) -> None:
     """By so many owners, each in a ledger of its own: batches of ten."""
     first = 0
-
-    async def deduplicates() -> bool:
-        """Not at once where the topic is new, or was unloaded."""
-        return (await cluster.admin.stats(topic)).deduplicates
-
     for term in range(1, terms + 1):
-        await until(deduplicates)
+        await cluster.until_deduplicating(topic)
         owner = await Owner(log, term).open()
         owner.append_control(term)
         for _ in range(batches):
