@@ -9,7 +9,10 @@ from seqdedupe_spark.stores.delta import DeltaStore
 from seqdedupe_spark.stores.postgres import PostgresStore
 from seqdedupe_spark.stores.sqlite import SqliteStore
 
-_FORMS = "sqlite:///file.db, sqlite:////folder/file.db, postgresql://user@host/database or delta:///folder/table"
+_FORMS = (
+    "sqlite:///file.db, sqlite:////folder/file.db, postgresql://user@host/database, delta:///folder/table "
+    "or mysql+pymysql://user@host/database, with the name of the driver"
+)
 
 
 def from_url(url: str, *, create: bool = True) -> StoreFactory:
@@ -17,7 +20,8 @@ def from_url(url: str, *, create: bool = True) -> StoreFactory:
 
     `sqlite:///file.db` (from the folder that the job is started in) or `sqlite:////folder/file.db`;
     `postgresql://user:password@host:port/database?…`, as libpq has it; `delta:///folder/table`, where the output
-    table's name has to be `table`. Raises ConfigurationError (INVALID_OPTION), which never quotes a password.
+    table's name has to be `table`; and `database+driver://…` for all others, as SQLAlchemy has it. Raises
+    ConfigurationError (INVALID_OPTION, UNSUPPORTED_STORE), which never quotes a password.
     """
     scheme, _, rest = url.partition("://")
     if scheme == "sqlite" and rest.startswith("/") and rest.strip("/"):
@@ -28,4 +32,10 @@ def from_url(url: str, *, create: bool = True) -> StoreFactory:
         # Made here once, since it reads the URL; it connects when it is used.
         PostgresStore(url)
         return partial(PostgresStore, url)
+    if "+" in scheme:
+        # Only who uses it needs SQLAlchemy.
+        from seqdedupe_spark.stores.sql import SqlStore
+
+        SqlStore(url).close()
+        return partial(SqlStore, url)
     raise error("INVALID_OPTION", f"the store's URL is none of {_FORMS}")

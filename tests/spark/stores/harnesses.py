@@ -11,12 +11,14 @@ from typing import Any
 
 import psycopg
 import pyarrow as pa
+import sqlalchemy
 from deltalake import DeltaTable
 from psycopg.rows import dict_row
 
 from seqdedupe_spark.stores.contract import StoreFactory
 from seqdedupe_spark.stores.delta import DeltaStore
 from seqdedupe_spark.stores.postgres import PostgresStore
+from seqdedupe_spark.stores.sql import SqlStore
 from seqdedupe_spark.stores.sqlite import SqliteStore
 from tests.spark.stores.conformance import StoreHarness
 
@@ -75,3 +77,37 @@ class DeltaHarness(StoreHarness):
         table = pa.table(DeltaTable(self.uri).to_pyarrow_table())
         found: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
         return found
+
+
+class SqlHarness(StoreHarness):
+    """A database behind SQLAlchemy, by its URL."""
+
+    types = (*StoreHarness.types, pa.uint64())
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @property
+    def factory(self) -> StoreFactory:
+        return partial(SqlStore, self.url)
+
+    def rows(self) -> list[dict[str, Any]]:
+        engine = sqlalchemy.create_engine(self.url, poolclass=sqlalchemy.NullPool)
+        with engine.connect() as connection:
+            found = connection.execute(sqlalchemy.select("*").select_from(sqlalchemy.table(self.table)))
+            return [dict(row) for row in found.mappings()]
+
+    def shown(self, field: pa.Field, value: Any) -> Any:
+        if isinstance(value, dict | list):
+            return json.dumps(value, ensure_ascii=False)
+        return value
+
+
+class MariaDBHarness(SqlHarness):
+    # It has no infinity.
+    types = tuple(kind for kind in SqlHarness.types if not pa.types.is_floating(kind))
+
+    def shown(self, field: pa.Field, value: Any) -> Any:
+        if isinstance(value, datetime.datetime):
+            return value.replace(tzinfo=None)
+        return super().shown(field, value)

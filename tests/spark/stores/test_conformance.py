@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.spark.stores.conformance import StoreConformance, StoreHarness
-from tests.spark.stores.harnesses import DeltaHarness, PostgresHarness, SqliteHarness
+from tests.spark.stores.harnesses import DeltaHarness, MariaDBHarness, PostgresHarness, SqlHarness, SqliteHarness
 
 
 class TestSqlite(StoreConformance):
@@ -24,3 +24,17 @@ class TestDelta(StoreConformance):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> StoreHarness:
         return DeltaHarness(tmp_path)
+
+
+class TestMariaDB(StoreConformance):
+    @pytest.fixture
+    def harness(self, mariadb_url: str) -> StoreHarness:
+        return MariaDBHarness(mariadb_url)
+
+
+class TestAnyDatabase(StoreConformance):
+    """PostgreSQL as one of those that SQLAlchemy speaks."""
+
+    @pytest.fixture
+    def harness(self, postgres_url: str) -> StoreHarness:
+        return SqlHarness(postgres_url.replace("postgresql://", "postgresql+psycopg://"))

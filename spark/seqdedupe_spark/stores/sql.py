@@ -1,0 +1,352 @@
+"""MariaDB, MySQL, and any other database with transactions that SQLAlchemy speaks: the general store, a slow one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Integer,
+    MetaData,
+    NullPool,
+    String,
+    Table,
+    bindparam,
+    column,
+    create_engine,
+    delete,
+    event,
+    insert,
+    inspect,
+    make_url,
+    select,
+    table,
+    text,
+    update,
+)
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.sql import quoted_name
+
+from seqdedupe.errors import error
+from seqdedupe.services.consumer import tables
+from seqdedupe.services.consumer.database import passes_by_itself
+from seqdedupe_spark.stores import kinds
+from seqdedupe_spark.stores.contract import (
+    FORMAT_VERSION,
+    Advance,
+    Binding,
+    OutputStore,
+    Stored,
+    check_format,
+    check_replacement,
+)
+from seqdedupe_spark.stores.kinds import (
+    BAD_VALUES,
+    bad_value,
+    check_schema,
+    check_table,
+    first_bad,
+    from_cells,
+    in_batch,
+)
+from seqdedupe_spark.stores.sql_types import MYSQL, declared, fits, values
+
+MAX_NAME_CHARACTERS = 255
+"""Of a job: MariaDB's indexes take no more."""
+
+LOCK_TIMEOUT_SECONDS = 30
+"""How long to wait for another transaction, where the database can be told (MariaDB and MySQL)."""
+
+_MYSQL_SESSION = (
+    # Else a value that does not fit is cut, or becomes 0, with a warning.
+    "SET SESSION sql_mode = 'TRADITIONAL,NO_AUTO_VALUE_ON_ZERO', time_zone = '+00:00', "
+    f"innodb_lock_wait_timeout = {LOCK_TIMEOUT_SECONDS}"
+)
+
+_MYSQL_TRANSACTIONS = text(
+    "SELECT COALESCE(e.transactions, 'NO') FROM information_schema.tables t "
+    "LEFT JOIN information_schema.engines e ON t.engine = e.engine "
+    "WHERE t.table_schema = COALESCE(:schema, DATABASE()) AND t.table_name = :name"
+)
+
+_CREATE_ATTEMPTS = 5
+"""Of those who make the same table at once one does, and the others find it there when they look again."""
+
+_NAMES_A_STATEMENT = 1000
+
+METADATA = MetaData()
+
+POSITIONS = tables.table(
+    "seqdedupe_positions",
+    METADATA,
+    Column("job", tables.name_type(), primary_key=True),
+    Column("topic", tables.name_type(), primary_key=True),
+    Column("epoch", BigInteger, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("message_index", BigInteger, nullable=False),
+    Column("position", String(255), nullable=False),
+)
+WATERMARKS = tables.table(
+    "seqdedupe_watermarks",
+    METADATA,
+    Column("job", tables.name_type(), primary_key=True),
+    Column("topic", tables.name_type(), primary_key=True),
+    Column("producer_name", tables.name_type(), primary_key=True),
+    Column("sequence_id", BigInteger, nullable=False),
+)
+JOBS = tables.table(
+    "seqdedupe_jobs",
+    METADATA,
+    Column("job", tables.name_type(), primary_key=True),
+    Column("format_version", Integer, nullable=False),
+    Column("output_table", tables.name_type(), nullable=False),
+    Column("deduplicate", Boolean, nullable=False),
+)
+
+
+class SqlStore(OutputStore):
+    """Rows and positions in one database, by an SQLAlchemy URL with the driver's name (`mysql+pymysql://…`).
+
+    The database has to have transactions, and to say how many rows an UPDATE has found: of MariaDB and MySQL every
+    table is looked at, of others it is believed. `write` holds all rows of a transaction in memory, and inserts them as
+    the driver does many. Times with a zone are stored in UTC, maps, lists and structs as JSON. Raises INVALID_OPTION if
+    the URL cannot be used, which never quotes a password.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            parsed = make_url(url)
+            self._engine = create_engine(parsed, poolclass=NullPool, isolation_level="READ COMMITTED")
+        except (ArgumentError, NoSuchModuleError, ImportError, ValueError):
+            what = "the store's URL is none of SQLAlchemy's, or its driver is not installed"
+            raise error(
+                "INVALID_OPTION", what, hint="mysql+pymysql://user@host/database, and pip install pymysql"
+            ) from None
+        dialect = self._engine.dialect
+        if dialect.name == "sqlite" or not dialect.supports_sane_rowcount:
+            what = f"store: {dialect.name} does not say what a statement has changed, or is no server"
+            raise error("UNSUPPORTED_STORE", what)
+        self._is_mysql = dialect.name in MYSQL
+        self._place = parsed.render_as_string(hide_password=True)
+        if self._is_mysql:
+            event.listen(self._engine, "connect", _begin_session)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def bind(self, job: str, binding: Binding) -> Binding:
+        if len(job) > MAX_NAME_CHARACTERS:
+            raise error("INVALID_OPTION", f"job: the name has more than {MAX_NAME_CHARACTERS} characters")
+        new = {"job": job, "format_version": FORMAT_VERSION, "output_table": binding.table}
+        with self._errors():
+            self._make_own_tables()
+            try:
+                with self._engine.begin() as connection:
+                    connection.execute(insert(JOBS).values(**new, deduplicate=binding.deduplicate))
+            except IntegrityError:
+                pass
+            with self._engine.begin() as connection:
+                stored = connection.execute(select(JOBS).where(JOBS.c.job == job)).one()
+        check_format(stored.format_version, self._place)
+        return Binding(stored.output_table, bool(stored.deduplicate))
+
+    def _make_own_tables(self) -> None:
+        tables.make_tables(self._engine, METADATA)
+        for own in METADATA.sorted_tables:
+            self._check_transactions(own.name, None)
+
+    def _check_transactions(self, name: str, schema: str | None) -> None:
+        """Raises INVALID_OUTPUT if what is written to the table could not be taken back."""
+        if not self._is_mysql:
+            return
+        with self._engine.begin() as connection:
+            has = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": name}).scalar_one_or_none()
+        if has is not None and has != "YES":
+            hint = f"ALTER TABLE {name} ENGINE = InnoDB"
+            raise error("INVALID_OUTPUT", f"the table {name} has no transactions", hint=hint)
+
+    def has_table(self, table: str) -> bool:
+        schema, name = _split(table)
+        with self._errors():
+            return inspect(self._engine).has_table(name, schema)
+
+    def prepare(self, table: str, schema: pa.Schema) -> None:
+        of_schema, name = _split(table)
+        check_schema(schema)
+        columns = (Column(quoted_name(field.name, True), declared(field)) for field in schema)
+        output = tables.table(quoted_name(name, True), MetaData(schema=of_schema), *columns)
+        with self._errors():
+            self._make_own_tables()
+            self._create(output)
+            found = inspect(self._engine).get_columns(name, of_schema)
+            self._check_transactions(name, of_schema)
+        there = {one["name"]: kinds.Column(str(one["type"]), _is_required(one)) for one in found}
+        types = {one["name"]: one["type"] for one in found}
+        check_table(table, schema, there, lambda field, _: fits(field, types[field.name], self._is_mysql))
+
+    def _create(self, output: Table) -> None:
+        for attempt in range(1, _CREATE_ATTEMPTS + 1):
+            try:
+                output.create(self._engine, checkfirst=True)
+                return
+            except DBAPIError:
+                if attempt == _CREATE_ATTEMPTS:
+                    raise
+
+    def positions(self, job: str) -> dict[str, Stored]:
+        wanted = select(POSITIONS.c.topic, POSITIONS.c.epoch, POSITIONS.c.position).where(POSITIONS.c.job == job)
+        with self._errors(), self._engine.begin() as connection:
+            return {topic: from_cells(*rest) for topic, *rest in connection.execute(wanted)}
+
+    def watermarks(self, job: str, topic: str) -> tuple[Stored | None, dict[str, int]]:
+        # One statement sees one moment, also where two in a transaction do not.
+        same = (WATERMARKS.c.job == POSITIONS.c.job) & (WATERMARKS.c.topic == POSITIONS.c.topic)
+        columns = (POSITIONS.c.epoch, POSITIONS.c.position, WATERMARKS.c.producer_name, WATERMARKS.c.sequence_id)
+        wanted = select(*columns).select_from(POSITIONS.outerjoin(WATERMARKS, same)).where(_of(POSITIONS, job, topic))
+        with self._errors(), self._engine.begin() as connection:
+            rows = connection.execute(wanted).all()
+        if not rows:
+            return None, {}
+        found = {name: sequence_id for _, _, name, sequence_id in rows if name is not None}
+        return from_cells(rows[0].epoch, rows[0].position), found
+
+    def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
+        check_replacement(topic, expected, new)
+        with self._errors():
+            try:
+                with self._engine.begin() as connection:
+                    if expected is None:
+                        connection.execute(insert(POSITIONS).values(job=job, topic=topic, **_cells(new)))
+                    elif not _move(connection, job, topic, expected, new):
+                        return False
+                    connection.execute(delete(WATERMARKS).where(_of(WATERMARKS, job, topic)))
+            except IntegrityError:
+                return False
+        return True
+
+    def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
+        collected = list(batches)
+        changed = [advance.changed_watermarks() for advance in advances]
+        # In the same order by all: of two that move the same positions neither holds what the other waits for.
+        moves = sorted(zip(advances, changed, strict=True), key=lambda one: one[0].range.topic)
+        with self._errors(), self._engine.begin() as connection:
+            for number, batch in enumerate(collected):
+                if len(batch):
+                    with in_batch(number):
+                        _insert(connection, table, batch)
+            for advance, watermarks in moves:
+                start, end, topic = advance.range.start, advance.range.end, advance.range.topic
+                if not _move(connection, job, topic, Stored(start, advance.epoch), Stored(end, advance.epoch)):
+                    raise error(
+                        "POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {advance.range}"
+                    )
+                _raise(connection, job, topic, watermarks)
+        return sum(map(len, collected))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except SQLAlchemyError as e:
+            if passes_by_itself(e):
+                raise error("OUTPUT_UNAVAILABLE", f"the database {self._place} cannot be used: {_cause(e)}") from e
+            raise error("INVALID_OUTPUT", f"the database refuses: {_cause(e)}") from e
+
+
+def _begin_session(connection: Any, _record: object) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(_MYSQL_SESSION)
+
+
+def _split(name: str) -> tuple[str | None, str]:
+    *schema, last = kinds.split_name(name)
+    return (schema[0] if schema else None), last
+
+
+def _is_required(found: Any) -> bool:
+    has_default = found.get("default") is not None or found.get("autoincrement") is True or "computed" in found
+    return not found["nullable"] and not has_default and "identity" not in found
+
+
+def _cells(stored: Stored) -> dict[str, object]:
+    return dict(zip(("epoch", "incarnation", "message_index", "position"), kinds.to_cells(stored), strict=True))
+
+
+def _of(table: Table, job: str, topic: str) -> Any:
+    return (table.c.job == job) & (table.c.topic == topic)
+
+
+def _move(connection: Connection, job: str, topic: str, expected: Stored, new: Stored) -> bool:
+    """The compare-and-set: whether what was expected was there. The position is locked from then on."""
+    same = [POSITIONS.c[name] == cell for name, cell in _cells(expected).items()]
+    moved = update(POSITIONS).where(_of(POSITIONS, job, topic), *same).values(**_cells(new))
+    return connection.execute(moved).rowcount == 1
+
+
+def _raise(connection: Connection, job: str, topic: str, watermarks: Any) -> None:
+    names = list(watermarks)
+    for first in range(0, len(names), _NAMES_A_STATEMENT):
+        some = names[first : first + _NAMES_A_STATEMENT]
+        connection.execute(delete(WATERMARKS).where(_of(WATERMARKS, job, topic), WATERMARKS.c.producer_name.in_(some)))
+        rows = [{"job": job, "topic": topic, "producer_name": one, "sequence_id": watermarks[one]} for one in some]
+        connection.execute(insert(WATERMARKS), rows)
+
+
+def _insert(connection: Connection, name: str, batch: pa.RecordBatch) -> None:
+    """All rows. Raises INVALID_OUTPUT with the row that the database refuses."""
+    schema, last = _split(name)
+    names = batch.schema.names
+    into = table(quoted_name(last, True), *(column(quoted_name(one, True)) for one in names), schema=schema)
+    # Parameters by number: a column's name may be anything.
+    statement = insert(into).values({into.c[one]: bindparam(f"p{n}") for n, one in enumerate(names)})
+    keys = [f"p{n}" for n in range(len(names))]
+    rows = [dict(zip(keys, row, strict=True)) for row in zip(*_columns(batch), strict=True)]
+
+    def take(some: Sequence[dict[str, Any]]) -> DBAPIError | None:
+        """Why the database does not take these, after which none of them is there."""
+        try:
+            with connection.begin_nested():
+                connection.execute(statement, some)
+        except DBAPIError as e:
+            if passes_by_itself(e):
+                raise
+            return e
+        return None
+
+    failure = take(rows)
+    if failure is not None:
+        row = _first_refused(rows, take)
+        raise error("INVALID_OUTPUT", f"the database refuses: {_cause(failure)}", row=row) from failure
+
+
+def _first_refused(rows: Sequence[dict[str, Any]], take: Callable[[Sequence[dict[str, Any]]], object]) -> int:
+    """The first row that is not taken, of rows of which one is not. Those before it are taken: it may be one of them
+    that it cannot stand beside."""
+    first, count = 0, len(rows)
+    while count > 1:
+        half = count // 2
+        if take(rows[first : first + half]) is None:
+            first, count = first + half, count - half
+        else:
+            count = half
+    return first
+
+
+def _cause(failure: SQLAlchemyError) -> str:
+    return kinds.one_line(getattr(failure, "orig", None) or failure)
+
+
+def _columns(batch: pa.RecordBatch) -> list[list[object]]:
+    columns: list[list[object]] = []
+    for field, array in zip(batch.schema, batch.columns, strict=True):
+        convert = partial(values, kinds.kind_of(field))
+        try:
+            columns.append(convert(array))
+        except BAD_VALUES as e:
+            raise bad_value(field.name, first_bad(convert, array), e) from e
+    return columns

@@ -1,0 +1,172 @@
+"""What is special about the store behind SQLAlchemy, on a real MariaDB."""
+
+import datetime
+import decimal
+import gc
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from sqlalchemy import Connection, NullPool, create_engine, event, text
+
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe_spark.stores.contract import Binding, OutputStore, Stored
+from seqdedupe_spark.stores.sql import SqlStore
+from seqdedupe_spark.stores.urls import from_url
+from tests.spark.stores.conformance import JOB, SCHEMA, TOPIC, at, numbers, over, refused
+from tests.spark.stores.harnesses import MariaDBHarness
+from tests.spark.stores.test_kill import committed, kill_anywhere, kill_at, start
+from tests.spark.stores.writer import BATCHES, ROWS
+
+
+def execute(url: str, *statements: str) -> list[Any]:
+    """The rows of the last one."""
+    with create_engine(url, isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as connection:
+        *_, last = [connection.execute(text(one)) for one in statements]
+        return list(last.all()) if last.returns_rows else []
+
+
+def opened(url: str) -> OutputStore:
+    return from_url(url)()
+
+
+def written(url: str, batch: pa.RecordBatch) -> None:
+    with opened(url) as store:
+        store.prepare("flights", batch.schema)
+        store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
+        store.write(JOB, "flights", iter([batch]), [over(-1, 0)])
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "kind"),
+    [
+        ("n TINYINT", 300, pa.int64()),
+        ("n INT UNSIGNED", -1, pa.int64()),
+        ("n VARCHAR(3)", "four", pa.string()),
+        ("n VARCHAR(9) CHARACTER SET latin1", "\u20bf", pa.string()),
+        ("n VARBINARY(2)", b"abc", pa.binary()),
+        ("n DECIMAL(4, 2)", decimal.Decimal("123.45"), pa.decimal128(5, 2)),
+        ("n DOUBLE", float("inf"), pa.float64()),
+        ("n INT NOT NULL", None, pa.int64()),
+        ("n INT UNIQUE", 1, pa.int64()),
+    ],
+    ids=lambda it: it if isinstance(it, str) else "",
+)
+def test_nothing_is_cut_or_made_zero(mariadb_url: str, column: str, value: object, kind: pa.DataType) -> None:
+    """The server's own mode is the forgiving one; the row is named, and nothing of it is there."""
+    execute(mariadb_url, f"CREATE TABLE flights ({column}) ENGINE=InnoDB", "SET GLOBAL sql_mode = ''")
+    fine = {pa.string(): "a", pa.binary(): b"a", pa.float64(): 0.5, pa.int64(): 1}.get(kind, decimal.Decimal(1))
+    batch = pa.record_batch({"n": pa.array([fine, value], kind)})
+    with refused("INVALID_OUTPUT") as caught:
+        written(mariadb_url, batch)
+    assert (caught.value.numbers["batch"], caught.value.numbers["row"]) == ("0", "1")
+    assert execute(mariadb_url, "SELECT * FROM flights") == []
+    with opened(mariadb_url) as store:
+        assert store.positions(JOB) == {TOPIC: Stored(at(-1), 0)}
+
+
+def test_instants_are_in_utc_whatever_the_server_thinks(mariadb_url: str) -> None:
+    execute(mariadb_url, "SET GLOBAL time_zone = '+05:00'", "CREATE TABLE flights (t TIMESTAMP(6), d DATETIME(6))")
+    when = datetime.datetime(2024, 2, 29, 23, 30, 0, 5, datetime.UTC)
+    zone = pa.timestamp("us", "Asia/Tokyo")
+    written(mariadb_url, pa.record_batch({"t": pa.array([when], zone), "d": pa.array([when], zone)}))
+    [(seconds, local)] = execute(mariadb_url, "SELECT UNIX_TIMESTAMP(t), d FROM flights")
+    assert (float(seconds), local) == (when.timestamp(), when.replace(tzinfo=None))
+
+
+def test_tables_without_transactions_are_refused(mariadb_url: str) -> None:
+    execute(mariadb_url, "CREATE TABLE flights (n BIGINT, text TEXT) ENGINE=MyISAM")
+    with opened(mariadb_url) as store:
+        with refused("INVALID_OUTPUT", "flights", "transactions"):
+            store.prepare("flights", SCHEMA)
+        execute(mariadb_url, "ALTER TABLE flights ENGINE=InnoDB", "ALTER TABLE seqdedupe_positions ENGINE=Aria")
+        for call in (lambda: store.prepare("flights", SCHEMA), lambda: store.bind(JOB, Binding("flights", False))):
+            with refused("INVALID_OUTPUT", "seqdedupe_positions", "transactions"):
+                call()
+
+
+def test_names_differ_by_case_and_columns_may_be_called_anything(mariadb_url: str) -> None:
+    schema = pa.schema({"a b": pa.int64(), "100%": pa.int64(), ":p0": pa.int64(), "VALUES (": pa.int64()})
+    batch = pa.record_batch([pa.array([n]) for n in range(4)], schema=schema)
+    written(mariadb_url, batch)
+    assert execute(mariadb_url, "SELECT * FROM flights") == [(0, 1, 2, 3)]
+    with opened(mariadb_url) as store:
+        assert store.bind("Job", Binding("Flights", True)) == Binding("Flights", True)
+        assert store.bind("job", Binding("flights", False)) == Binding("flights", False)
+        assert store.positions(JOB.upper()) == {}
+        with refused("INVALID_OPTION", "255"):
+            store.bind("j" * 256, Binding("flights", False))
+
+
+def test_a_schema_is_another_database(mariadb_url: str) -> None:
+    other = mariadb_url.partition("?")[0].rpartition("/")[2] + "_other"
+    execute(mariadb_url, f"CREATE DATABASE {other}")
+    try:
+        with opened(mariadb_url) as store:
+            assert not store.has_table(f"{other}.flights")
+            store.prepare(f"{other}.flights", SCHEMA)
+            assert store.has_table(f"{other}.flights")
+            assert store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
+            assert store.write(JOB, f"{other}.flights", iter([numbers(0, 1)]), [over(-1, 1)]) == 2
+        assert execute(mariadb_url, f"SELECT COUNT(*) FROM {other}.flights") == [(2,)]
+    finally:
+        execute(mariadb_url, f"DROP DATABASE {other}")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_server_that_is_away_is_said_without_the_password(mariadb_url: str) -> None:
+    away = mariadb_url.replace("unix_socket=", "unix_socket=/nowhere").replace("root@", "root:secret@")
+    with opened(away) as store, pytest.raises(SeqdedupeError) as caught:
+        store.positions(JOB)
+    assert caught.value.reason == "OUTPUT_UNAVAILABLE"
+    assert "secret" not in str(caught.value)
+    # The driver leaves a socket open when it cannot connect: here, and not in another test.
+    del caught
+    gc.collect()
+
+
+def test_a_connection_that_breaks_before_the_commit_writes_nothing(mariadb_url: str) -> None:
+    harness = MariaDBHarness(mariadb_url)
+    start(harness)
+
+    def break_off(connection: Connection) -> None:
+        [(own,)] = connection.exec_driver_sql("SELECT CONNECTION_ID()").all()
+        execute(mariadb_url, f"KILL {own}")
+
+    with harness.factory() as store:
+        assert isinstance(store, SqlStore)
+        event.listen(store._engine, "commit", break_off)
+        with refused("OUTPUT_UNAVAILABLE"):
+            store.write(JOB, "flights", iter([numbers(0)]), [over(-1, 0, a=0)])
+        event.remove(store._engine, "commit", break_off)
+        assert committed(harness) == -1
+        assert store.write(JOB, "flights", iter([numbers(0)]), [over(-1, 0, a=0)]) == 1
+    assert committed(harness) == 0
+
+
+def test_kill_9_of_a_writer(mariadb_url: str) -> None:
+    harness = MariaDBHarness(mariadb_url)
+    start(harness)
+    expected = -1
+    for place, moves in {"rows": False, "watermarks": False, "after": True}.items():
+        kill_at(mariadb_url, place)
+        expected += BATCHES * ROWS * moves
+        assert committed(harness) == expected, place
+    kill_anywhere(mariadb_url)
+    assert committed(harness) > expected
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("sqlite+pysqlite:///x.db", "UNSUPPORTED_STORE"),
+        ("mysql+nosuchdriver://root:secret@/x", "INVALID_OPTION"),
+        ("nosuch+database://root:secret@/x", "INVALID_OPTION"),
+        ("mysql+pymysql://root:secret@host:port/x", "INVALID_OPTION"),
+    ],
+)
+def test_urls_that_cannot_be_used(url: str, reason: str) -> None:
+    with pytest.raises(SeqdedupeError) as caught:
+        from_url(url)
+    assert caught.value.reason == reason
+    assert "secret" not in str(caught.value)
