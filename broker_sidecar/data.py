@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker_sidecar.config import Config
+from broker_sidecar.leaving import Leaving
+from broker_sidecar.neighbours import Neighbours
 from broker_sidecar.peers import Peers, claim_of
 from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
@@ -73,6 +75,7 @@ class Data:
         self.store = store = Store.open(folder / "store")
         self.logs: EmbeddedLogs | None = None
         self.peers: Peers | None = None
+        self.leaving: Leaving | None = None
         self.cluster: Cluster | None = None
         self._is_standby = config.standby
         self._is_advertised = bool(config.advertised_address)
@@ -121,6 +124,8 @@ class Data:
             ownership=self.peers,
             **limits,
         )
+        if self.logs is not None:
+            self.leaving = Leaving(self.logs, self.topics, Neighbours(listed(config, config.peers)))
 
     def _stands_by(self, topic: str) -> bool:
         return self._is_standby and self.cluster is not None and self.cluster.is_near(topic)
@@ -141,6 +146,8 @@ class Data:
     def begin_looking(self) -> None:
         """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics
         and for the state of those of which there is none here."""
+        if self.leaving is not None:
+            self.leaving.go_on()
         if self.logs is not None and self._scrub_bytes_per_second:
             self.logs.scrub(self._scrub_bytes_per_second)
         if self.cluster is not None:

@@ -85,6 +85,8 @@ class Sidecar:
             self._guard.trail,
             self._data.cluster,
             self._data.peers,
+            self._data.logs,
+            self._data.leaving,
             lambda: self._health.is_serving,
             self._statistics,
             Backup(self._config, self._data, self._streams),

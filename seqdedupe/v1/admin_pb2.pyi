@@ -2125,6 +2125,171 @@ class TakeTopicResponse(_message.Message):
 Global___TakeTopicResponse: _TypeAlias = TakeTopicResponse  # noqa: Y015
 
 @_typing.final
+class MovedTopic(_message.Message):
+    """What a topic is that is moved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The full name."""
+    incarnation: _builtins.int
+    """The topic's incarnation, which stays."""
+    secret: _builtins.bytes
+    """What makes the records of its log its own."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "secret", b"secret", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MovedTopic: _TypeAlias = MovedTopic  # noqa: Y015
+
+@_typing.final
+class LogPart(_message.Message):
+    """A part of a segment of a log: it goes on where the part before it ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_INDEX_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    base_index: _builtins.int
+    """The index with which the segment begins."""
+    offset: _builtins.int
+    """From where on in the segment's file."""
+    data: _builtins.bytes
+    """What stands there, at most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        base_index: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_index", b"base_index", "data", b"data", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogPart: _TypeAlias = LogPart  # noqa: Y015
+
+@_typing.final
+class ReceiveTopicRequest(_message.Message):
+    """The next part of a topic that is moved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEAD_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    IS_ALL_FIELD_NUMBER: _builtins.int
+    is_all: _builtins.bool
+    """In the last message, alone: it may serve."""
+    @_builtins.property
+    def head(self) -> Global___MovedTopic:
+        """In the first message, alone."""
+
+    @_builtins.property
+    def log(self) -> Global___LogPart:
+        """Of the log."""
+
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotPart:
+        """Of the snapshot as of the log's end, after all of the log."""
+
+    def __init__(
+        self,
+        *,
+        head: Global___MovedTopic | None = ...,
+        log: Global___LogPart | None = ...,
+        snapshot: Global___SnapshotPart | None = ...,
+        is_all: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "log", b"log", "snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "is_all", b"is_all", "log", b"log", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceiveTopicRequest: _TypeAlias = ReceiveTopicRequest  # noqa: Y015
+
+@_typing.final
+class ReceiveTopicResponse(_message.Message):
+    """It takes the topic; at the second time: it has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceiveTopicResponse: _TypeAlias = ReceiveTopicResponse  # noqa: Y015
+
+@_typing.final
+class SettleMoveRequest(_message.Message):
+    """A topic that was to be moved to the asked sidecar."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The full name."""
+    incarnation: _builtins.int
+    """Its incarnation."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleMoveRequest: _TypeAlias = SettleMoveRequest  # noqa: Y015
+
+@_typing.final
+class SettleMoveResponse(_message.Message):
+    """What became of that."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAS_IT_FIELD_NUMBER: _builtins.int
+    has_it: _builtins.bool
+    """Whether it has the topic."""
+    def __init__(
+        self,
+        *,
+        has_it: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_it", b"has_it"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleMoveResponse: _TypeAlias = SettleMoveResponse  # noqa: Y015
+
+@_typing.final
 class GetShardsRequest(_message.Message):
     """Nothing to say."""
 

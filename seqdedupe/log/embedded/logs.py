@@ -14,6 +14,7 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.contract import LogName
+from seqdedupe.log.embedded import moved
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.inspection import DurablePart
 from seqdedupe.log.embedded.journal import Journal
@@ -32,6 +33,8 @@ READ_THREADS = 4
 TOPIC_FILE = "topic"
 """In a log's folder: the full name of its topic, for the case that the store is lost. Where it is a partition, a line
 says of how many."""
+ARRIVING = "arriving"
+"""In the folder of all logs: those that come from other sidecars, and are not this one's yet."""
 _SAID = re.compile(rb"(.*?)(?:\n([1-9]\d{0,3}) partitions\n)?", re.DOTALL)
 
 T = TypeVar("T")
@@ -104,6 +107,33 @@ class EmbeddedLogs:
             raise error("LOG_REFUSED", f"the log of topic {topic} cannot be made: {e}") from e
         self._made.add(incarnation)
 
+    def folder_of(self, incarnation: int) -> Path:
+        """Where the log is."""
+        return self._folder / str(incarnation)
+
+    def arriving(self, incarnation: int) -> Path:
+        """Where a log is while it comes from another sidecar: no start looks there."""
+        return self._folder / ARRIVING / str(incarnation)
+
+    def begin_arrival(self, incarnation: int) -> None:
+        """Makes that folder, empty. Blocks. Raises OSError."""
+        folder = self.arriving(incarnation)
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+
+    def end_arrival(self, incarnation: int, topic: str, secret: bytes) -> None:
+        """What has come there is a log, durable on return. Blocks. Raises OSError."""
+        folder = self.arriving(incarnation)
+        write_synced(folder / SECRET_FILE, secret)
+        write_synced(folder / TOPIC_FILE, topic.encode())
+        for path in folder.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(folder)
+        os.rename(folder, self.folder_of(incarnation))
+        sync_folder(self._folder)
+
     async def announce(self, whole: str) -> None:
         """See `Logs.announce`. Nobody shares them."""
 
@@ -125,7 +155,7 @@ class EmbeddedLogs:
     async def open(
         self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b""
     ) -> EmbeddedLog:
-        """See `Logs.open`.
+        """See `Logs.open`. Raises NOT_OWNER if another sidecar has it, or may have it.
 
         A torn tail, which a crash leaves, is left out and counted in the log's `cut_bytes` and `cut_records`; it
         is cut, the end of the log made durable again, and a secret that its folder lacks written there, by the first
@@ -134,6 +164,7 @@ class EmbeddedLogs:
         folder = self._of(incarnation)
 
         def look() -> tuple[list[Segment], Tail]:
+            moved.check_stays(folder)
             found = secret_of(folder, secret or b"")
             if found.why is not None:
                 raise found.why
@@ -221,6 +252,8 @@ def _names(folder: Path, replay: Replay) -> list[LogName]:
     unfinished = set[int]()
     with suppress(OSError):  # whoever is opened meets it too, and is tried again
         unfinished = replay.left()
+    # What was coming when the process ended does not come on.
+    shutil.rmtree(folder / ARRIVING, ignore_errors=True)
     return [
         LogName(incarnation, *said_by(folder / str(incarnation)), is_unfinished=incarnation in unfinished)
         for incarnation in incarnations(folder)
