@@ -75,7 +75,7 @@ class AdminService:
         self._peers = peers
         self._policies = Policies(topics, peers)
         self._sidecars = Sidecars(topics, cluster, peers, leaving, is_serving)
-        self._arriving = Arriving(logs, own, streams, permissions, trail)
+        self._arriving = Arriving(logs if peers is None else None, own, streams, permissions, trail)
         self._instance_name = cluster.shared.instance_name if cluster is not None else ""
         self._listing = Listing()
         self._statistics = statistics
@@ -121,6 +121,7 @@ class AdminService:
         if full in self._topics.partitions:
             await partitioned.delete(self._topics, full)
         else:
+            self._arriving.check_is_known(full)
             await delete(self._topics, full)
         return admin_pb2.DeleteTopicResponse()
 

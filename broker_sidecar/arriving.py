@@ -5,68 +5,68 @@ says so, and not before.
 """
 
 import asyncio
-import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+import grpc.aio
 
-from broker_sidecar.rpc import Context, columns, unary
+from broker_sidecar.rpc import Context, parse_small, unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.trail import Trail
-from broker_sidecar.snapshot_parts import Taking
-from broker_sidecar.streams import Stream, Streams, messages
-from seqdedupe import wire
+from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.files import write_all
+from seqdedupe.format import headers
 from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.log.embedded import moved
+from seqdedupe.log.embedded.arrival import Arrival
+from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.segment import segment_path
 from seqdedupe.names import topic_name
-from seqdedupe.store.snapshots import Loaded, Snapshots
+from seqdedupe.store import records
+from seqdedupe.store.snapshots import batches_of
 from seqdedupe.store.topics import TopicRecord, TopicState
-from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.state import State
 from seqdedupe.v1 import admin_pb2
 
-SYNC_BYTES = 8 * 1024 * 1024
-"""What is written is synced in so large parts, so that little is left to be at the end, when nobody has the topic."""
+SILENT_SECONDS = 60.0
+"""So long the other sidecar may say nothing: it may wait for its disk, and copies while its clients leave it time."""
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class _Arrival:
-    """One that is under way."""
+class _UnderWay:
+    """One that comes. What writes it is done by one thread, in order, whoever waits for it."""
 
     record: TopicRecord
-    folder: Path
+    arrival: Arrival
     stream: Stream
-    sizes: dict[int, int] = field(default_factory=dict)
-    """Of each segment, how much has come."""
-    snapshot: Taking = field(default_factory=Taking)
-    _unsynced: int = 0
+    is_taken: bool = False
+    """It is being made this sidecar's, whatever becomes of the call."""
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "seqdedupe-arriving"))
 
-    def write(self, base_index: int, offset: int, data: bytes) -> None:
-        """The next part of a segment. Blocks. Raises MOVE_FAILED if it is not the next; OSError."""
-        if offset != self.sizes.get(base_index, 0) or base_index < max(self.sizes, default=0):
-            raise error("MOVE_FAILED", f"a part of the log came that is not the next: {base_index}, {offset}")
-        file = os.open(segment_path(self.folder, base_index), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Raises MOVE_FAILED where that raises OSError: the disk is full, for example."""
         try:
-            write_all(file, data, offset)
-            self._unsynced += len(data)
-            if self._unsynced >= SYNC_BYTES:
-                os.fdatasync(file)
-                self._unsynced = 0
-        finally:
-            os.close(file)
-        self.sizes[base_index] = offset + len(data)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        except OSError as e:
+            raise error("MOVE_FAILED", f"topic {self.record.name} cannot be written here: {e}") from e
+
+    def end(self) -> None:
+        """Removes what is left of it, unless it is a log by now."""
+        self._thread.submit(self.arrival.remove)
+        self._thread.shutdown(wait=False)
 
 
 class Arriving:
-    """The handlers. `logs` and `topics` are the sidecar's own; None if it has none."""
+    """The handlers. `logs` and `topics` are the sidecar's own; None if it has none, or only some shards."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Arriving:
         self._streams = streams
         self._permissions = permissions
         self._trail = trail
-        self._under_way: dict[str, _Arrival] = {}
+        self._under_way: dict[str, _UnderWay] = {}
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """By the name of the call."""
@@ -90,105 +90,149 @@ class Arriving:
             "SettleMove": unary(admin_pb2.SettleMoveRequest, self._settle),
         }
 
+    def check_is_known(self, name: str) -> None:
+        """Raises RECOVERING if a topic of this name has come from a sidecar that need not know yet that it is here: if
+        it was deleted, that one would take it again."""
+        record = self._topics.records.get(name) if self._topics is not None else None
+        if self._logs is not None and record is not None and self._logs.has_arrived(record.incarnation):
+            raise error("RECOVERING", f"the sidecar that topic {name} came from does not know yet that it is here")
+
     def _own(self) -> tuple[EmbeddedLogs, Topics[Topic]]:
         if self._logs is None or self._topics is None:
-            raise error("INVALID_REQUEST", "this is only for sidecars with logs of their own")
+            raise error("INVALID_REQUEST", "this is only for sidecars with logs of their own, and without shards")
         return self._logs, self._topics
 
     async def _receive(self, _requests: object, _context: Context, stream: Stream) -> None:
         logs, topics = self._own()
-        arrival: _Arrival | None = None
+        head = parse_small(admin_pb2.ReceiveTopicRequest, await stream.read_first() or b"").head
+        self._permissions.check_topic(Action.ADMINISTER, topic_name(head.topic))
+        coming = self._begun(logs, topics, head, stream)
+        # It does not give way to another stream.
+        stream.frames_in_flight += 1
         try:
-            async for data in messages(stream):
-                request = columns(wire.ReceiveTopicRequest, admin_pb2.ReceiveTopicRequest, data)
-                if arrival is None:
-                    arrival = await self._begin(logs, topics, request.head, stream)
-                    await stream.write(admin_pb2.ReceiveTopicResponse().SerializeToString())
-                elif request.HasField("log"):
+            receiver = await coming.run(logs.receiver)
+            await coming.run(coming.arrival.begin, coming.record.name, coming.record.secret)
+            answer = admin_pb2.ReceiveTopicResponse(receiver=bytes.fromhex(receiver)).SerializeToString()
+            await stream.write(answer)
+            while not (request := await _next(stream)).HasField("end"):
+                if request.HasField("log"):
                     part = request.log
-                    await asyncio.to_thread(arrival.write, part.base_index, part.offset, part.data)
-                elif request.HasField("snapshot"):
-                    arrival.snapshot.add(request.snapshot)
-                elif request.is_all:
-                    async with self._trail.change("ReceiveTopic", f"topic: {arrival.record.name}"):
-                        await self._finish(logs, topics, arrival)
-                    await stream.write(admin_pb2.ReceiveTopicResponse().SerializeToString())
-                    return
+                    await coming.run(coming.arrival.write, part.base_index, part.offset, part.data)
+                else:
+                    await coming.run(coming.arrival.add_rows, request.snapshot)
+            async with self._trail.change("ReceiveTopic", f"topic: {coming.record.name}"):
+                await self._finish(logs, topics, coming, request.end.next_index)
+            await stream.write(answer)
         finally:
-            if arrival is not None and self._under_way.get(arrival.record.name) is arrival:
-                del self._under_way[arrival.record.name]
+            if self._under_way.get(coming.record.name) is coming:
+                del self._under_way[coming.record.name]
+            if not coming.is_taken:
+                coming.end()
 
-    async def _begin(self, logs: EmbeddedLogs, topics: Topics[Topic], head: Any, stream: Stream) -> _Arrival:
-        """Raises NOT_ALLOWED, TOPIC_EXISTS, NOT_OWNER, TOO_MANY_TOPICS, MOVE_FAILED if it is coming already."""
+    def _begun(self, logs: EmbeddedLogs, topics: Topics[Topic], head: Any, stream: Stream) -> _UnderWay:
+        """Nobody else gives this one a topic of that name from now on. Raises TOPIC_EXISTS, TOO_MANY_TOPICS,
+        NEWER_FORMAT, OLDER_FORMAT, INVALID_REQUEST; MOVE_FAILED if it is coming already."""
         name = topic_name(head.topic)
-        self._permissions.check_topic(Action.ADMINISTER, name)
         if len(head.secret) != SECRET_BYTES:
             raise error("INVALID_REQUEST", f"the secret of a log has {SECRET_BYTES} bytes")
-        record = TopicRecord(name, head.incarnation, TopicState.CREATING, head.secret)
+        for what, version, known in (
+            ("log", head.log_format_version, headers.FORMAT_VERSION),
+            ("store", head.store_format_version, records.FORMAT_VERSION),
+        ):
+            if version != known:
+                raise records.other_format(f"the {what} of the sidecar that gives topic {name}", version, known)
         if name in self._under_way:
             raise error("MOVE_FAILED", f"topic {name} is being moved here already")
-        _check_is_free(topics, record)
-        # Before anything is waited for: nobody else receives it.
-        arrival = self._under_way[name] = _Arrival(record, logs.arriving(record.incarnation), stream)
-        try:
-            await asyncio.to_thread(logs.begin_arrival, record.incarnation)
-        except BaseException:
-            del self._under_way[name]
-            raise
-        return arrival
+        record = TopicRecord(name, head.incarnation, TopicState.CREATING, head.secret)
+        _check_is_free(logs, topics, record)
+        coming = self._under_way[name] = _UnderWay(record, logs.arrival(record.incarnation), stream)
+        return coming
 
-    async def _finish(self, logs: EmbeddedLogs, topics: Topics[Topic], arrival: _Arrival) -> None:
-        head, loaded = arrival.snapshot.finish()
-        record = arrival.record
-        if (head.topic, head.position.incarnation) != (record.name, record.incarnation):
-            raise error("MOVE_FAILED", f"the snapshot is of {head.topic}, and the log of {record.name}")
+    async def _finish(self, logs: EmbeddedLogs, topics: Topics[Topic], coming: _UnderWay, next_index: int) -> None:
+        name = coming.record.name
         # Who asks what became of it has taken it out, and it never comes to be; or finds it among those being made.
-        if self._under_way.pop(record.name, None) is not arrival:
-            raise error("MOVE_FAILED", f"topic {record.name} is not taken any more: it was asked what became of it")
-        _check_is_free(topics, record)
-        await shielded(topics.creating, record.name, _take(logs, topics, record, loaded))
+        if self._under_way.pop(name, None) is not coming:
+            raise error("MOVE_FAILED", f"topic {name} is not taken any more: it was asked what became of it")
+        _check_is_free(logs, topics, coming.record)
+        coming.is_taken = True
+        await shielded(topics.creating, name, _take(topics, coming, next_index))
 
     async def _settle(self, request: admin_pb2.SettleMoveRequest) -> admin_pb2.SettleMoveResponse:
-        _, topics = self._own()
+        logs, topics = self._own()
         name = topic_name(request.topic)
-        if (arrival := self._under_way.pop(name, None)) is not None:
-            arrival.stream.end(error("MOVE_FAILED", f"it was asked what became of the move of topic {name}"))
+        if request.receiver.hex() != await asyncio.to_thread(logs.receiver):
+            raise error("MOVE_FAILED", f"topic {name} was given to another data directory than this sidecar's")
+        coming = self._under_way.get(name)
+        if coming is not None and coming.record.incarnation == request.incarnation:
+            del self._under_way[name]
+            coming.stream.end(error("MOVE_FAILED", f"it was asked what became of the move of topic {name}"))
         if taking := topics.creating.get(name):
             await asyncio.wait({taking})
         topics.stored.check_written(name)
         record = topics.records.get(name)
-        return admin_pb2.SettleMoveResponse(has_it=record is not None and record.incarnation == request.incarnation)
+        if record is None or record.incarnation != request.incarnation:
+            return admin_pb2.SettleMoveResponse()
+        if request.is_known:
+            await asyncio.to_thread(moved.is_known, logs.folder_of(record.incarnation))
+        topic = topics.live.get(name)
+        is_serving = topic.state is State.SERVING if topic is not None else logs.has_moved(record.incarnation)
+        return admin_pb2.SettleMoveResponse(has_it=True, is_serving=is_serving)
 
 
-def _check_is_free(topics: Topics[Topic], record: TopicRecord) -> None:
+async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
+    """What the other sidecar says next. Raises STREAM_IDLE if nothing comes, MOVE_FAILED where it has ended."""
+    try:
+        async with asyncio.timeout(SILENT_SECONDS):
+            data = await stream.read()
+    except TimeoutError as e:
+        raise error("STREAM_IDLE", f"the sidecar that gives a topic said nothing for {SILENT_SECONDS:.0f} s") from e
+    if data is grpc.aio.EOF:
+        raise error("MOVE_FAILED", "the sidecar that gives a topic has ended in the middle of it")
+    return parse_small(admin_pb2.ReceiveTopicRequest, data)
+
+
+def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecord) -> None:
+    """Raises TOPIC_EXISTS and so on if the topic cannot be taken. One that was here before, and was moved, is free."""
     name = record.name
     topics.check_takes_changes(name)
     topics.partitions.check_is_free(name)
-    if name in topics.records or name in topics.creating or name in topics.deleting:
+    former = topics.records.get(name)
+    if former is not None and not logs.has_moved(former.incarnation):
         raise error("TOPIC_EXISTS", f"the topic {name} is there already", topic=name)
-    topics.stored.check_is_free(record.incarnation, topics.records.values())
+    if name in topics.creating or name in topics.deleting or name in topics.renewing:
+        raise error("TOPIC_EXISTS", f"a topic {name} is being made or deleted", topic=name)
+    if former is None or former.incarnation != record.incarnation:
+        topics.stored.check_is_free(record.incarnation, topics.records.values())
     topics.check_room()
 
 
-async def _take(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecord, loaded: Loaded) -> Topic:
-    """Makes the topic this sidecar's, and opens it."""
-    # A start that finds the record as it is now removes the log with it.
-    await topics.store.put_topics(record)
-    active = replace(record, state=TopicState.ACTIVE)
+async def _take(topics: Topics[Topic], coming: _UnderWay, next_index: int) -> Topic:
+    """Makes the topic this sidecar's, which serves it on return."""
+
+    async def put() -> None:
+        batches = batches_of(coming.record.incarnation, coming.arrival.rows())
+        while (batch := await coming.run(next, batches, None)) is not None:
+            topics.store.write(batch)
+        await coming.run(coming.arrival.finish)
+
+    def check_is_whole(topic: Topic) -> None:
+        # What a crash may leave half-written nobody has sent.
+        is_torn = isinstance(topic.log, EmbeddedLog) and topic.log.cut_bytes
+        if is_torn or topic.confirmed_index != next_index:
+            why = f"its log ends with index {topic.confirmed_index}, and should with {next_index}"
+            raise error("MOVE_FAILED", f"topic {name} has not come whole: {why}")
+
+    name = coming.record.name
     try:
-        await asyncio.to_thread(logs.end_arrival, record.incarnation, record.name, record.secret)
-        await topics.kind.check_snapshot(record, None, loaded)
-        await topics.store.flush(await Snapshots(topics.store, record.incarnation).write_anew(loaded.whole()))
-        await topics.store.put_topics(active)
+        async with topics.opening[name]:
+            if (former := topics.records.get(name)) is not None:
+                # It was here before, and has nothing left but where it went.
+                await topics.stored.remove(replace(former, state=TopicState.DELETING))
+                del topics.records[name], topics.closed[name]
+            return await topics.lives.take_in(coming.record, put, check_is_whole)
+    except SeqdedupeError:
+        raise
     except Exception as e:
-        await topics.stored.undo(record)
-        raise e if isinstance(e, SeqdedupeError) else error("MOVE_FAILED", f"the log was not taken: {e}") from e
-    topics.records[record.name] = active
-    topics.closed[record.name] = Closed(active, error("RECOVERING", "it was moved here"))
-    await topics.opened(active)
-    topic = topics.live.get(record.name)
-    if topic is None:
-        topics.in_background(topics.go_on_opening(active))
-        raise error("RECOVERING", f"topic {record.name} is here, and cannot be opened yet")
-    await topic.recover()
-    return topic
+        raise error("MOVE_FAILED", f"topic {name} was not taken: {type(e).__name__}: {e}") from e
+    finally:
+        coming.end()

@@ -20,7 +20,7 @@ from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind
+from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.fetching import Fetching
@@ -125,6 +125,7 @@ class Data:
             **limits,
         )
         if self.logs is not None:
+            self.logs.remove_arrivals()
             self.leaving = Leaving(self.logs, self.topics, Neighbours(listed(config, config.peers)))
 
     def _stands_by(self, topic: str) -> bool:
@@ -143,11 +144,13 @@ class Data:
         """The thread that writes the sidecar's own logs, if it runs by now."""
         return self.logs.running_committer if self.logs is not None else None
 
+    def has_moved(self, record: TopicRecord) -> bool:
+        """Whether another sidecar has a topic that was this one's. Raises OSError."""
+        return self.logs is not None and self.logs.has_moved(record.incarnation)
+
     def begin_looking(self) -> None:
         """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics
         and for the state of those of which there is none here."""
-        if self.leaving is not None:
-            self.leaving.go_on()
         if self.logs is not None and self._scrub_bytes_per_second:
             self.logs.scrub(self._scrub_bytes_per_second)
         if self.cluster is not None:

@@ -43,6 +43,10 @@ class Neighbours:
         self._listed = listed
         self._for_others = replace(listed.credentials, token=None, token_file=None) if listed else NO_CREDENTIALS
 
+    def allowed(self, address: str) -> SidecarAddress | None:
+        """The address, if it is listed, or in a listed domain."""
+        return self._listed.allowed(address) if self._listed else None
+
     def _channel(self, address: SidecarAddress, *, is_one: bool = True) -> grpc.aio.Channel:
         listed = self._listed.allowed(str(address)) if self._listed else None
         credentials = self._listed.credentials if self._listed and listed else self._for_others

@@ -126,6 +126,8 @@ class Sidecar:
 
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
+        if self._data.leaving is not None:
+            self._data.leaving.go_on()
         await self._topics.recover_all()
         self._data.begin_looking()
         self._health.set("", health.SERVING)

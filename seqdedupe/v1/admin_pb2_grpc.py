@@ -451,9 +451,10 @@ class AdminServiceServicer(object):
 
     def ReceiveTopic(self, request_iterator, context):
         """Takes in a topic of another sidecar with a log of its own, which has it until this one says that it has: the head,
-        which is answered, then the log from its beginning and a snapshot, in parts, then `is_all`, which is answered when
-        the topic is this sidecar's, durably. Sidecars call each other so. Errors: `TOPIC_EXISTS`, `MOVE_FAILED`, and as
-        `ImportSnapshot`: then nothing of it is here. A call that breaks is settled by `SettleMove`.
+        which is answered, then the log from its beginning and a snapshot, in parts, then the end, which is answered when
+        the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
+        `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and why else it cannot serve it: then
+        nothing of it is here. What came of a call that breaks `SettleMove` says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -461,7 +462,8 @@ class AdminServiceServicer(object):
 
     def SettleMove(self, request, context):
         """Whether a topic that another sidecar was giving to this one is here now; if not, what is still under way of that
-        never will be. Sidecars ask each other so. Error: `STORE_UNAVAILABLE` while that is not certain.
+        never will be. Sidecars ask each other so. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it
+        was given to another data directory than this one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -150,13 +150,15 @@ class AdminServiceStub:
     """
     ReceiveTopic: _grpc.StreamStreamMultiCallable[_admin_pb2.ReceiveTopicRequest, _admin_pb2.ReceiveTopicResponse]
     """Takes in a topic of another sidecar with a log of its own, which has it until this one says that it has: the head,
-    which is answered, then the log from its beginning and a snapshot, in parts, then `is_all`, which is answered when
-    the topic is this sidecar's, durably. Sidecars call each other so. Errors: `TOPIC_EXISTS`, `MOVE_FAILED`, and as
-    `ImportSnapshot`: then nothing of it is here. A call that breaks is settled by `SettleMove`.
+    which is answered, then the log from its beginning and a snapshot, in parts, then the end, which is answered when
+    the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
+    `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and why else it cannot serve it: then
+    nothing of it is here. What came of a call that breaks `SettleMove` says.
     """
     SettleMove: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SettleMoveRequest, _admin_pb2.SettleMoveResponse]
     """Whether a topic that another sidecar was giving to this one is here now; if not, what is still under way of that
-    never will be. Sidecars ask each other so. Error: `STORE_UNAVAILABLE` while that is not certain.
+    never will be. Sidecars ask each other so. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it
+    was given to another data directory than this one.
     """
     GetShards: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]
     """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
@@ -301,13 +303,15 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ReceiveTopic: _aio.StreamStreamMultiCallable[_admin_pb2.ReceiveTopicRequest, _admin_pb2.ReceiveTopicResponse]  # type: ignore[assignment]
     """Takes in a topic of another sidecar with a log of its own, which has it until this one says that it has: the head,
-    which is answered, then the log from its beginning and a snapshot, in parts, then `is_all`, which is answered when
-    the topic is this sidecar's, durably. Sidecars call each other so. Errors: `TOPIC_EXISTS`, `MOVE_FAILED`, and as
-    `ImportSnapshot`: then nothing of it is here. A call that breaks is settled by `SettleMove`.
+    which is answered, then the log from its beginning and a snapshot, in parts, then the end, which is answered when
+    the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
+    `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and why else it cannot serve it: then
+    nothing of it is here. What came of a call that breaks `SettleMove` says.
     """
     SettleMove: _aio.UnaryUnaryMultiCallable[_admin_pb2.SettleMoveRequest, _admin_pb2.SettleMoveResponse]  # type: ignore[assignment]
     """Whether a topic that another sidecar was giving to this one is here now; if not, what is still under way of that
-    never will be. Sidecars ask each other so. Error: `STORE_UNAVAILABLE` while that is not certain.
+    never will be. Sidecars ask each other so. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it
+    was given to another data directory than this one.
     """
     GetShards: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]  # type: ignore[assignment]
     """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
@@ -623,9 +627,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.ReceiveTopicResponse], _abc.AsyncIterator[_admin_pb2.ReceiveTopicResponse]]:
         """Takes in a topic of another sidecar with a log of its own, which has it until this one says that it has: the head,
-        which is answered, then the log from its beginning and a snapshot, in parts, then `is_all`, which is answered when
-        the topic is this sidecar's, durably. Sidecars call each other so. Errors: `TOPIC_EXISTS`, `MOVE_FAILED`, and as
-        `ImportSnapshot`: then nothing of it is here. A call that breaks is settled by `SettleMove`.
+        which is answered, then the log from its beginning and a snapshot, in parts, then the end, which is answered when
+        the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
+        `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and why else it cannot serve it: then
+        nothing of it is here. What came of a call that breaks `SettleMove` says.
         """
 
     @_abc_1.abstractmethod
@@ -635,7 +640,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SettleMoveResponse, _abc.Awaitable[_admin_pb2.SettleMoveResponse]]:
         """Whether a topic that another sidecar was giving to this one is here now; if not, what is still under way of that
-        never will be. Sidecars ask each other so. Error: `STORE_UNAVAILABLE` while that is not certain.
+        never will be. Sidecars ask each other so. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it
+        was given to another data directory than this one.
         """
 
     @_abc_1.abstractmethod

@@ -14,14 +14,14 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.contract import LogName
-from seqdedupe.log.embedded import moved
+from seqdedupe.log.embedded import arrival, moved
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.inspection import DurablePart
 from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.log import EmbeddedLog, Shared
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.scrub import Scrub
-from seqdedupe.log.embedded.secret import SECRET_FILE, secret_of
+from seqdedupe.log.embedded.secret import SECRET_FILE, TOPIC_FILE, secret_of
 from seqdedupe.log.embedded.segment import Identity, Segment, segment_path, unreadable
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments
 from seqdedupe.log.embedded.window import ReadAhead
@@ -30,11 +30,6 @@ from seqdedupe.names import topic_name
 DEFAULT_SEGMENT_BYTES = 128 * 1024 * 1024
 READ_THREADS = 4
 
-TOPIC_FILE = "topic"
-"""In a log's folder: the full name of its topic, for the case that the store is lost. Where it is a partition, a line
-says of how many."""
-ARRIVING = "arriving"
-"""In the folder of all logs: those that come from other sidecars, and are not this one's yet."""
 _SAID = re.compile(rb"(.*?)(?:\n([1-9]\d{0,3}) partitions\n)?", re.DOTALL)
 
 T = TypeVar("T")
@@ -102,7 +97,7 @@ class EmbeddedLogs:
     ) -> None:
         """See `Logs.create`."""
         try:
-            await self._in_thread(create_log, self._of(incarnation), topic, secret, partitions)
+            await self._in_thread(create_log, self.folder_of(incarnation), topic, secret, partitions)
         except OSError as e:
             raise error("LOG_REFUSED", f"the log of topic {topic} cannot be made: {e}") from e
         self._made.add(incarnation)
@@ -111,28 +106,38 @@ class EmbeddedLogs:
         """Where the log is."""
         return self._folder / str(incarnation)
 
-    def arriving(self, incarnation: int) -> Path:
-        """Where a log is while it comes from another sidecar: no start looks there."""
-        return self._folder / ARRIVING / str(incarnation)
+    def arrival(self, incarnation: int) -> arrival.Arrival:
+        """One that comes from another sidecar."""
+        return arrival.Arrival(self._folder, incarnation)
 
-    def begin_arrival(self, incarnation: int) -> None:
-        """Makes that folder, empty. Blocks. Raises OSError."""
-        folder = self.arriving(incarnation)
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+    def receiver(self) -> str:
+        """See `arrival.receiver`. Blocks. Raises OSError."""
+        return arrival.receiver(self._folder)
 
-    def end_arrival(self, incarnation: int, topic: str, secret: bytes) -> None:
-        """What has come there is a log, durable on return. Blocks. Raises OSError."""
-        folder = self.arriving(incarnation)
-        write_synced(folder / SECRET_FILE, secret)
-        write_synced(folder / TOPIC_FILE, topic.encode())
-        for path in folder.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(folder)
-        os.rename(folder, self.folder_of(incarnation))
-        sync_folder(self._folder)
+    def remove_arrivals(self) -> None:
+        """See `arrival.remove_all`. Blocks."""
+        arrival.remove_all(self._folder)
+
+    def has_moved(self, incarnation: int) -> bool:
+        """Whether another sidecar has it. Raises OSError."""
+        return moved.moved_to(self.folder_of(incarnation)) is not None
+
+    def has_arrived(self, incarnation: int) -> bool:
+        """Whether it has come from another sidecar that need not know so yet. Raises OSError."""
+        return (self.folder_of(incarnation) / moved.ARRIVED_FILE).exists()
+
+    def secret_of(self, incarnation: int, known: bytes) -> bytes:
+        """Its secret; `known` is what the store says. Blocks. Raises LOG_DAMAGED, OLDER_FORMAT; OSError."""
+        found = secret_of(self.folder_of(incarnation), known)
+        if found.why is not None:
+            raise found.why
+        return found.secret
+
+    def remove_moved(self, incarnation: int) -> None:
+        """Of a log that another sidecar has nothing is left here but where it is. Blocks. Raises OSError; it may be
+        done again."""
+        self._replay.drop(incarnation)
+        moved.remove_messages(self.folder_of(incarnation))
 
     async def announce(self, whole: str) -> None:
         """See `Logs.announce`. Nobody shares them."""
@@ -143,10 +148,10 @@ class EmbeddedLogs:
             try:
                 await self._in_thread(self._delete, incarnation)
             except OSError as e:
-                raise error("LOG_REFUSED", f"the log {self._of(incarnation)} cannot be removed: {e}") from e
+                raise error("LOG_REFUSED", f"the log {self.folder_of(incarnation)} cannot be removed: {e}") from e
 
     def _delete(self, incarnation: int) -> None:
-        folder = self._of(incarnation)
+        folder = self.folder_of(incarnation)
         if folder.exists():
             shutil.rmtree(folder)
             sync_folder(self._folder)
@@ -161,7 +166,7 @@ class EmbeddedLogs:
         is cut, the end of the log made durable again, and a secret that its folder lacks written there, by the first
         `open_for_writing`. So a full disk can be opened and read.
         """
-        folder = self._of(incarnation)
+        folder = self.folder_of(incarnation)
 
         def look() -> tuple[list[Segment], Tail]:
             moved.check_stays(folder)
@@ -226,9 +231,6 @@ class EmbeddedLogs:
             await self._committer.close()
         self._shared.threads.shutdown()
 
-    def _of(self, incarnation: int) -> Path:
-        return self._folder / str(incarnation)
-
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._shared.threads, function, *arguments)
 
@@ -252,8 +254,6 @@ def _names(folder: Path, replay: Replay) -> list[LogName]:
     unfinished = set[int]()
     with suppress(OSError):  # whoever is opened meets it too, and is tried again
         unfinished = replay.left()
-    # What was coming when the process ended does not come on.
-    shutil.rmtree(folder / ARRIVING, ignore_errors=True)
     return [
         LogName(incarnation, *said_by(folder / str(incarnation)), is_unfinished=incarnation in unfinished)
         for incarnation in incarnations(folder)
