@@ -56,7 +56,7 @@ class Sidecars:
             raise error(
                 "INVALID_REQUEST",
                 "this is only for sidecars in front of a cluster, and here the log is not a cluster's",
-                hint="Where log = 'embedded' or 'broker' a topic stays where it is.",
+                hint="Where log = 'broker', or topics are spread over processes, a topic stays where it is.",
             )
         return self._known_cluster
 
