@@ -4,6 +4,7 @@ import asyncio
 import errno
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from seqdedupe.format import headers
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.log.contract import Failure
 from seqdedupe.log.embedded import moved
-from seqdedupe.log.embedded.arrival import ARRIVING, Arrival, row_bytes
+from seqdedupe.log.embedded.arrival import ARRIVING, Arrival, receiver, row_bytes
 from seqdedupe.message_id import Position
 from seqdedupe.store import records
 from seqdedupe.topic.publishing import Topic
@@ -583,6 +584,33 @@ async def test_the_doctor_names_what_was_on_its_way(two: Pair, monkeypatch: pyte
     assert "on its way" in found.notes[0]
     await two.new.start()
     assert not leftovers(two.new)
+
+
+def test_one_that_ends_late_removes_nothing_of_the_next(tmp_path: Path) -> None:
+    first, second = Arrival(tmp_path, 7), Arrival(tmp_path, 7)
+    first.begin("t", b"s")
+    with pytest.raises(FileExistsError):
+        second.begin("t", b"s")
+    second.remove()
+    first.write(0, 0, b"x")
+    first.remove()
+    second.begin("t", b"s")
+    second.write(0, 0, b"x")
+    first.remove()
+    second.finish()
+    assert (tmp_path / "7" / "00000000000000000000.log").read_bytes() == b"x"
+    third = Arrival(tmp_path, 7)
+    third.begin("t", b"s")
+    second.remove()
+    assert (tmp_path / ARRIVING / "7" / "topic").exists()
+
+
+def test_a_data_directory_is_one_receiver(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        said = set(threads.map(receiver, [tmp_path] * 64))
+    assert len(said) == 1
+    (tmp_path / "receiver").write_bytes(b"")
+    assert receiver(tmp_path) not in said
 
 
 # -- who lies ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import os
 import secrets
 import shutil
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ MAX_ROW_BYTES = 256 * 1024 * 1024
 all changed since the one before it."""
 
 _ROW = struct.Struct("<II")
+_making_receiver = threading.Lock()
 
 Row = tuple[bytes, bytes]
 """Key and value of a record of the store."""
@@ -40,12 +42,13 @@ def row_bytes(key: bytes, value: bytes) -> bytes:
 def receiver(logs: Path) -> str:
     """Which data directory this is. Durable on return. Raises OSError."""
     path = logs / RECEIVER_FILE
-    said = path.read_text() if path.exists() else ""
-    if len(said) != 2 * RECEIVER_BYTES:
-        said = secrets.token_hex(RECEIVER_BYTES)
-        logs.mkdir(exist_ok=True)
-        write_synced(path, said.encode())
-    return said
+    with _making_receiver:
+        said = path.read_text() if path.exists() else ""
+        if len(said) != 2 * RECEIVER_BYTES:
+            said = secrets.token_hex(RECEIVER_BYTES)
+            logs.mkdir(exist_ok=True)
+            write_synced(path, said.encode())
+        return said
 
 
 def remove_all(logs: Path) -> None:
@@ -62,11 +65,13 @@ class Arrival:
         self._base_index, self._end = -1, 0
         """The segment that comes, and how much of it has."""
         self._unsynced = 0
+        self._has_begun = False
 
     def begin(self, topic: str, secret: bytes) -> None:
-        """Nothing of it is there yet."""
-        self.remove()
-        self._folder.mkdir(parents=True)
+        """Raises FileExistsError while an earlier one is being removed."""
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir()
+        self._has_begun = True
         write_synced(self._folder / TOPIC_FILE, topic.encode())
         write_synced(self._folder / SECRET_FILE, secret)
 
@@ -117,9 +122,11 @@ class Arrival:
                 os.fsync(file.fileno())
         sync_folder(self._folder)
         os.rename(self._folder, self._log_folder)
+        self._has_begun = False
         sync_folder(self._log_folder.parent)
 
     def remove(self) -> None:
-        """Nothing of it is left, unless it is a log by now."""
-        if self._folder.exists():
+        """Nothing of it is left, unless it is a log by now. What another one has begun meanwhile stays."""
+        if self._has_begun:
             shutil.rmtree(self._folder)
+            self._has_begun = False
