@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from broker_sidecar.arriving import Arriving
 from broker_sidecar.backup import Backup
 from broker_sidecar.cursors import Cursors
+from broker_sidecar.leaving import Leaving
 from broker_sidecar.listing import Listing
 from broker_sidecar.operate import Operate, producer_proto
 from broker_sidecar.peers import Peers
@@ -25,6 +27,7 @@ from broker_sidecar.transfer import Transfer
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
+from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.closed import Closed
@@ -55,6 +58,8 @@ class AdminService:
         trail: Trail,
         cluster: "Cluster | None",
         peers: Peers | None,
+        logs: EmbeddedLogs | None,
+        leaving: Leaving | None,
         is_serving: Callable[[], bool],
         statistics: Statistics,
         backup: Backup,
@@ -69,7 +74,8 @@ class AdminService:
         self._backup = backup
         self._peers = peers
         self._policies = Policies(topics, peers)
-        self._sidecars = Sidecars(topics, cluster, peers, is_serving)
+        self._sidecars = Sidecars(topics, cluster, peers, leaving, is_serving)
+        self._arriving = Arriving(logs if peers is None else None, own, streams, permissions, trail)
         self._instance_name = cluster.shared.instance_name if cluster is not None else ""
         self._listing = Listing()
         self._statistics = statistics
@@ -93,7 +99,7 @@ class AdminService:
             ("GetVersion", admin_pb2.GetVersionRequest, self._version),
         )
         methods: dict[str, Any] = {name: unary(kind, call) for name, kind, call in calls}  # type: ignore[arg-type]
-        for part in (self._operate, self._cursors, self._transfer, self._sidecars, self._backup):
+        for part in (self._operate, self._cursors, self._transfer, self._sidecars, self._arriving, self._backup):
             methods |= part.methods()
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -115,6 +121,7 @@ class AdminService:
         if full in self._topics.partitions:
             await partitioned.delete(self._topics, full)
         else:
+            self._arriving.check_is_known(full)
             await delete(self._topics, full)
         return admin_pb2.DeleteTopicResponse()
 

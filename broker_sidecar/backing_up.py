@@ -33,7 +33,7 @@ class _Moment(NamedTuple):
     records: list[TopicRecord]
     """Of the topics that there are."""
     rows: Iterator[tuple[bytes, bytes]]
-    """All records of the store but those of topics that are being made or deleted."""
+    """All records of the store but those of topics that are being made or deleted, or were moved to other sidecars."""
     parts: dict[int, Sequence[DurablePart]]
     """Of each log that is open, by incarnation."""
     closed: dict[int, SeqdedupeError]
@@ -80,7 +80,9 @@ def _moment(data: Data, parts: dict[int, Sequence[DurablePart]]) -> _Moment:
     rows = store.scan(b"", b"\xff")
     # From the first one on the store is shown as it is now, whenever the others are read.
     first = list(islice(rows, 1))
-    records = [record for record in store.topics() if record.state is TopicState.ACTIVE]
+    moved = {one.record.incarnation for one in topics.closed.values() if data.has_moved(one.record)}
+    active = [record for record in store.topics() if record.state is TopicState.ACTIVE]
+    records = [record for record in active if record.incarnation not in moved]
     wanted = {None, *(record.incarnation for record in records)}
     kept = ((key, value) for key, value in chain(first, rows) if incarnation_of(key) in wanted)
     closed = {one.record.incarnation: one.told for one in topics.closed.values()}

@@ -71,7 +71,11 @@ class Config:
         "0: as many as it has, in a new one one.",
     )
     shards: str = _key("", "The shards of the topics that this process has, as `0-15`, where others have the rest.")
-    peers: str = _key("", "The addresses of all processes that have shards, this one too, with commas between.")
+    peers: str = _key(
+        "",
+        "The addresses of all processes that have shards, this one too, with commas between. "
+        "Without shards: those that topics may be moved to.",
+    )
     cluster_id: str = _key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
     advertised_address: str = _key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
     rules_file: str = _key(

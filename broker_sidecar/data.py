@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker_sidecar.config import Config
+from broker_sidecar.leaving import Leaving
+from broker_sidecar.neighbours import Neighbours
 from broker_sidecar.peers import Peers, claim_of
 from broker_sidecar.security.own_credentials import listed
 from seqdedupe.address import SidecarAddress
@@ -18,7 +20,7 @@ from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.logs import EmbeddedLogs, incarnations
 from seqdedupe.store import directories
 from seqdedupe.store.db import Store
-from seqdedupe.store.topics import LogKind
+from seqdedupe.store.topics import LogKind, TopicRecord
 from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.fetching import Fetching
@@ -73,6 +75,7 @@ class Data:
         self.store = store = Store.open(folder / "store")
         self.logs: EmbeddedLogs | None = None
         self.peers: Peers | None = None
+        self.leaving: Leaving | None = None
         self.cluster: Cluster | None = None
         self._is_standby = config.standby
         self._is_advertised = bool(config.advertised_address)
@@ -121,6 +124,9 @@ class Data:
             ownership=self.peers,
             **limits,
         )
+        if self.logs is not None:
+            self.logs.remove_arrivals()
+            self.leaving = Leaving(self.logs, self.topics, Neighbours(listed(config, config.peers)))
 
     def _stands_by(self, topic: str) -> bool:
         return self._is_standby and self.cluster is not None and self.cluster.is_near(topic)
@@ -137,6 +143,10 @@ class Data:
     def committer(self) -> Committer | None:
         """The thread that writes the sidecar's own logs, if it runs by now."""
         return self.logs.running_committer if self.logs is not None else None
+
+    def has_moved(self, record: TopicRecord) -> bool:
+        """Whether another sidecar has a topic that was this one's. Raises OSError."""
+        return self.logs is not None and self.logs.has_moved(record.incarnation)
 
     def begin_looking(self) -> None:
         """From now on looks in the background: for damage if the configuration says so, in a cluster for new topics

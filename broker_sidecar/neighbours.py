@@ -1,6 +1,8 @@
 """Other sidecars, as far as this one has to do with them."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +42,10 @@ class Neighbours:
         """None: none is listed, and whoever has something is a sidecar."""
         self._listed = listed
         self._for_others = replace(listed.credentials, token=None, token_file=None) if listed else NO_CREDENTIALS
+
+    def allowed(self, address: str) -> SidecarAddress | None:
+        """The address, if it is listed, or in a listed domain."""
+        return self._listed.allowed(address) if self._listed else None
 
     def _channel(self, address: SidecarAddress, *, is_one: bool = True) -> grpc.aio.Channel:
         listed = self._listed.allowed(str(address)) if self._listed else None
@@ -86,6 +92,19 @@ class Neighbours:
     async def take(self, address: str, name: str) -> None:
         """The sidecar at this address takes the topic, and serves it on return. Raises as `topic`, NOT_OWNER."""
         await self.ask(address, "TakeTopic", admin_pb2.TakeTopicRequest(topic=name), TAKE_SECONDS)
+
+    @asynccontextmanager
+    async def giving(self, address: str) -> AsyncIterator[Any]:
+        """A call of ReceiveTopic at the sidecar at this address, which ends with the block. Raises what that one
+        refuses it for, UNREACHABLE."""
+        there = SidecarAddress.parse(address)
+        async with self._channel(there) as channel:
+            with typed_errors(there):
+                call: Any = AdminServiceStub(channel).ReceiveTopic()
+                try:
+                    yield call
+                finally:
+                    call.cancel()
 
     async def ask(self, address: str, name: str, request: Message, timeout_seconds: float = ANSWER_SECONDS) -> Any:
         """What the sidecar at this address answers to a call of AdminService. Raises what that one refuses it for,

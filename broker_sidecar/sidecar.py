@@ -85,6 +85,8 @@ class Sidecar:
             self._guard.trail,
             self._data.cluster,
             self._data.peers,
+            self._data.logs,
+            self._data.leaving,
             lambda: self._health.is_serving,
             self._statistics,
             Backup(self._config, self._data, self._streams),
@@ -124,6 +126,8 @@ class Sidecar:
 
     async def recover(self) -> None:
         """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
+        if self._data.leaving is not None:
+            self._data.leaving.go_on()
         await self._topics.recover_all()
         self._data.begin_looking()
         self._health.set("", health.SERVING)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from broker_sidecar.leaving import Leaving
 from broker_sidecar.moving import Moves
 from broker_sidecar.peers import Peers
 from broker_sidecar.rpc import unary
@@ -21,14 +22,21 @@ if TYPE_CHECKING:
 
 
 class Sidecars:
-    """The handlers. `cluster` is None if the log is not a cluster's, `peers` if this process has all topics."""
+    """The handlers. `cluster` is None if the log is not a cluster's, `peers` if this process has all topics, `leaving`
+    if it has no logs of its own."""
 
     def __init__(
-        self, topics: Topics[Any], cluster: "Cluster | None", peers: Peers | None, is_serving: Callable[[], bool]
+        self,
+        topics: Topics[Any],
+        cluster: "Cluster | None",
+        peers: Peers | None,
+        leaving: Leaving | None,
+        is_serving: Callable[[], bool],
     ) -> None:
         self._topics: Topics[Topic] = topics
         self._known_cluster = cluster
         self._peers = peers
+        self._leaving = leaving
         self._is_serving = is_serving
         self._moves = Moves()
 
@@ -48,7 +56,7 @@ class Sidecars:
             raise error(
                 "INVALID_REQUEST",
                 "this is only for sidecars in front of a cluster, and here the log is not a cluster's",
-                hint="Where log = 'embedded' or 'broker' a topic stays where it is.",
+                hint="Where log = 'broker', or topics are spread over processes, a topic stays where it is.",
             )
         return self._known_cluster
 
@@ -90,6 +98,9 @@ class Sidecars:
         return admin_pb2.ForgetSidecarResponse(topics=topics)
 
     async def _move(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:
+        if self._leaving is not None and self._peers is None:
+            topic = await find(self._topics, request.topic)
+            return admin_pb2.MoveTopicResponse(owner_address=await self._leaving.move(topic, request.to))
         cluster = self._cluster
         topic = await find(self._topics, request.topic)
         address = await self._moves.move(topic, request.to, cluster.shared, cluster.neighbours)

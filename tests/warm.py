@@ -27,7 +27,13 @@ from broker_sidecar import kernels
 ROOT = Path(__file__).parents[1]
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
 SIDECAR = [sys.executable, "-m", "broker_sidecar"]
-MAINS = {"command": "seqdedupe.cli.main", "sidecar": "broker_sidecar.__main__"}
+MODULES = {"broker_sidecar": "sidecar", "tests.broker_sidecar.dying_moving": "dying"}
+"""What `python -m` starts warm."""
+MAINS = {
+    "command": "seqdedupe.cli.main",
+    "sidecar": "broker_sidecar.__main__",
+    "dying": "tests.broker_sidecar.dying_moving",
+}
 """What can start warm: the modules of their functions `main`."""
 
 # gRPC's own are what a start of sidecar or command says: any process that has imported their modules has them.
@@ -77,8 +83,8 @@ def _warm_command(args: Sequence[Any]) -> list[str] | None:
     words = [os.fspath(arg) for arg in args]
     if words[:1] == [COMMAND]:
         return ["command", *words[1:]]
-    if words[:3] == SIDECAR:
-        return ["sidecar", *words[3:]]
+    if words[:2] == [sys.executable, "-m"] and (what := MODULES.get(words[2])):
+        return [what, *words[3:]]
     return None
 
 

@@ -30,7 +30,22 @@ EARLY_SECONDS = 1.0
 _LATEST_SECONDS = 253_402_300_799
 """The end of the year 9999."""
 
-Keys = Mapping[str, jwt.PyJWK]
+
+class PublicKey(jwt.PyJWK):
+    """One that a file says; equal to what the same words have made before."""
+
+    def __init__(self, said: dict[str, Any], algorithm: str) -> None:
+        super().__init__(said, algorithm)
+        self._said = said
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PublicKey) and self._said == other._said
+
+    def __hash__(self) -> int:
+        return hash(self._said["kid"])
+
+
+Keys = Mapping[str, PublicKey]
 """Public keys by `kid`."""
 
 
@@ -58,14 +73,14 @@ def read_keys(path: Path) -> Keys:
     return keys
 
 
-def _public_key(key: dict[str, Any]) -> jwt.PyJWK:
+def _public_key(key: dict[str, Any]) -> PublicKey:
     """Raises ValueError with what is wrong; TypeError, KeyError, PyJWTError."""
     if "d" in key:
         raise ValueError("one of the keys is private; whoever can read it can make tokens")
     algorithm = ALGORITHMS.get((key["kty"], key.get("crv")))
     if algorithm is None or key.get("alg", algorithm) != algorithm or key.get("use", "sig") != "sig":
         raise ValueError("a key is of none of the kinds Ed25519 (EdDSA), P-256 (ES256), RSA (RS256), for signatures")
-    made = jwt.PyJWK(key, algorithm)
+    made = PublicKey(key, algorithm)
     if isinstance(made.key, RSAPublicKey) and made.key.key_size < MIN_RSA_BITS:
         raise ValueError(f"an RSA key has less than {MIN_RSA_BITS} bits")
     return made

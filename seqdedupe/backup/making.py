@@ -16,9 +16,8 @@ from seqdedupe.backup.manifest import MANIFEST_FILE, BackupFile, Fault, Manifest
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import UNFINISHED, sync_folder
 from seqdedupe.log.embedded.inspection import Damage, DurablePart, inspect_part
-from seqdedupe.log.embedded.logs import TOPIC_FILE
 from seqdedupe.log.embedded.past_damage import read_what_can_be
-from seqdedupe.log.embedded.secret import SECRET_FILE
+from seqdedupe.log.embedded.secret import SECRET_FILE, TOPIC_FILE
 from seqdedupe.store.copy import write_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import WORKERS_FILE

@@ -70,7 +70,7 @@ def forget(name: str, address: str, as_json: bool) -> None:
 @click.option("--to", metavar="ADDRESS", default="", help="The sidecar that is to have it. Left out: who takes it.")
 @common
 def move(name: str, to: str, address: str, as_json: bool) -> None:
-    """Move a topic of a cluster to another sidecar; returns when that one serves it."""
+    """Move a topic to another sidecar, of a cluster or with a log of its own; returns when that one serves it."""
     with connect_to(address, name) as client:
         owner = client.admin.move_topic(name, to)
     if as_json:

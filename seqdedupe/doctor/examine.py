@@ -10,7 +10,9 @@ from seqdedupe.doctor.log import examine_log
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import REASONS, DamagedError, error
 from seqdedupe.format.tag import key_of
+from seqdedupe.log.embedded.arrival import ARRIVING
 from seqdedupe.log.embedded.logs import incarnations, said_by
+from seqdedupe.log.embedded.moved import leaving_to, moved_to
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.secret import secret_of
 from seqdedupe.log.embedded.segment import Identity, segment_path
@@ -75,6 +77,7 @@ def examine(directory: Path, each: Callable[[Examined], None] = lambda examined:
         _check_shards(directory, found.topics)
         _check_names(found.topics)
         _check_partitions(found.topics)
+        found.topics += _arriving(logs / ARRIVING)
         if any(not topic.is_whole for topic in found.topics) and found.store is StoreState.WHOLE:
             found.cures += _directory_cures(found.topics)
         return found
@@ -144,6 +147,12 @@ def _topic(
         whose = "a broker's own" if record.log is LogKind.BROKER else "a Pulsar topic"
         found.notes.append(f"its log is {whose}, and was not looked at")
         return found
+    if (to := moved_to(folder)) is not None:
+        found.notes.append(f"it was moved: the sidecar at {to.address} has it")
+        found.log_bytes = sum(path.stat().st_size for path in _segments(folder))
+        return found
+    if (to := leaving_to(folder)) is not None:
+        found.notes.append(f"it was being moved: the sidecar at {to.address} alone knows which of the two has it")
     if record is not None and record.state is not TopicState.ACTIVE:
         found.notes.append(f"{record.state.name}: the next start finishes that")
         return found
@@ -178,6 +187,19 @@ def _topic(
     if tally is not None:
         each(Examined(found, folder, identity, secret, loaded, tally, replay))
     return found
+
+
+def _arriving(folder: Path) -> Iterator[TopicFindings]:
+    """What was coming from other sidecars."""
+    for incarnation in incarnations(folder) if folder.is_dir() else ():
+        there = folder / str(incarnation)
+        said, _, _ = _said_by(there)
+        found = TopicFindings(said or topic_name(f"rebuilt-{incarnation}"), incarnation)
+        found.log_bytes = sum(path.stat().st_size for path in there.iterdir())
+        found.notes.append(
+            "it was on its way here from another sidecar, which has it: the next start removes this part"
+        )
+        yield found
 
 
 def _segments(folder: Path) -> Iterator[Path]:

@@ -52,6 +52,9 @@ from seqdedupe.store.records import (
 MAX_DELTAS = 1024
 """More of them since the last compaction, and the next one is due."""
 
+BATCH_BYTES = 1024 * 1024
+"""What is written at once, about, of a snapshot that comes from elsewhere."""
+
 MAX_DELTA_BYTES = 4 * 1024 * 1024
 """The same for their size."""
 
@@ -123,6 +126,23 @@ class Loaded:
             self.opaque,
             self.has_forgotten,
         )
+
+
+def batches_of(incarnation: int, rows: Iterator[tuple[bytes, bytes]]) -> Iterator[WriteBatch]:
+    """Writes that put a topic's snapshot, as another store has it, in the place of all that is stored of it here.
+    Nobody may look at it before all are made. Raises INVALID_REQUEST for what is no part of it."""
+    start, stop = snapshot_range(incarnation)
+    batch, size_bytes = WriteBatch(raw_mode=True), 0
+    batch.delete_range(start, stop)
+    for key, value in rows:
+        if not (start <= key < stop):
+            raise error("INVALID_REQUEST", f"a record {key.hex()[:100]} is no part of a snapshot of {incarnation}")
+        if size_bytes > BATCH_BYTES:
+            yield batch
+            batch, size_bytes = WriteBatch(raw_mode=True), 0
+        batch.put(key, value)
+        size_bytes += len(key) + len(value)
+    yield batch
 
 
 class Snapshots:

@@ -26,6 +26,8 @@ class Closed:
 
     def error(self) -> SeqdedupeError:
         """What whoever asks for the topic is told."""
+        if self.why.reason == "NOT_OWNER":
+            return error("NOT_OWNER", self.why.message, owner_address=self.why.numbers.get("owner_address", ""))
         if self.owner_address:
             why = f"the sidecar at {self.owner_address} owns topic {self.record.name}, of which this one has no state"
             return error("NOT_OWNER", why, owner_address=self.owner_address)

@@ -78,6 +78,8 @@ class Topics(Generic[T]):
         self.changing: dict[str, asyncio.Task[None]] = {}
         """Partitioned topics that are being made or deleted."""
         self.renewing: dict[str, asyncio.Task[asyncio.Task[None] | None]] = {}
+        self.moving: set[str] = set()
+        """Topics that are being moved to other sidecars: nobody deletes one, or opens it again."""
         self.rebuilt: set[int] = set()
         """Incarnations that begin again from their log alone, and have no durable snapshot yet."""
         self.opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -193,8 +195,11 @@ class Topics(Generic[T]):
             why = e if isinstance(e, SeqdedupeError) else error("RECOVERING", f"{type(e).__name__}: {e}")
             # A disk that fails for a moment can look like damage.
             is_damaged = isinstance(e, DamagedError) and before is not None and isinstance(before.why, DamagedError)
-            self._close(Closed(record, why, State.DAMAGED if is_damaged else State.RECOVERING))
-            return is_damaged
+            # A log of this sidecar's own is another one's only if it was moved there.
+            has_moved = why.reason == "NOT_OWNER" and not self.kind.log.is_shared
+            state = State.STANDBY if has_moved else State.DAMAGED if is_damaged else State.RECOVERING
+            self._close(Closed(record, why, state))
+            return is_damaged or has_moved
         self.closed.pop(record.name, None)
         self.live[topic.name] = topic
         topic.inherit(self._inherited(topic.name))
@@ -208,7 +213,8 @@ class Topics(Generic[T]):
         if before is not None and (before.state, str(before.why)) == (closed.state, str(closed.why)):
             # It is tried again and again.
             return
-        logger.error("topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
+        level = logging.INFO if closed.state is State.STANDBY else logging.ERROR
+        logger.log(level, "topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
         self.on_state(name, closed.state)
 
     def _topic_changed(self, topic: T) -> None:
@@ -272,6 +278,11 @@ class Topics(Generic[T]):
             raise error("DRAINING", "the sidecar is shutting down")
         self.check_listed()
         self.stored.check_written(full)
+
+    def check_stays(self, full: str) -> None:
+        """Raises RECOVERING while a topic is being moved to another sidecar."""
+        if full in self.moving:
+            raise error("RECOVERING", f"topic {full} is being moved to another sidecar")
 
     def check_listed(self) -> None:
         """Raises RECOVERING while it is not known which topics there are."""
@@ -392,6 +403,7 @@ class Topics(Generic[T]):
             return
         self.check_takes_changes(full)
         topic = self.get(full)
+        self.check_stays(full)
         if self.partitions_beside(full):
             whole = whole_of(full)
             raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")

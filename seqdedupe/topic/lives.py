@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -80,13 +80,36 @@ class Lives(Generic[T]):
                 await topic.delete()
             await self._stored.undo(*records)
             raise
-        topics = [made[record.name] for record in records]
-        for record, topic in zip(records, topics, strict=True):
-            self._records[topic.name] = record
-            self._live[topic.name] = topic
-            topic.inherit(self._inherited(topic.name))
-            self._on_state(topic.name, topic.state)
-        return topics
+        for record in records:
+            self._begins(record, made[record.name])
+        return [made[record.name] for record in records]
+
+    async def take_in(self, record: TopicRecord, put: Callable[[], Awaitable[None]], check: Callable[[T], None]) -> T:
+        """Makes a topic of a log and a snapshot, which `put` puts where they belong: it serves, or nothing of it is
+        there. `check` is given it before it counts. Raises why it does not, and what these raise."""
+        topic: T | None = None
+        try:
+            await self._store.put_topics(record)
+            await put()
+            topic = await self._kind.open(record, self._inherited(record.name))
+            await topic.recover()
+            topic.check_serving()
+            check(topic)
+            active = replace(record, state=TopicState.ACTIVE)
+            await self._store.put_topics(active)
+        except Exception:
+            if topic is not None:
+                await topic.delete()
+            await self._stored.undo(record)
+            raise
+        self._begins(active, topic)
+        return topic
+
+    def _begins(self, record: TopicRecord, topic: T) -> None:
+        self._records[topic.name] = record
+        self._live[topic.name] = topic
+        topic.inherit(self._inherited(topic.name))
+        self._on_state(topic.name, topic.state)
 
     async def _make_all(
         self, records: Sequence[TopicRecord], policy: Policy, entry_format: str, made: dict[str, T]

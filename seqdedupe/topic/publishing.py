@@ -171,7 +171,8 @@ class Topic(LoggedTopic):
         """Lets the sidecar at this address (empty: whichever) have the topic, and keeps away from it for so long.
 
         Nothing is taken while what is in flight settles, for SETTLE_SECONDS at most; a snapshot was taken before.
-        Raises why the topic does not serve: then this sidecar has it as before.
+        Raises why the topic does not serve: then this sidecar has it as before. Whatever `Log.let_go` raises: then it
+        takes it again.
         """
         self.check_serving()
         await self.snapshot_in_background()
@@ -184,7 +185,13 @@ class Topic(LoggedTopic):
             if self.state is not State.SERVING:
                 self.check_serving()
             self._is_recovering = True
-            await self.log.let_go()
+            try:
+                await self.log.let_go()
+            except BaseException:
+                # Some of it may be let go of. What is in flight settles as after any append that failed.
+                self._is_recovering = False
+                self._log_failed(Failure.UNKNOWN, "the log could not be let go of")
+                raise
         finally:
             if self._held is moving:
                 self.release()

@@ -96,6 +96,13 @@ class Records:
         await again_until(lambda: self._are_durable(deleting))
         await self.clean_up(*deleting)
 
+    async def remove(self, record: TopicRecord) -> None:
+        """Removes what is left of a topic that nobody uses, whose record says DELETING. Raises STORE_UNAVAILABLE,
+        LOG_REFUSED: then it is not done, or the next start finishes it."""
+        await self._store.put_topics(record)
+        await self._delete_logs(record.incarnation)
+        await self._store.remove_topic(record.incarnation)
+
     async def clean_up(self, *records: TopicRecord) -> None:
         """Removes what is left of a topic, or of all partitions of one, whose records say DELETING.
 

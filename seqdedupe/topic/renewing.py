@@ -28,13 +28,14 @@ async def renew(topics: Topics[T], name: str, incarnation: int | None, loaded: L
 
     The snapshot takes the place of the one in the store, durably, and the topic has tried to recover, on return. Who
     uses the topic comes again. A broker's topic that the store does not know is made as what it was. Raises
-    TOPIC_NOT_FOUND, TOPIC_IS_PARTITIONED, POSITION_OF_ANOTHER_INCARNATION, TOO_MANY_TOPICS, DRAINING, and what
-    `TopicKind.check_snapshot` raises: then nothing has changed, or, where the log's beginning was dropped meanwhile,
-    the topic goes on from what it had; STORE_UNAVAILABLE: then it goes on from what the store has, the one snapshot or
-    the other, or there is none.
+    TOPIC_NOT_FOUND, TOPIC_IS_PARTITIONED, POSITION_OF_ANOTHER_INCARNATION, TOO_MANY_TOPICS, DRAINING, RECOVERING while
+    it is being moved, and what `TopicKind.check_snapshot` raises: then nothing has changed, or, where the log's
+    beginning was dropped meanwhile, the topic goes on from what it had; STORE_UNAVAILABLE: then it goes on from what
+    the store has, the one snapshot or the other, or there is none.
     """
     full = topic_name(name)
     topics.check_takes_changes(full)
+    topics.check_stays(full)
     topics.partitions.check_is_none(full)
     if full in topics.renewing:
         raise error("RECOVERING", f"topic {full} is being opened again")

@@ -2125,6 +2125,223 @@ class TakeTopicResponse(_message.Message):
 Global___TakeTopicResponse: _TypeAlias = TakeTopicResponse  # noqa: Y015
 
 @_typing.final
+class MovedTopic(_message.Message):
+    """What a topic is that is moved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    LOG_FORMAT_VERSION_FIELD_NUMBER: _builtins.int
+    STORE_FORMAT_VERSION_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The full name."""
+    incarnation: _builtins.int
+    """The topic's incarnation, which stays."""
+    secret: _builtins.bytes
+    """What makes the records of its log its own."""
+    log_format_version: _builtins.int
+    """Of the log's records. One that takes the topic in has to have the same."""
+    store_format_version: _builtins.int
+    """Of the store's records, as above."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
+        log_format_version: _builtins.int = ...,
+        store_format_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "log_format_version", b"log_format_version", "secret", b"secret", "store_format_version", b"store_format_version", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MovedTopic: _TypeAlias = MovedTopic  # noqa: Y015
+
+@_typing.final
+class LogPart(_message.Message):
+    """A part of a segment of a log: it goes on where the part before it ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_INDEX_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    base_index: _builtins.int
+    """The index with which the segment begins."""
+    offset: _builtins.int
+    """From where on in the segment's file."""
+    data: _builtins.bytes
+    """What stands there."""
+    def __init__(
+        self,
+        *,
+        base_index: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_index", b"base_index", "data", b"data", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogPart: _TypeAlias = LogPart  # noqa: Y015
+
+@_typing.final
+class ReceiveTopicRequest(_message.Message):
+    """The next part of a topic that is moved: at most 1 MiB, with one of these fields."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEAD_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    snapshot: _builtins.bytes
+    """Of a durable snapshot, which the log goes on from: all its records in the store, one after the other, in pieces of
+    any size. Of each record the lengths of key and value, as 32 bits (little-endian), then key and value as they are in
+    the store.
+    """
+    @_builtins.property
+    def head(self) -> Global___MovedTopic:
+        """In the first message."""
+
+    @_builtins.property
+    def log(self) -> Global___LogPart:
+        """Of the log."""
+
+    @_builtins.property
+    def end(self) -> Global___MovedEnd:
+        """In the last message: it may serve."""
+
+    def __init__(
+        self,
+        *,
+        head: Global___MovedTopic | None = ...,
+        log: Global___LogPart | None = ...,
+        snapshot: _builtins.bytes = ...,
+        end: Global___MovedEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "head", b"head", "log", b"log"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "head", b"head", "log", b"log", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceiveTopicRequest: _TypeAlias = ReceiveTopicRequest  # noqa: Y015
+
+@_typing.final
+class MovedEnd(_message.Message):
+    """All of a topic that is moved has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    next_index: _builtins.int
+    """The index after its last message."""
+    def __init__(
+        self,
+        *,
+        next_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_index", b"next_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MovedEnd: _TypeAlias = MovedEnd  # noqa: Y015
+
+@_typing.final
+class ReceiveTopicResponse(_message.Message):
+    """At first: it takes the topic. At the second time: it has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    receiver: _builtins.bytes
+    """Which data directory takes it: 16 bytes."""
+    def __init__(
+        self,
+        *,
+        receiver: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceiveTopicResponse: _TypeAlias = ReceiveTopicResponse  # noqa: Y015
+
+@_typing.final
+class SettleMoveRequest(_message.Message):
+    """A topic that was to be moved to the asked sidecar."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    IS_KNOWN_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The full name."""
+    incarnation: _builtins.int
+    """Its incarnation."""
+    receiver: _builtins.bytes
+    """As `ReceiveTopicResponse` said."""
+    is_known: _builtins.bool
+    """Whether who asks knows that it has the topic, durably."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        receiver: _builtins.bytes = ...,
+        is_known: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "is_known", b"is_known", "receiver", b"receiver", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleMoveRequest: _TypeAlias = SettleMoveRequest  # noqa: Y015
+
+@_typing.final
+class SettleMoveResponse(_message.Message):
+    """What became of that."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAS_IT_FIELD_NUMBER: _builtins.int
+    IS_SERVING_FIELD_NUMBER: _builtins.int
+    has_it: _builtins.bool
+    """Whether it has the topic, or had it and has moved it on. It is not deleted there before who asks has said that it
+    knows.
+    """
+    is_serving: _builtins.bool
+    """Whether it serves it, or has moved it on."""
+    def __init__(
+        self,
+        *,
+        has_it: _builtins.bool = ...,
+        is_serving: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_it", b"has_it", "is_serving", b"is_serving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleMoveResponse: _TypeAlias = SettleMoveResponse  # noqa: Y015
+
+@_typing.final
 class GetShardsRequest(_message.Message):
     """Nothing to say."""
 

@@ -175,6 +175,16 @@ class AdminServiceStub(object):
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicRequest.SerializeToString,
                 response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicResponse.FromString,
                 _registered_method=True)
+        self.ReceiveTopic = channel.stream_stream(
+                '/seqdedupe.v1.AdminService/ReceiveTopic',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.ReceiveTopicRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ReceiveTopicResponse.FromString,
+                _registered_method=True)
+        self.SettleMove = channel.unary_unary(
+                '/seqdedupe.v1.AdminService/SettleMove',
+                request_serializer=seqdedupe_dot_v1_dot_admin__pb2.SettleMoveRequest.SerializeToString,
+                response_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SettleMoveResponse.FromString,
+                _registered_method=True)
         self.GetShards = channel.unary_unary(
                 '/seqdedupe.v1.AdminService/GetShards',
                 request_serializer=seqdedupe_dot_v1_dot_admin__pb2.GetShardsRequest.SerializeToString,
@@ -423,8 +433,9 @@ class AdminServiceServicer(object):
     def MoveTopic(self, request, context):
         """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
         repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
-        which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
-        takes it again.
+        which knows. From a sidecar with a log of its own all of the log is copied, most of it while messages are taken, and
+        `to` has to be named. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as
+        before, or takes it again as soon as it is certain that the other one has it not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -433,6 +444,26 @@ class AdminServiceServicer(object):
     def TakeTopic(self, request, context):
         """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
         somebody owns it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReceiveTopic(self, request_iterator, context):
+        """Takes in a topic of another sidecar with a log of its own, which has it until this one says that it has: the head,
+        which is answered, then the log from its beginning and a snapshot, in parts, then the end, which is answered when
+        the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
+        `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and why else it cannot serve it: then
+        nothing of it is here. What came of a call that breaks `SettleMove` says.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SettleMove(self, request, context):
+        """Whether a topic that another sidecar was giving to this one is here now; if not, what is still under way of that
+        never will be. Sidecars ask each other so. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it
+        was given to another data directory than this one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -617,6 +648,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.TakeTopic,
                     request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicRequest.FromString,
                     response_serializer=seqdedupe_dot_v1_dot_admin__pb2.TakeTopicResponse.SerializeToString,
+            ),
+            'ReceiveTopic': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReceiveTopic,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.ReceiveTopicRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.ReceiveTopicResponse.SerializeToString,
+            ),
+            'SettleMove': grpc.unary_unary_rpc_method_handler(
+                    servicer.SettleMove,
+                    request_deserializer=seqdedupe_dot_v1_dot_admin__pb2.SettleMoveRequest.FromString,
+                    response_serializer=seqdedupe_dot_v1_dot_admin__pb2.SettleMoveResponse.SerializeToString,
             ),
             'GetShards': grpc.unary_unary_rpc_method_handler(
                     servicer.GetShards,
@@ -1396,6 +1437,60 @@ class AdminService(object):
             '/seqdedupe.v1.AdminService/TakeTopic',
             seqdedupe_dot_v1_dot_admin__pb2.TakeTopicRequest.SerializeToString,
             seqdedupe_dot_v1_dot_admin__pb2.TakeTopicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReceiveTopic(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/seqdedupe.v1.AdminService/ReceiveTopic',
+            seqdedupe_dot_v1_dot_admin__pb2.ReceiveTopicRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.ReceiveTopicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SettleMove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seqdedupe.v1.AdminService/SettleMove',
+            seqdedupe_dot_v1_dot_admin__pb2.SettleMoveRequest.SerializeToString,
+            seqdedupe_dot_v1_dot_admin__pb2.SettleMoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -140,12 +140,25 @@ class AdminServiceStub:
     MoveTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveTopicRequest, _admin_pb2.MoveTopicResponse]
     """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
     repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
-    which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
-    takes it again.
+    which knows. From a sidecar with a log of its own all of the log is copied, most of it while messages are taken, and
+    `to` has to be named. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as
+    before, or takes it again as soon as it is certain that the other one has it not.
     """
     TakeTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]
     """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
     somebody owns it.
+    """
+    ReceiveTopic: _grpc.StreamStreamMultiCallable[_admin_pb2.ReceiveTopicRequest, _admin_pb2.ReceiveTopicResponse]
+    """Takes in a topic of another sidecar with a log of its own, which has it until this one says that it has: the head,
+    which is answered, then the log from its beginning and a snapshot, in parts, then the end, which is answered when
+    the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
+    `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and why else it cannot serve it: then
+    nothing of it is here. What came of a call that breaks `SettleMove` says.
+    """
+    SettleMove: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SettleMoveRequest, _admin_pb2.SettleMoveResponse]
+    """Whether a topic that another sidecar was giving to this one is here now; if not, what is still under way of that
+    never will be. Sidecars ask each other so. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it
+    was given to another data directory than this one.
     """
     GetShards: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]
     """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
@@ -280,12 +293,25 @@ class AdminServiceAsyncStub(AdminServiceStub):
     MoveTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveTopicRequest, _admin_pb2.MoveTopicResponse]  # type: ignore[assignment]
     """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
     repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
-    which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
-    takes it again.
+    which knows. From a sidecar with a log of its own all of the log is copied, most of it while messages are taken, and
+    `to` has to be named. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as
+    before, or takes it again as soon as it is certain that the other one has it not.
     """
     TakeTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]  # type: ignore[assignment]
     """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
     somebody owns it.
+    """
+    ReceiveTopic: _aio.StreamStreamMultiCallable[_admin_pb2.ReceiveTopicRequest, _admin_pb2.ReceiveTopicResponse]  # type: ignore[assignment]
+    """Takes in a topic of another sidecar with a log of its own, which has it until this one says that it has: the head,
+    which is answered, then the log from its beginning and a snapshot, in parts, then the end, which is answered when
+    the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
+    `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and why else it cannot serve it: then
+    nothing of it is here. What came of a call that breaks `SettleMove` says.
+    """
+    SettleMove: _aio.UnaryUnaryMultiCallable[_admin_pb2.SettleMoveRequest, _admin_pb2.SettleMoveResponse]  # type: ignore[assignment]
+    """Whether a topic that another sidecar was giving to this one is here now; if not, what is still under way of that
+    never will be. Sidecars ask each other so. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it
+    was given to another data directory than this one.
     """
     GetShards: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]  # type: ignore[assignment]
     """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
@@ -579,8 +605,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.MoveTopicResponse, _abc.Awaitable[_admin_pb2.MoveTopicResponse]]:
         """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
         repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
-        which knows. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or
-        takes it again.
+        which knows. From a sidecar with a log of its own all of the log is copied, most of it while messages are taken, and
+        `to` has to be named. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as
+        before, or takes it again as soon as it is certain that the other one has it not.
         """
 
     @_abc_1.abstractmethod
@@ -591,6 +618,30 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.TakeTopicResponse, _abc.Awaitable[_admin_pb2.TakeTopicResponse]]:
         """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
         somebody owns it.
+        """
+
+    @_abc_1.abstractmethod
+    def ReceiveTopic(
+        self,
+        request_iterator: _MaybeAsyncIterator[_admin_pb2.ReceiveTopicRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.ReceiveTopicResponse], _abc.AsyncIterator[_admin_pb2.ReceiveTopicResponse]]:
+        """Takes in a topic of another sidecar with a log of its own, which has it until this one says that it has: the head,
+        which is answered, then the log from its beginning and a snapshot, in parts, then the end, which is answered when
+        the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
+        `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and why else it cannot serve it: then
+        nothing of it is here. What came of a call that breaks `SettleMove` says.
+        """
+
+    @_abc_1.abstractmethod
+    def SettleMove(
+        self,
+        request: _admin_pb2.SettleMoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SettleMoveResponse, _abc.Awaitable[_admin_pb2.SettleMoveResponse]]:
+        """Whether a topic that another sidecar was giving to this one is here now; if not, what is still under way of that
+        never will be. Sidecars ask each other so. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it
+        was given to another data directory than this one.
         """
 
     @_abc_1.abstractmethod

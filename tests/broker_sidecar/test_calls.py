@@ -7,15 +7,13 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.v1 import admin_pb2, batch_pb2, read_pb2
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, Client, batch, refused, status, verdicts
 from tests.broker_sidecar.health import health_of
+from tests.broker_sidecar.reflected import Reflected
 
 OURS = ("seqdedupe.v1.PublishService", "seqdedupe.v1.ReadService", "seqdedupe.v1.AdminService")
 OTHERS = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
@@ -23,51 +21,10 @@ OTHERS = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 SERVING: int = health_pb2.HealthCheckResponse.SERVING
 SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
-OF_CLUSTERS = {"ListSidecars", "ForgetSidecar", "MoveTopic", "TakeTopic", "GetShards"}
+OF_CLUSTERS = {"ListSidecars", "ForgetSidecar", "TakeTopic", "GetShards"}
 """Calls for which there has to be one, or shards."""
-
-
-class Reflected:
-    """What reflection says of a server, and calls made with nothing else."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        self._channel = channel
-        self._stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-        self.pool = descriptor_pool.DescriptorPool()
-        self._files: set[str] = set()
-
-    def ask(self, **request: Any) -> reflection_pb2.ServerReflectionResponse:
-        answers: Iterator[reflection_pb2.ServerReflectionResponse]
-        answers = self._stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(**request)]))
-        [answer] = answers
-        return answer
-
-    def services(self) -> list[str]:
-        return sorted(one.name for one in self.ask(list_services="").list_services_response.service)
-
-    def service(self, name: str) -> Any:
-        """The descriptor of a service, its files fetched one by one."""
-        self._add(self.ask(file_containing_symbol=name))
-        return self.pool.FindServiceByName(name)
-
-    def _add(self, answer: reflection_pb2.ServerReflectionResponse) -> None:
-        for data in answer.file_descriptor_response.file_descriptor_proto:
-            file = descriptor_pb2.FileDescriptorProto.FromString(data)
-            if file.name in self._files:
-                continue
-            self._files.add(file.name)
-            for needed in file.dependency:
-                self._add(self.ask(file_by_filename=needed))
-            self.pool.Add(file)
-
-    def call(self, method: Any, request: dict[str, Any]) -> dict[str, Any]:
-        """A unary call from JSON to JSON."""
-        kinds = [message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type)]
-        path = f"/{method.containing_service.full_name}/{method.name}"
-        call: grpc.UnaryUnaryMultiCallable[bytes, Message]
-        call = self._channel.unary_unary(path, response_deserializer=kinds[1].FromString)
-        answer = call(json_format.ParseDict(request, kinds[0]()).SerializeToString(), timeout=TIMEOUT_SECONDS)
-        return json_format.MessageToDict(answer)
+OF_TWO = {"MoveTopic", "ReceiveTopic", "SettleMove"}
+"""Calls for which it takes another sidecar."""
 
 
 @pytest.fixture
@@ -132,7 +89,7 @@ def test_every_unary_call_works_from_json_through_reflection(reflected: Reflecte
     by_name = {method.name: method for method in methods(reflected)}
     transfers = {"ExportWatermarks", "ImportWatermarks", "ExportSnapshot", "ImportSnapshot"}
     streams = {"PublishStream", "ReadStream", "Backup", *transfers}
-    assert set(by_name) == set(requests) | streams | OF_CLUSTERS
+    assert set(by_name) == set(requests) | streams | OF_CLUSTERS | OF_TWO
     answers: dict[str, Any] = {}
     for name, request in requests.items():
         answers[name] = reflected.call(by_name[name], request())

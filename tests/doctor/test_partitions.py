@@ -10,7 +10,8 @@ from seqdedupe.doctor.examine import examine
 from seqdedupe.doctor.salvage import salvage
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.contract import LogName
-from seqdedupe.log.embedded.logs import TOPIC_FILE, said_by
+from seqdedupe.log.embedded.logs import said_by
+from seqdedupe.log.embedded.secret import TOPIC_FILE
 from seqdedupe.topic import partitioned
 from seqdedupe.topic.policy import Policy
 from tests.doctor.directories import Opened, opened

@@ -145,3 +145,28 @@ async def test_a_topic_that_is_deleted_while_it_is_given_up_is_given_to_nobody(t
         await moving
     assert not two.one.ended
     at_work.cancel()
+
+
+@pytest.mark.parametrize(
+    "e", [OSError("the broker does not answer"), asyncio.CancelledError()], ids=["error", "cancelled"]
+)
+async def test_a_log_that_cannot_be_let_go_of_is_taken_again(
+    two: Two, monkeypatch: pytest.MonkeyPatch, e: BaseException
+) -> None:
+    one = two.one
+    await two.publisher.publish(10)
+    let_go = one.log.let_go
+
+    async def fails() -> None:
+        # As where it breaks in the middle: the log is not owned any more.
+        await let_go()
+        raise e
+
+    with monkeypatch.context() as m:
+        m.setattr(one.log, "let_go", fails)
+        with pytest.raises(type(e)):
+            await one.topic.hand_over("", FOR_GOOD_SECONDS)
+    publishing = asyncio.ensure_future(two.publisher.publish(20))
+    async with asyncio.timeout(LIMIT_SECONDS):
+        await publishing
+    assert await stored(one.topic if one.topic.state is State.SERVING else two.other.topic) == {"p": list(range(20))}

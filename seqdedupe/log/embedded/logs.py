@@ -14,13 +14,14 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.format.tag import key_of
 from seqdedupe.log.contract import LogName
+from seqdedupe.log.embedded import arrival, moved
 from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.inspection import DurablePart
 from seqdedupe.log.embedded.journal import Journal
 from seqdedupe.log.embedded.log import EmbeddedLog, Shared
 from seqdedupe.log.embedded.replaying import Replay
 from seqdedupe.log.embedded.scrub import Scrub
-from seqdedupe.log.embedded.secret import SECRET_FILE, secret_of
+from seqdedupe.log.embedded.secret import SECRET_FILE, TOPIC_FILE, secret_of
 from seqdedupe.log.embedded.segment import Identity, Segment, segment_path, unreadable
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments
 from seqdedupe.log.embedded.window import ReadAhead
@@ -29,9 +30,6 @@ from seqdedupe.names import topic_name
 DEFAULT_SEGMENT_BYTES = 128 * 1024 * 1024
 READ_THREADS = 4
 
-TOPIC_FILE = "topic"
-"""In a log's folder: the full name of its topic, for the case that the store is lost. Where it is a partition, a line
-says of how many."""
 _SAID = re.compile(rb"(.*?)(?:\n([1-9]\d{0,3}) partitions\n)?", re.DOTALL)
 
 T = TypeVar("T")
@@ -99,10 +97,47 @@ class EmbeddedLogs:
     ) -> None:
         """See `Logs.create`."""
         try:
-            await self._in_thread(create_log, self._of(incarnation), topic, secret, partitions)
+            await self._in_thread(create_log, self.folder_of(incarnation), topic, secret, partitions)
         except OSError as e:
             raise error("LOG_REFUSED", f"the log of topic {topic} cannot be made: {e}") from e
         self._made.add(incarnation)
+
+    def folder_of(self, incarnation: int) -> Path:
+        """Where the log is."""
+        return self._folder / str(incarnation)
+
+    def arrival(self, incarnation: int) -> arrival.Arrival:
+        """One that comes from another sidecar."""
+        return arrival.Arrival(self._folder, incarnation)
+
+    def receiver(self) -> str:
+        """See `arrival.receiver`. Blocks. Raises OSError."""
+        return arrival.receiver(self._folder)
+
+    def remove_arrivals(self) -> None:
+        """See `arrival.remove_all`. Blocks."""
+        arrival.remove_all(self._folder)
+
+    def has_moved(self, incarnation: int) -> bool:
+        """Whether another sidecar has it. Raises OSError."""
+        return moved.moved_to(self.folder_of(incarnation)) is not None
+
+    def has_arrived(self, incarnation: int) -> bool:
+        """Whether it has come from another sidecar that need not know so yet. Raises OSError."""
+        return (self.folder_of(incarnation) / moved.ARRIVED_FILE).exists()
+
+    def secret_of(self, incarnation: int, known: bytes) -> bytes:
+        """Its secret; `known` is what the store says. Blocks. Raises LOG_DAMAGED, OLDER_FORMAT; OSError."""
+        found = secret_of(self.folder_of(incarnation), known)
+        if found.why is not None:
+            raise found.why
+        return found.secret
+
+    def remove_moved(self, incarnation: int) -> None:
+        """Of a log that another sidecar has nothing is left here but where it is. Blocks. Raises OSError; it may be
+        done again."""
+        self._replay.drop(incarnation)
+        moved.remove_messages(self.folder_of(incarnation))
 
     async def announce(self, whole: str) -> None:
         """See `Logs.announce`. Nobody shares them."""
@@ -113,10 +148,10 @@ class EmbeddedLogs:
             try:
                 await self._in_thread(self._delete, incarnation)
             except OSError as e:
-                raise error("LOG_REFUSED", f"the log {self._of(incarnation)} cannot be removed: {e}") from e
+                raise error("LOG_REFUSED", f"the log {self.folder_of(incarnation)} cannot be removed: {e}") from e
 
     def _delete(self, incarnation: int) -> None:
-        folder = self._of(incarnation)
+        folder = self.folder_of(incarnation)
         if folder.exists():
             shutil.rmtree(folder)
             sync_folder(self._folder)
@@ -125,15 +160,16 @@ class EmbeddedLogs:
     async def open(
         self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b""
     ) -> EmbeddedLog:
-        """See `Logs.open`.
+        """See `Logs.open`. Raises NOT_OWNER if another sidecar has it, or may have it.
 
         A torn tail, which a crash leaves, is left out and counted in the log's `cut_bytes` and `cut_records`; it
         is cut, the end of the log made durable again, and a secret that its folder lacks written there, by the first
         `open_for_writing`. So a full disk can be opened and read.
         """
-        folder = self._of(incarnation)
+        folder = self.folder_of(incarnation)
 
         def look() -> tuple[list[Segment], Tail]:
+            moved.check_stays(folder)
             found = secret_of(folder, secret or b"")
             if found.why is not None:
                 raise found.why
@@ -194,9 +230,6 @@ class EmbeddedLogs:
         if self._committer is not None:
             await self._committer.close()
         self._shared.threads.shutdown()
-
-    def _of(self, incarnation: int) -> Path:
-        return self._folder / str(incarnation)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._shared.threads, function, *arguments)

@@ -10,6 +10,9 @@ from seqdedupe.log.embedded.tail import base_indexes
 
 SECRET_FILE = "secret"
 """Never served."""
+TOPIC_FILE = "topic"
+"""Beside it: the full name of the log's topic, for the case that the store is lost. Where it is a partition, a line
+says of how many."""
 
 
 class Secret(NamedTuple):

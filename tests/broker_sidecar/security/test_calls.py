@@ -68,6 +68,8 @@ NEEDS = {
     "Backup": {"administer"},
     "MoveTopic": {"administer"},
     "TakeTopic": {"administer"},
+    "ReceiveTopic": {"administer"},
+    "SettleMove": {"administer"},
     "GetVersion": set(ACTIONS),
 }
 """Each of these actions alone is enough."""
@@ -127,6 +129,8 @@ def _request(method: Any) -> bytes:
     names = {field.name for field in request.DESCRIPTOR.fields}
     if method.name == "Attach":
         request.begin.topic = TOPIC + method.name
+    elif method.name == "ReceiveTopic":
+        request.head.topic = TOPIC + method.name
     elif method.name == "Open":
         request.topic, request.producer_names[:] = TOPIC + method.name, ["p"]
     elif "topic" in names:

@@ -26,6 +26,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, read_pb2, read_pb2_grpc
 from tests.broker_sidecar.calls import TIMEOUT_SECONDS, refused
+from tests.broker_sidecar.reflected import Reflected
 from tests.broker_sidecar.security.issuing import Issued, issue, of_server
 from tests.broker_sidecar.security.showing import bearer, rules_for_all, token_of, unary, wait_until
 
@@ -84,6 +85,22 @@ def test_a_call_over_tls_and_none_without(encrypted: Sidecar) -> None:
     assert code_of(channel_to(encrypted, authority=OTHER_AUTHORITY), token) is grpc.StatusCode.UNAVAILABLE
     # A certificate that nobody asked for makes nobody of anybody.
     assert code_of(channel_to(encrypted, issue(AUTHORITY, names=["a.example"])), "") is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_reflection_and_json_over_tls_with_a_token(encrypted: Sidecar) -> None:
+    """What `grpcurl -H "authorization: Bearer …"` does, from the list of services to a call."""
+    shown = grpc.access_token_call_credentials(token_of(encrypted))
+    tls = grpc.ssl_channel_credentials(AUTHORITY.cert_pem.bytes())
+    with grpc.secure_channel(encrypted.address, grpc.composite_channel_credentials(tls, shown)) as channel:
+        reflected = Reflected(channel)
+        assert "seqdedupe.v1.AdminService" in reflected.services()
+        calls = {method.name: method for method in reflected.service("seqdedupe.v1.AdminService").methods}
+        made = reflected.call(calls["CreateTopic"], {"topic": "by-grpcurl"})
+        assert made["topic"]["name"] == "persistent://public/default/by-grpcurl"
+        names = [topic["name"] for topic in reflected.call(calls["ListTopics"], {})["topics"]]
+        assert made["topic"]["name"] in names
+    with channel_to(encrypted) as channel, pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+        Reflected(channel).services()
 
 
 def test_what_openssl_sees(encrypted: Sidecar, tmp_path: Path) -> None:

@@ -221,6 +221,21 @@ def test_keys_are_read_again_and_what_is_remembered_goes_with_them(tmp_path: Pat
     assert changes == ["changed"]
 
 
+def test_the_same_keys_read_again_end_nobodys_stream(tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys.json", [ISSUERS[kid].jwk() for kid in ISSUERS])
+    changes: list[str] = []
+    tokens = SignedTokens(path, AUDIENCE, lambda: changes.append("changed"))
+    tokens.watched.reload()
+    write_keys(path, [ISSUERS[kid].jwk() for kid in ISSUERS])
+    tokens.watched.reload()
+    assert changes == []
+    # Another key of the same name is another one.
+    first, *others = ISSUERS
+    write_keys(path, [Issuer(first).jwk(), *(ISSUERS[kid].jwk() for kid in others)])
+    tokens.watched.reload()
+    assert changes == ["changed"]
+
+
 def test_what_is_remembered_expires_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_keys(tmp_path / "keys.json", [ED.jwk()])
     tokens = SignedTokens(path, AUDIENCE, lambda: None)

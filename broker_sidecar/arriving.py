@@ -1,0 +1,238 @@
+"""Topics that other sidecars give to this one: AdminService's ReceiveTopic and SettleMove.
+
+All of it is written beside the logs, where no start looks. The topic is this sidecar's from the moment that its record
+says so, and not before.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from broker_sidecar.rpc import Context, parse_small, unary
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules import Action
+from broker_sidecar.security.trail import Trail
+from broker_sidecar.streams import Stream, Streams
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format import headers
+from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.log.embedded import moved
+from seqdedupe.log.embedded.arrival import Arrival
+from seqdedupe.log.embedded.log import EmbeddedLog
+from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.names import topic_name
+from seqdedupe.store import records
+from seqdedupe.store.snapshots import batches_of
+from seqdedupe.store.topics import TopicRecord, TopicState
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.shielded import shielded
+from seqdedupe.topic.state import State
+from seqdedupe.v1 import admin_pb2
+
+SILENT_SECONDS = 60.0
+"""So long the other sidecar may say nothing: it may wait for its disk, and copies while its clients leave it time."""
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """One that comes. What writes it is done by one thread, in order, whoever waits for it."""
+
+    record: TopicRecord
+    arrival: Arrival
+    stream: Stream
+    is_taken: bool = False
+    """It is being made this sidecar's, whatever becomes of the call."""
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "seqdedupe-arriving"))
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Raises MOVE_FAILED where that raises OSError: the disk is full, for example."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        except OSError as e:
+            raise error("MOVE_FAILED", f"topic {self.record.name} cannot be written here: {e}") from e
+
+    def end(self) -> None:
+        """Removes what is left of it, unless it is a log by now."""
+        self._thread.submit(self.arrival.remove)
+        self._thread.shutdown(wait=False)
+
+
+class Arriving:
+    """The handlers. `logs` and `topics` are the sidecar's own; None if it has none, or only some shards."""
+
+    def __init__(
+        self,
+        logs: EmbeddedLogs | None,
+        topics: Topics[Topic] | None,
+        streams: Streams,
+        permissions: Permissions,
+        trail: Trail,
+    ) -> None:
+        self._logs = logs
+        self._topics = topics
+        self._streams = streams
+        self._permissions = permissions
+        self._trail = trail
+        self._under_way: dict[str, _UnderWay] = {}
+
+    def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+        """By the name of the call."""
+        return {
+            "ReceiveTopic": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._receive)),
+            "SettleMove": unary(admin_pb2.SettleMoveRequest, self._settle),
+        }
+
+    def check_is_known(self, name: str) -> None:
+        """Raises RECOVERING if a topic of this name has come from a sidecar that need not know yet that it is here: if
+        it was deleted, that one would take it again."""
+        record = self._topics.records.get(name) if self._topics is not None else None
+        if self._logs is not None and record is not None and self._logs.has_arrived(record.incarnation):
+            raise error("RECOVERING", f"the sidecar that topic {name} came from does not know yet that it is here")
+
+    def _own(self) -> tuple[EmbeddedLogs, Topics[Topic]]:
+        if self._logs is None or self._topics is None:
+            raise error("INVALID_REQUEST", "this is only for sidecars with logs of their own, and without shards")
+        return self._logs, self._topics
+
+    async def _receive(self, _requests: object, _context: Context, stream: Stream) -> None:
+        logs, topics = self._own()
+        head = parse_small(admin_pb2.ReceiveTopicRequest, await stream.read_first() or b"").head
+        self._permissions.check_topic(Action.ADMINISTER, topic_name(head.topic))
+        coming = self._begun(logs, topics, head, stream)
+        # It does not give way to another stream.
+        stream.frames_in_flight += 1
+        try:
+            receiver = await coming.run(logs.receiver)
+            await coming.run(coming.arrival.begin, coming.record.name, coming.record.secret)
+            answer = admin_pb2.ReceiveTopicResponse(receiver=bytes.fromhex(receiver)).SerializeToString()
+            await stream.write(answer)
+            while not (request := await _next(stream)).HasField("end"):
+                if request.HasField("log"):
+                    part = request.log
+                    await coming.run(coming.arrival.write, part.base_index, part.offset, part.data)
+                else:
+                    await coming.run(coming.arrival.add_rows, request.snapshot)
+            async with self._trail.change("ReceiveTopic", f"topic: {coming.record.name}"):
+                await self._finish(logs, topics, coming, request.end.next_index)
+            await stream.write(answer)
+        finally:
+            if self._under_way.get(coming.record.name) is coming:
+                del self._under_way[coming.record.name]
+            if not coming.is_taken:
+                coming.end()
+
+    def _begun(self, logs: EmbeddedLogs, topics: Topics[Topic], head: Any, stream: Stream) -> _UnderWay:
+        """Nobody else gives this one a topic of that name from now on. Raises TOPIC_EXISTS, TOO_MANY_TOPICS,
+        NEWER_FORMAT, OLDER_FORMAT, INVALID_REQUEST; MOVE_FAILED if it is coming already."""
+        name = topic_name(head.topic)
+        if len(head.secret) != SECRET_BYTES:
+            raise error("INVALID_REQUEST", f"the secret of a log has {SECRET_BYTES} bytes")
+        for what, version, known in (
+            ("log", head.log_format_version, headers.FORMAT_VERSION),
+            ("store", head.store_format_version, records.FORMAT_VERSION),
+        ):
+            if version != known:
+                raise records.other_format(f"the {what} of the sidecar that gives topic {name}", version, known)
+        if name in self._under_way:
+            raise error("MOVE_FAILED", f"topic {name} is being moved here already")
+        record = TopicRecord(name, head.incarnation, TopicState.CREATING, head.secret)
+        _check_is_free(logs, topics, record)
+        coming = self._under_way[name] = _UnderWay(record, logs.arrival(record.incarnation), stream)
+        return coming
+
+    async def _finish(self, logs: EmbeddedLogs, topics: Topics[Topic], coming: _UnderWay, next_index: int) -> None:
+        name = coming.record.name
+        # Who asks what became of it has taken it out, and it never comes to be; or finds it among those being made.
+        if self._under_way.pop(name, None) is not coming:
+            raise error("MOVE_FAILED", f"topic {name} is not taken any more: it was asked what became of it")
+        _check_is_free(logs, topics, coming.record)
+        coming.is_taken = True
+        await shielded(topics.creating, name, _take(topics, coming, next_index))
+
+    async def _settle(self, request: admin_pb2.SettleMoveRequest) -> admin_pb2.SettleMoveResponse:
+        logs, topics = self._own()
+        name = topic_name(request.topic)
+        if request.receiver.hex() != await asyncio.to_thread(logs.receiver):
+            raise error("MOVE_FAILED", f"topic {name} was given to another data directory than this sidecar's")
+        coming = self._under_way.get(name)
+        if coming is not None and coming.record.incarnation == request.incarnation:
+            del self._under_way[name]
+            coming.stream.end(error("MOVE_FAILED", f"it was asked what became of the move of topic {name}"))
+        if taking := topics.creating.get(name):
+            await asyncio.wait({taking})
+        topics.stored.check_written(name)
+        record = topics.records.get(name)
+        if record is None or record.incarnation != request.incarnation:
+            return admin_pb2.SettleMoveResponse()
+        if request.is_known:
+            await asyncio.to_thread(moved.is_known, logs.folder_of(record.incarnation))
+        topic = topics.live.get(name)
+        is_serving = topic.state is State.SERVING if topic is not None else logs.has_moved(record.incarnation)
+        return admin_pb2.SettleMoveResponse(has_it=True, is_serving=is_serving)
+
+
+async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
+    """What the other sidecar says next. Raises STREAM_IDLE if nothing comes, MOVE_FAILED where it has ended."""
+    try:
+        async with asyncio.timeout(SILENT_SECONDS):
+            data = await stream.read()
+    except TimeoutError as e:
+        raise error("STREAM_IDLE", f"the sidecar that gives a topic said nothing for {SILENT_SECONDS:.0f} s") from e
+    if data is grpc.aio.EOF:
+        raise error("MOVE_FAILED", "the sidecar that gives a topic has ended in the middle of it")
+    return parse_small(admin_pb2.ReceiveTopicRequest, data)
+
+
+def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecord) -> None:
+    """Raises TOPIC_EXISTS and so on if the topic cannot be taken. One that was here before, and was moved, is free."""
+    name = record.name
+    topics.check_takes_changes(name)
+    topics.partitions.check_is_free(name)
+    former = topics.records.get(name)
+    if former is not None and not logs.has_moved(former.incarnation):
+        raise error("TOPIC_EXISTS", f"the topic {name} is there already", topic=name)
+    if name in topics.creating or name in topics.deleting or name in topics.renewing:
+        raise error("TOPIC_EXISTS", f"a topic {name} is being made or deleted", topic=name)
+    if former is None or former.incarnation != record.incarnation:
+        topics.stored.check_is_free(record.incarnation, topics.records.values())
+    topics.check_room()
+
+
+async def _take(topics: Topics[Topic], coming: _UnderWay, next_index: int) -> Topic:
+    """Makes the topic this sidecar's, which serves it on return."""
+
+    async def put() -> None:
+        batches = batches_of(coming.record.incarnation, coming.arrival.rows())
+        while (batch := await coming.run(next, batches, None)) is not None:
+            topics.store.write(batch)
+        await coming.run(coming.arrival.finish)
+
+    def check_is_whole(topic: Topic) -> None:
+        # What a crash may leave half-written nobody has sent.
+        is_torn = isinstance(topic.log, EmbeddedLog) and topic.log.cut_bytes
+        if is_torn or topic.confirmed_index != next_index:
+            why = f"its log ends with index {topic.confirmed_index}, and should with {next_index}"
+            raise error("MOVE_FAILED", f"topic {name} has not come whole: {why}")
+
+    name = coming.record.name
+    try:
+        async with topics.opening[name]:
+            if (former := topics.records.get(name)) is not None:
+                # It was here before, and has nothing left but where it went.
+                await topics.stored.remove(replace(former, state=TopicState.DELETING))
+                del topics.records[name], topics.closed[name]
+            return await topics.lives.take_in(coming.record, put, check_is_whole)
+    except SeqdedupeError:
+        raise
+    except Exception as e:
+        raise error("MOVE_FAILED", f"topic {name} was not taken: {type(e).__name__}: {e}") from e
+    finally:
+        coming.end()

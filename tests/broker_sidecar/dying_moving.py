@@ -1,0 +1,111 @@
+"""A sidecar that ends, as by kill -9, before or after a step of moving a topic that a file names; with small segments.
+
+In the file: a step of STEPS, `before` or `after`, and at which call of it, counted from when the file is there. Also
+planted bugs, which the file named PLANTED says.
+"""
+
+import importlib
+import inspect
+import os
+import signal
+from collections.abc import Callable
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+MODULE = "tests.broker_sidecar.dying_moving"
+SEGMENT_BYTES = 8192
+FILE = "SEQDEDUPE_TEST_DIES_AT"
+PLANTED = ".planted"
+
+STEPS = (
+    "broker_sidecar.leaving._Giving._answer",
+    "broker_sidecar.leaving.Leaving._let_go",
+    "seqdedupe.log.embedded.moved.leave",
+    "seqdedupe.log.embedded.moved.has_left",
+    "seqdedupe.log.embedded.moved.stays",
+    "seqdedupe.log.embedded.moved.remove_messages",
+    "seqdedupe.log.embedded.moved.is_known",
+    "broker_sidecar.arriving._check_is_free",
+    "broker_sidecar.arriving._take",
+    "seqdedupe.log.embedded.arrival.Arrival.begin",
+    "seqdedupe.log.embedded.arrival.Arrival.finish",
+    "seqdedupe.store.db.Store.put_topics",
+    "seqdedupe.topic.lives.Lives._begins",
+)
+
+
+def say(file: Path, step: str, when: str, count: int = 1) -> None:
+    """The sidecar with this file dies there."""
+    new = file.with_suffix(".new")
+    new.write_text(f"{step} {when} {count}")
+    new.rename(file)
+
+
+def _passes(file: Path, step: str, when: str) -> None:
+    try:
+        wanted, moment, count = file.read_text().split()
+    except FileNotFoundError:
+        return
+    if (wanted, moment) != (step, when):
+        return
+    if int(count) == 1:
+        file.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    say(file, step, when, int(count) - 1)
+
+
+def _plant(file: Path, step: str) -> None:
+    owner: Any
+    place, _, name = step.rpartition(".")
+    try:
+        owner = importlib.import_module(place)
+    except ModuleNotFoundError:
+        module, _, kind = place.rpartition(".")
+        owner = getattr(importlib.import_module(module), kind)
+    function: Callable[..., Any] = getattr(owner, name)
+
+    async def waiting(*arguments: Any, **named: Any) -> Any:
+        _passes(file, step, "before")
+        found = await function(*arguments, **named)
+        _passes(file, step, "after")
+        return found
+
+    def plain(*arguments: Any, **named: Any) -> Any:
+        _passes(file, step, "before")
+        found = function(*arguments, **named)
+        _passes(file, step, "after")
+        return found
+
+    setattr(owner, name, waiting if inspect.iscoroutinefunction(function) else plain)
+
+
+def _plant_bug(bug: str) -> None:
+    from broker_sidecar import leaving
+    from seqdedupe.log.embedded import moved
+
+    if bug == "nothing says that it leaves":
+        # Both serve: a start does not know that the other one may have it.
+        moved.leave = lambda folder, to: None
+    elif bug == "lets go first":
+
+        async def settled(self: leaving.Leaving, record: Any, to: moved.To) -> None:
+            moved.has_left(self._logs.folder_of(record.incarnation))
+
+        leaving.Leaving._settle = settled  # type: ignore[method-assign]
+
+
+def main() -> int:
+    """As the sidecar's."""
+    from broker_sidecar.__main__ import main
+    from seqdedupe.log.embedded.logs import EmbeddedLogs
+
+    EmbeddedLogs.__init__ = partialmethod(EmbeddedLogs.__init__, segment_bytes=SEGMENT_BYTES)  # type: ignore[assignment]
+    # What begins so is a key of the configuration.
+    file = Path(os.environ.pop(FILE))
+    for step in STEPS:
+        _plant(file, step)
+    bug = file.with_suffix(PLANTED)
+    if bug.exists():
+        _plant_bug(bug.read_text())
+    return main()

@@ -1,0 +1,199 @@
+"""A topic that goes to another sidecar under load, and whichever of the two is killed meanwhile, at every step.
+
+One pair of sidecars has a topic for each step, and only who died is started again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from seqdedupe.client import Client, Producer
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar import dying_moving
+from tests.client.helpers import ids_in_log
+
+BEFORE = 120
+"""Messages that are there when the move begins: several segments."""
+
+LIMIT_SECONDS = 120
+
+OLD_STEPS = [
+    ("broker_sidecar.leaving._Giving._answer", "before", 1),
+    ("broker_sidecar.leaving._Giving._answer", "after", 1),
+    ("seqdedupe.log.embedded.moved.leave", "before", 1),
+    ("seqdedupe.log.embedded.moved.leave", "after", 1),
+    ("broker_sidecar.leaving._Giving._answer", "before", 2),
+    ("broker_sidecar.leaving._Giving._answer", "after", 2),
+    ("broker_sidecar.leaving.Leaving._let_go", "after", 1),
+    ("seqdedupe.log.embedded.moved.has_left", "before", 1),
+    ("seqdedupe.log.embedded.moved.has_left", "after", 1),
+    ("seqdedupe.log.embedded.moved.remove_messages", "before", 1),
+    ("seqdedupe.log.embedded.moved.remove_messages", "after", 1),
+]
+NEW_STEPS = [
+    ("seqdedupe.log.embedded.arrival.Arrival.begin", "after", 1),
+    ("broker_sidecar.arriving._check_is_free", "before", 2),
+    ("broker_sidecar.arriving._take", "before", 1),
+    ("seqdedupe.store.db.Store.put_topics", "after", 1),
+    ("seqdedupe.log.embedded.arrival.Arrival.finish", "before", 1),
+    ("seqdedupe.log.embedded.arrival.Arrival.finish", "after", 1),
+    ("seqdedupe.store.db.Store.put_topics", "before", 2),
+    ("seqdedupe.store.db.Store.put_topics", "after", 2),
+    ("seqdedupe.topic.lives.Lives._begins", "after", 1),
+    ("broker_sidecar.arriving._take", "after", 1),
+    ("seqdedupe.log.embedded.moved.is_known", "before", 1),
+    ("seqdedupe.log.embedded.moved.is_known", "after", 1),
+]
+
+
+class Two:
+    """The sidecar that has the topics, and the one that is to have them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.old, self.new = (self._made(folder / name) for name in ("old", "new"))
+        self.old.keys["peers"] = self.new.address
+        self.topic = ""
+
+    def _made(self, folder: Path) -> Sidecar:
+        environment = {dying_moving.FILE: str(folder / "dies-at")}
+        # Else whichever a client asks first would make another topic of that name.
+        return Sidecar(folder, module=dying_moving.MODULE, environment=environment, allow_auto_topic_creation=False)
+
+    def plant(self, bug: str) -> None:
+        """The old one has a bug from its next start on."""
+        self.old.folder.mkdir(parents=True)
+        (self.old.folder / "dies-at").with_suffix(dying_moving.PLANTED).write_text(bug)
+
+    def start(self) -> None:
+        self.old.start()
+        self.new.start()
+
+    @property
+    def addresses(self) -> str:
+        return f"{self.old.address},{self.new.address}"
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Two]:
+    made = Two(tmp_path)
+    yield made
+    for sidecar in (made.old, made.new):
+        sidecar.kill()
+
+
+async def made(two: Two, topic: str) -> None:
+    """A new topic at the old one, with its first messages."""
+    async with Client(two.old.address) as client:
+        await client.admin.create_topic(topic)
+        async with client.producer(topic, "p") as producer:
+            for receipt in [await producer.send(b"%d" % k * 40) for k in range(BEFORE)]:
+                await receipt
+
+
+async def load(producer: Producer, stopping: asyncio.Event) -> int:
+    """Sends until it is told to stop; how many have a receipt, all."""
+    receipts = []
+    while not stopping.is_set():
+        receipts.append(await producer.send(b"under load"))
+        await asyncio.sleep(0.002)
+    for receipt in receipts:
+        await receipt
+    return len(receipts)
+
+
+async def owners(two: Two) -> list[Sidecar]:
+    """Who serves the topic."""
+    found = []
+    for sidecar in (two.old, two.new):
+        async with Client(sidecar.address) as client:
+            with contextlib.suppress(SeqdedupeError):
+                if (await client.admin.topic(two.topic)).state == admin_pb2.TOPIC_STATE_SERVING:
+                    found.append(sidecar)
+    return found
+
+
+async def the_owner(two: Two, seconds: float = LIMIT_SECONDS) -> Sidecar:
+    async with asyncio.timeout(seconds):
+        while len(found := await owners(two)) != 1:
+            assert len(found) < 2, "both serve it"
+            await asyncio.sleep(0.02)
+    return found[0]
+
+
+def revive(dies: Sidecar | None) -> None:
+    """Starts it again when it has died."""
+    if dies is not None:
+        dies.wait()
+        dies.start()
+
+
+async def moved(
+    two: Two, topic: str, dies: Sidecar | None = None, seconds: float = LIMIT_SECONDS
+) -> tuple[int, SeqdedupeError | None]:
+    """Moves it under load; how many messages there are in all, and why the call failed. Who dies is started again."""
+    two.topic = topic
+    stopping = asyncio.Event()
+    why: SeqdedupeError | None = None
+    async with Client(two.addresses) as client, client.producer(topic, "p") as producer:
+        sending = asyncio.create_task(load(producer, stopping))
+        reviving = asyncio.create_task(asyncio.to_thread(revive, dies))
+        async with Client(two.old.address) as operator:
+            try:
+                await asyncio.wait_for(operator.admin.move_topic(topic, two.new.address), LIMIT_SECONDS)
+            except SeqdedupeError as e:
+                why = e
+        await reviving
+        try:
+            await the_owner(two, seconds)
+        finally:
+            stopping.set()
+        return BEFORE + await asyncio.wait_for(sending, LIMIT_SECONDS), why
+
+
+async def test_whoever_is_killed_one_has_it_and_nothing_is_lost_or_doubled(two: Two) -> None:
+    two.start()
+    await made(two, "quiet")
+    total, why = await moved(two, "quiet")
+    assert why is None
+    ends = {"quiet": (two.new, total)}
+    for dies, steps in ((two.old, OLD_STEPS), (two.new, NEW_STEPS)):
+        for number, (step, when, count) in enumerate(steps):
+            topic = f"{dies.folder.name}-{number}"
+            await made(two, topic)
+            dying_moving.say(dies.folder / "dies-at", step, when, count)
+            total, _ = await moved(two, topic, dies)
+            ends[topic] = await the_owner(two), total
+            assert await ids_in_log(ends[topic][0], topic) == list(range(total)), (step, when)
+    # All of it stays so, whatever is started again: nothing is taken back, and nothing is there twice.
+    two.old.restart()
+    two.new.restart()
+    for topic, (owner, total) in ends.items():
+        two.topic = topic
+        assert await the_owner(two) is owner, topic
+        assert await ids_in_log(owner, topic) == list(range(total)), topic
+    assert {owner.folder.name for owner, _ in ends.values()} == {"old", "new"}
+    for sidecar in (two.old, two.new):
+        assert not [path for path in (sidecar.data / "logs" / "arriving").rglob("*") if path.is_file()]
+
+
+async def test_both_would_serve_if_nothing_said_that_it_leaves(two: Two) -> None:
+    two.plant("nothing says that it leaves")
+    two.start()
+    await made(two, "t")
+    dying_moving.say(two.old.folder / "dies-at", "broker_sidecar.leaving._Giving._answer", "after", 2)
+    with pytest.raises(AssertionError, match="both serve it"):
+        await moved(two, "t", two.old)
+
+
+async def test_none_would_have_it_if_it_were_let_go_before_the_other_one_has_it(two: Two) -> None:
+    two.plant("lets go first")
+    two.start()
+    await made(two, "t")
+    dying_moving.say(two.new.folder / "dies-at", "broker_sidecar.arriving._take", "before", 1)
+    with pytest.raises(TimeoutError):
+        await moved(two, "t", two.new, seconds=3)
