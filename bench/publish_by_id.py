@@ -1,6 +1,7 @@
 """Durable publish into a topic of deduplication IDs, 1,000 × 100 B, 1 % copies, against one of sequence IDs.
 
 IDs have 16 bytes, and a hundredth of each frame's, here and there in it, are copies of some that came a little before.
+The window is full, so that as many IDs are forgotten as come.
 """
 
 import asyncio
@@ -19,10 +20,12 @@ from bench.publish import IN_FLIGHT, PAYLOAD, published
 from seqdedupe.batch import Batch, Binary, without_producers
 from seqdedupe.client import Client
 from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
 
 ROWS = 1_000
 BATCHES = 500
 TOPIC = "bench-by-id"
+WINDOW = 2_000_000
 
 _EVERY = 100
 """One row in so many is a copy."""
@@ -68,8 +71,9 @@ async def _by_the_client(address: str, ids: list[Binary], payloads: Binary) -> t
 
 
 async def _create(address: str) -> None:
+    policy = admin_pb2.TopicPolicy(deduplication_window_max_messages=WINDOW)
     async with Client(address) as client:
-        await client.admin.create_topic(TOPIC, deduplication_mode="deduplication-id")
+        await client.admin.create_topic(TOPIC, deduplication_mode="deduplication-id", policy=policy)
 
 
 @contextmanager
@@ -82,6 +86,8 @@ def figure(folder: Path) -> Iterator[Figure]:
     with Sidecar(folder / "sidecar") as sidecar:
         address = sidecar.address
         setup.run(_create(address))
+        for _ in range(WINDOW // (ROWS * BATCHES) + 1):
+            setup.run(_raw(address, random_ids(), payloads))
         arms: dict[str, Arm] = {
             "by ID": lambda: measured(*setup.run(_raw(address, random_ids(), payloads))),
             "by sequence": lambda: measured(*published(address, ROWS, BATCHES, IN_FLIGHT)),
