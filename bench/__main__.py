@@ -16,6 +16,7 @@ from broker_sidecar import kernels
 
 FIGURES = (
     "publish",
+    "publish_by_id",
     "large_batches",
     "large_payloads",
     "syncs",

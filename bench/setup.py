@@ -162,6 +162,13 @@ async def opened(channel: grpc.aio.Channel, names: list[str], topic: str = TOPIC
     return Stream(call, np.array(answer.epochs, np.int64))
 
 
+async def opened_by_id(channel: grpc.aio.Channel, topic: str) -> Stream:
+    """A stream into a topic of deduplication IDs, where no names are opened."""
+    call: Any = channel.stream_stream("/seqdedupe.v1.PublishService/PublishStream")()
+    await call.write(publish_pb2.PublishStreamRequest(topic=topic).SerializeToString())
+    return Stream(call, EPOCHS)
+
+
 async def publish(
     address: str,
     names: list[str],

@@ -1,6 +1,7 @@
 """PublishService: sessions, and frames on their way to a topic and back."""
 
 import asyncio
+import logging
 import struct
 import time
 from collections import deque
@@ -33,6 +34,8 @@ from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import encoded_names
 from seqdedupe.topic.state import State
 from seqdedupe.v1 import publish_pb2
+
+logger = logging.getLogger("broker_sidecar.publish")
 
 SERVICE = "seqdedupe.v1.PublishService"
 
@@ -91,12 +94,27 @@ class _Publishing:
             if isinstance(answer, Refusal):
                 refusals[answer.error.reason] += 1
             if not self.is_gone:
-                encoded = encode_receipt(self.topic, answer) if isinstance(answer, Receipt) else encode_refusal(answer)
+                encoded = self._encoded(answer)
                 self.unsent.append(encoded)
                 self.news.set()
             self.stream.share.give_back(size - len(encoded))
 
-        self.topic.admit(batch, frame, reply, self.cache, when_durable=self._when_durable)
+        try:
+            self.topic.admit(batch, frame, reply, self.cache, when_durable=self._when_durable)
+        except Exception:
+            # Nothing of it was admitted, and nobody answers.
+            self.stream.frames_in_flight -= 1
+            self.stream.share.give_back(size)
+            raise
+
+    def _encoded(self, answer: Receipt | Refusal) -> bytes:
+        try:
+            return encode_receipt(self.topic, answer) if isinstance(answer, Receipt) else encode_refusal(answer)
+        except Exception as e:
+            # Its client sends what has no answer again when the stream has ended: it would wait for it otherwise.
+            logger.exception("an answer could not be made")
+            self.stream.end(error("OUT_OF_MEMORY", f"there is no answer to a frame: {type(e).__name__}"))
+            return b""
 
     def _is_durable(self) -> None:
         self.stream.frames_in_flight -= 1

@@ -5,7 +5,7 @@ import sys
 from types import ModuleType
 
 MODULES = {
-    "seqdedupe.format": ("columns", "layout", "crc", "tag", "records"),
+    "seqdedupe.format": ("columns", "layout", "taking", "crc", "tag", "records"),
     "seqdedupe.core": ("rule", "ranges", "recent", "replay", "names", "producers", "patterns", "id_table", "id_window"),
 }
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -255,18 +255,21 @@ class Publisher:
         self._answered_at = asyncio.get_running_loop().time()
         answer = decode_answer(raw, lambda number: len(self._out[number].batch) if number in self._out else None)
         for receipt in answer.receipts:
-            if (call := self._out.pop(receipt.frame, None)) is not None:
-                self._decided(call, receipt)
+            if (call := self._out.get(receipt.frame)) is not None:
+                # It is out until the receipt is known to be one: nobody would hear of it otherwise.
+                call.result.merge(receipt_columns(receipt))
+                del self._out[receipt.frame]
+                self._decided(call)
         for refusal in answer.refusals:
+            why = refusal_error(refusal)
             if (call := self._out.pop(refusal.frame, None)) is not None:
-                self._refused(call, refusal_error(refusal))
+                self._refused(call, why)
         return False
 
-    def _decided(self, call: _Call, receipt: Any) -> None:
+    def _decided(self, call: _Call) -> None:
         self._route.goes_well()
         self._waiting.goes_on()
         self._backoff.reset()
-        call.result.merge(receipt_columns(receipt))
         if (call.result.verdicts >= Verdict.NOT_DUP).all():
             if not call.done.done():
                 call.done.set_result(call.result)

@@ -171,28 +171,48 @@ class BatchResult:
         return len(self.sequence_ids)
 
     def merge(self, receipt: ReceiptColumns) -> None:
-        """Adds what the receipt decides. Rows that are decided already stay as they are."""
-        rows = len(self)
-        verdicts = receipt.verdicts if len(receipt.verdicts) else np.full(rows, Verdict.NOT_DUP, np.uint8)
+        """Adds what the receipt decides. Rows that are decided already stay as they are.
+
+        Raises INTERNAL, IndexError, ValueError for one that is not of these rows; nothing is added then.
+        """
         new = BatchResult.undecided(self.sequence_ids)
-        stored = np.flatnonzero(verdicts == Verdict.NOT_DUP)
-        new.indexes[stored] = receipt.first_index + np.arange(len(stored))
-        ids = receipt.message_ids(len(stored))
-        new.ledger_ids[stored], new.entry_ids[stored], new.batch_indexes[stored] = ids
-        new.indexes[receipt.known_rows] = receipt.known_indexes
-        new.ledger_ids[receipt.known_rows] = receipt.known_ledger_ids
-        new.entry_ids[receipt.known_rows] = receipt.known_entry_ids
-        if len(receipt.known_batch_indexes):
-            new.batch_indexes[receipt.known_rows] = receipt.known_batch_indexes
-        decided = (self.verdicts == UNDECIDED) & (verdicts != Verdict.UNKNOWN)
-        self.verdicts[decided] = verdicts[decided]
+        new._put(receipt)
+        if not self.verdicts.any():
+            # As for nearly every batch, it is the first one.
+            self.verdicts, self.indexes = new.verdicts, new.indexes
+            self.ledger_ids, self.entry_ids, self.batch_indexes = new.ledger_ids, new.entry_ids, new.batch_indexes
+            return
+        decided = (self.verdicts == UNDECIDED) & (new.verdicts != UNDECIDED)
         for mine, theirs in (
+            (self.verdicts, new.verdicts),
             (self.indexes, new.indexes),
             (self.ledger_ids, new.ledger_ids),
             (self.entry_ids, new.entry_ids),
             (self.batch_indexes, new.batch_indexes),
         ):
             mine[decided] = theirs[decided]
+
+    def _put(self, receipt: ReceiptColumns) -> None:
+        """What the receipt says, where nothing is decided yet."""
+        stored: Int64s | slice = slice(None)
+        count = len(self)
+        if len(receipt.verdicts):
+            self.verdicts[:] = receipt.verdicts
+            stored = np.flatnonzero(self.verdicts == _NOT_DUP)
+            count = len(stored)
+            self.verdicts[self.verdicts == Verdict.UNKNOWN] = UNDECIDED
+        else:
+            self.verdicts[:] = _NOT_DUP
+        self.indexes[stored] = np.arange(receipt.first_index, receipt.first_index + count)
+        if count:
+            ids = receipt.message_ids(count)
+            self.ledger_ids[stored], self.entry_ids[stored], self.batch_indexes[stored] = ids
+        if len(receipt.known_rows):
+            self.indexes[receipt.known_rows] = receipt.known_indexes
+            self.ledger_ids[receipt.known_rows] = receipt.known_ledger_ids
+            self.entry_ids[receipt.known_rows] = receipt.known_entry_ids
+            if len(receipt.known_batch_indexes):
+                self.batch_indexes[receipt.known_rows] = receipt.known_batch_indexes
 
     def __getitem__(self, row: int) -> Published:
         index = int(self.indexes[row])

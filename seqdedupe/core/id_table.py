@@ -9,9 +9,11 @@ size is made at once. An ID stands at or after its home, the first slot that its
 hash points to, without an empty one between; taking one out moves others up, so that nothing is left behind.
 """
 
+import numpy as np
+
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, load32, load64, start
-from seqdedupe.format.jit import Bytes, Int32s, Int64s, Int64s2, Uint8s, for_kernels, kernel
+from seqdedupe.format.jit import Bytes, Int32s, Int64s, Int64s2, Uint8s, copy, for_kernels, kernel, prefetch
 from seqdedupe.format.tag import siphash
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 
@@ -32,6 +34,9 @@ _PLACE = (1 << _PLACE_BITS) - 1
 _HOME_BITS = 13
 _HOME = (1 << _HOME_BITS) - 1
 _MORE = (1 << 14) - 1
+
+_HASHED = 512
+"""So many IDs are hashed before the first of them is looked up."""
 
 # Columns of `chunks`, one row a place.
 FIRST_INDEX = 0
@@ -116,6 +121,36 @@ def _fill(slots: Int64s, at: int, hashed: int, row: int, state: Int64s) -> None:
 
 
 @kernel()
+def _hash_ids(raw: Bytes, offsets: int, blob: int, first_row: int, end_row: int, key: Int64s, slots: Int64s,
+              hashes: Int64s) -> int:  # fmt: skip
+    """The hashes of IDs that stand at `blob` and have their offsets at `offsets`, of these rows.
+
+    Their homes are on the way from memory then: looked up one after the other, each would be waited for.
+    """
+    mask = slots.shape[0] - 1
+    for row in range(first_row, end_row):
+        begin, end = load32(raw, offsets + 4 * row), load32(raw, offsets + 4 * row + 4)
+        hashed = siphash(raw, blob + begin, blob + end, key)
+        hashes[row - first_row] = hashed
+        prefetch(slots, hashed & mask)
+    return end_row - first_row
+
+
+@kernel()
+def _hash_rows(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
+               hashes: Int64s) -> int:  # fmt: skip
+    """The same of rows of a place."""
+    mask = slots.shape[0] - 1
+    for row in range(first_row, end_row):
+        lies = (place << ROW_BITS) | row
+        begin = _begin(offsets, lies)
+        hashed = siphash(ids, begin, begin + _size(offsets, lies), key)
+        hashes[row - first_row] = hashed
+        prefetch(slots, hashed & mask)
+    return end_row - first_row
+
+
+@kernel()
 def bad_id(raw: Bytes, places: Int64s, rows: int) -> int:
     """The first row of a batch whose ID has not 1 to MAX_DEDUPLICATION_ID_BYTES bytes; -1 if there is none."""
     offsets = start(places, DEDUPLICATION_ID_OFFSETS)
@@ -156,11 +191,14 @@ def decide(
     current = int(state[CURRENT])
     base = current * CHUNK_OFFSETS
     here = int(chunks[current, ROWS])
+    hashes = np.empty(_HASHED, np.int64)
     new = 0
     for row in range(first_row, end_row):
+        if (row - first_row) % _HASHED == 0:
+            _hash_ids(raw, row_offsets, blob, row, min(row + _HASHED, end_row), key, slots, hashes)
         begin = blob + load32(raw, row_offsets + 4 * row)
         size = blob + load32(raw, row_offsets + 4 * row + 4) - begin
-        hashed = siphash(raw, begin, begin + size, key)
+        hashed = int(hashes[(row - first_row) % _HASHED])
         at = _find(slots, hashed, raw, begin, size, ids, offsets)
         before = NOWHERE
         if slots[at] != EMPTY:
@@ -176,8 +214,7 @@ def decide(
                     verdicts[row] = UNKNOWN
                 continue
         end = int(offsets[base + here])
-        for k in range(size):
-            ids[current * CHUNK_BYTES + end + k] = raw[begin + k]
+        copy(ids, current * CHUNK_BYTES + end, raw, begin, size)
         offsets[base + here + 1] = end + size
         lies = (current << ROW_BITS) | here
         _fill(slots, at, hashed, lies, state)
@@ -196,10 +233,13 @@ def decide(
 def put(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
         state: Int64s) -> int:  # fmt: skip
     """The IDs of these rows of a place are in the table from now on, each before all that are put in later."""
+    hashes = np.empty(_HASHED, np.int64)
     for row in range(first_row, end_row):
+        if (row - first_row) % _HASHED == 0:
+            _hash_rows(place, row, min(row + _HASHED, end_row), key, slots, ids, offsets, hashes)
         lies = (place << ROW_BITS) | row
         begin, size = _begin(offsets, lies), _size(offsets, lies)
-        hashed = siphash(ids, begin, begin + size, key)
+        hashed = int(hashes[(row - first_row) % _HASHED])
         _fill(slots, _find(slots, hashed, ids, begin, size, ids, offsets), hashed, lies, state)
     return end_row - first_row
 
@@ -209,11 +249,13 @@ def take_out(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64
              state: Int64s) -> int:  # fmt: skip
     """These rows of a place are in the table no more; an ID that lies in another row by now stays. How many went."""
     mask = slots.shape[0] - 1
+    hashes = np.empty(_HASHED, np.int64)
     gone = 0
     for row in range(first_row, end_row):
+        if (row - first_row) % _HASHED == 0:
+            _hash_rows(place, row, min(row + _HASHED, end_row), key, slots, ids, offsets, hashes)
         lies = (place << ROW_BITS) | row
-        begin, size = _begin(offsets, lies), _size(offsets, lies)
-        at = siphash(ids, begin, begin + size, key) & mask
+        at = int(hashes[(row - first_row) % _HASHED]) & mask
         while slots[at] != EMPTY and slots[at] & _PLACE != lies:
             at = (at + 1) & mask
         if slots[at] == EMPTY:

@@ -63,6 +63,13 @@ except ImportError:
         """So many signed 64-bit little-endian numbers from this place of a buffer on."""
         return np.frombuffer(raw, "<i8", count, at) if count else np.zeros(0, np.int64)
 
+    def copy(target: Any, at: int, raw: Any, begin: int, count: int) -> None:
+        """Copies so many bytes from this place of a buffer to that place of another one."""
+        target[at : at + count] = raw[begin : begin + count]
+
+    def prefetch(array: Any, at: int) -> None:
+        """This element of an array of numbers will be wanted soon."""
+
     def add64(a: int, b: int) -> int:
         """The sum of two signed 64-bit numbers, which overflows as the processor's does."""
         return _signed(int(a) + int(b))
@@ -170,6 +177,35 @@ else:
 
     view32 = _view(_TYPES[Int32Column])
     view64 = _view(_TYPES[Int64Column])
+
+    def _copy(typing_context, target, at, raw, begin, count):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            into = context.make_array(signature.args[0])(context, builder, arguments[0])
+            of = context.make_array(signature.args[2])(context, builder, arguments[2])
+            to_place, from_place = builder.gep(into.data, [arguments[1]]), builder.gep(of.data, [arguments[3]])
+            cgutils.raw_memcpy(builder, to_place, from_place, arguments[4], 1)  # type: ignore[no-untyped-call]
+            return context.get_dummy_value()
+
+        return types.void(target, types.int64, raw, types.int64, types.int64), generate
+
+    # A loop over bytes looks at each index for whether it is negative, which takes ten times as long.
+    copy = intrinsic(_copy)
+
+    def _prefetch(typing_context, array, at):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            of = context.make_array(signature.args[0])(context, builder, arguments[0])
+            place = builder.bitcast(builder.gep(of.data, [arguments[1]]), cgutils.voidptr_t)
+            int32 = ir.IntType(32)
+            function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+                builder.module, ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t] + [int32] * 3), "llvm.prefetch.p0"
+            )
+            # To be read, kept in all caches, of data.
+            builder.call(function, [place, *(ir.Constant(int32, value) for value in (0, 3, 1))])
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64), generate
+
+    prefetch = intrinsic(_prefetch)
 
     @for_kernels
     def add64(a: int, b: int) -> int:

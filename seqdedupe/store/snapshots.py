@@ -125,6 +125,7 @@ class Loaded:
             self.policy,
             self.opaque,
             self.has_forgotten,
+            None if self.window is None else ids.whole(self.window),
         )
 
 

@@ -11,7 +11,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import (
     BASE_INDEX,
 )
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.answers import OutOfStepError, Receipt, Refusal
 from seqdedupe.topic.frame import Frame, NumbersCache, check, cut
 from seqdedupe.topic.policy import Applied, GapPolicy
 from seqdedupe.topic.refusing import forbidden, refused
@@ -31,7 +31,7 @@ def admit(
     """What is to be appended of a frame (None: nothing) and what to answer once that is stored, or at once.
 
     New rows count as pushed from now on, and get indexes from `next_index`. `lone`: links may be left out. `check_log`
-    raises if the log cannot take a batch. Nothing is raised for what is wrong with the frame.
+    raises if the log cannot take a batch. Nothing is raised for what is wrong with the frame. Raises OutOfStepError.
     """
     try:
         frame = check(encoded, producers, cache)
@@ -44,13 +44,16 @@ def admit(
     why = producers.refusal(frame.view, frame.places, frame.producer_rows, lone, gapless)
     if why:
         return None, Refusal(number, *refused(frame, producers, why, lone, gapless))
-    new, verdicts = producers.decide(frame.view, frame.places, frame.producer_rows, applied.deduplication_enabled)
-    if new == frame.rows:
+    try:
+        new, verdicts = producers.decide(frame.view, frame.places, frame.producer_rows, applied.deduplication_enabled)
+        if new == frame.rows:
+            frame.places[BASE_INDEX] = next_index
+            return frame, Receipt(number, None, next_index)
+        known = producers.originals(frame.view, frame.places, frame.producer_rows, verdicts)
+        if not new:
+            return None, Receipt(number, verdicts, -1, (), *known)
+        frame = cut(frame, verdicts)
         frame.places[BASE_INDEX] = next_index
-        return frame, Receipt(number, None, next_index)
-    known = producers.originals(frame.view, frame.places, frame.producer_rows, verdicts)
-    if not new:
-        return None, Receipt(number, verdicts, -1, (), *known)
-    frame = cut(frame, verdicts)
-    frame.places[BASE_INDEX] = next_index
-    return frame, Receipt(number, verdicts, next_index, (), *known)
+        return frame, Receipt(number, verdicts, next_index, (), *known)
+    except Exception as e:
+        raise OutOfStepError from e

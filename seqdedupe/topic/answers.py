@@ -60,5 +60,9 @@ class Refusal:
     producers: list[ProducerNumbers] = field(default_factory=list)
 
 
+class OutOfStepError(Exception):
+    """Raised from what has failed after rows of a frame were decided: they count as in flight, and will not be."""
+
+
 Reply = Callable[[Receipt | Refusal], None]
 """Is called once for each frame."""

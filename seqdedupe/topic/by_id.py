@@ -8,7 +8,7 @@ from collections.abc import Callable
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import BASE_INDEX
-from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.answers import OutOfStepError, Receipt, Refusal
 from seqdedupe.topic.frame import Frame, check_by_id, cut
 from seqdedupe.topic.policy import Applied
 
@@ -25,7 +25,7 @@ def admit(
     """What is to be appended of a frame (None: nothing) and what to answer once that is stored, or at once.
 
     New rows are in flight from now on. A DUP always has its original's index, which may be a new row of the same frame:
-    the receipt comes when that is stored. Nothing is raised for what is wrong with the frame.
+    the receipt comes when that is stored. Nothing is raised for what is wrong with the frame. Raises OutOfStepError.
     """
     try:
         frame = check_by_id(encoded)
@@ -33,14 +33,17 @@ def admit(
     except SeqdedupeError as e:
         return None, Refusal(number, e)
     next_index = window.next_index
-    new, verdicts, dups, originals = window.decide(
-        frame.view, frame.places, applied.deduplication_enabled, applied.window, now_ms
-    )
-    if not new:
-        return None, Receipt(number, verdicts, -1, (), dups, originals)
-    if new == frame.rows:
+    try:
+        new, verdicts, dups, originals = window.decide(
+            frame.view, frame.places, applied.deduplication_enabled, applied.window, now_ms
+        )
+        if not new:
+            return None, Receipt(number, verdicts, -1, (), dups, originals)
+        if new == frame.rows:
+            frame.places[BASE_INDEX] = next_index
+            return frame, Receipt(number, None, next_index)
+        frame = cut(frame, verdicts)
         frame.places[BASE_INDEX] = next_index
-        return frame, Receipt(number, None, next_index)
-    frame = cut(frame, verdicts)
-    frame.places[BASE_INDEX] = next_index
-    return frame, Receipt(number, verdicts, next_index, (), dups, originals)
+        return frame, Receipt(number, verdicts, next_index, (), dups, originals)
+    except Exception as e:
+        raise OutOfStepError from e

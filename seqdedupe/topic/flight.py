@@ -97,13 +97,17 @@ class Flight:
     def __len__(self) -> int:
         return len(self._admitted)
 
+    def __iter__(self) -> Iterator[Admitted | Changing]:
+        """The oldest first."""
+        return iter(self._admitted)
+
     @property
     def bytes(self) -> int:
         """Of all that was handed over."""
         return self._bytes
 
     def add(self, admitted: Admitted | Changing) -> None:
-        """The newest."""
+        """The newest. Raises MemoryError, and is as it was."""
         self._admitted.append(admitted)
         self._bytes += len(admitted.body)
         if isinstance(admitted, Changing):

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from seqdedupe import batch as batches
-from seqdedupe import wire
 from seqdedupe.core.activity import NO_STREAM
 from seqdedupe.core.id_table import bad_id
 from seqdedupe.core.producers import Producers, names_of
@@ -15,18 +14,9 @@ from seqdedupe.format import layout
 from seqdedupe.format.columns import (
     BAD,
     COLUMNS_END,
-    COMPLETE_UP_TO,
     DEDUPLICATION_ID_OFFSETS,
-    EPOCHS,
-    EVENT_TIMES,
-    FIELD_NUMBERS,
-    KEY_OFFSETS,
-    LINKS,
     NAME_OFFSETS,
     NAMES,
-    PAYLOAD_OFFSETS,
-    PAYLOAD_VALIDITY,
-    PAYLOADS,
     PLACES,
     PRODUCERS,
     PROPERTY_NAME_OFFSETS,
@@ -35,11 +25,11 @@ from seqdedupe.format.columns import (
     PROPERTY_VALUE_OFFSETS,
     PROPERTY_VALUES,
     ROWS,
-    SEQUENCE_IDS,
     size,
     start,
 )
 from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.format.taking import take
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,
@@ -67,7 +57,6 @@ _WRONG = {
     layout.BAD_PAYLOADS: "the columns of payloads do not fit together",
     layout.PAYLOAD_TOO_LARGE: f"the payload of row {{bad}} is larger than {MAX_PAYLOAD_BYTES} bytes",
 }
-_UNUSUAL_COLUMNS = (EVENT_TIMES, KEY_OFFSETS, PROPERTY_OFFSETS, COMPLETE_UP_TO, PAYLOAD_VALIDITY)
 _REASONS = {
     layout.TOO_MANY_ROWS: "BATCH_TOO_LARGE",
     layout.BAD_NAME_LENGTH: "INVALID_NAME",
@@ -225,45 +214,17 @@ def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> Seqdedup
 
 def cut(frame: Frame, verdicts: Uint8s) -> Frame:
     """The part of a frame that is new, as a frame of its own."""
-    marks = verdicts.tobytes()
-    first, last = marks.find(NOT_DUP), marks.rfind(NOT_DUP)
-    encoded = _cut_run(frame, first, last + 1) if marks.count(NOT_DUP) == last - first + 1 else None
     producer_rows = frame.producer_rows
-    if encoded is None:
+    if frame.places[PRODUCERS] <= 1:
+        out = np.empty(len(frame.encoded), np.uint8)
+        encoded = out[: take(frame.view, frame.places, verdicts, NOT_DUP, out)].tobytes()
+    else:
         rows = np.flatnonzero(verdicts == NOT_DUP)
         whole = batches.decode(frame.encoded)
         encoded = whole.take(rows).encode()
-        if len(producer_rows) > 1:
-            producer_rows = np.ascontiguousarray(producer_rows[np.unique(whole.producer_indexes[rows])])
+        producer_rows = np.ascontiguousarray(producer_rows[np.unique(whole.producer_indexes[rows])])
     view = np.frombuffer(encoded, np.uint8)
     places = np.empty(PLACES, np.int64)
     if layout.layout(view, 0, len(encoded), places) != layout.CANONICAL:
         raise error("INTERNAL", "a batch that was cut is not canonical")
     return Frame(encoded, view, places, producer_rows, int(places[ROWS]), int(places[COLUMNS_END]))
-
-
-def _cut_run(frame: Frame, first: int, end: int) -> bytes | None:
-    """The encoding of rows that follow one another, for the usual frame of which a part is sent again.
-
-    That has one producer, and no columns but IDs and payloads, so the bytes can be cut as they stand. None for others.
-    """
-    at: list[int] = frame.places.tolist()
-    if at[PRODUCERS] != 1 or any(size(at, column) for column in _UNUSUAL_COLUMNS):
-        return None
-    encoded = frame.encoded
-    ids, link = start(at, SEQUENCE_IDS), start(at, LINKS)
-    if first:
-        link = ids + 8 * (first - 1)
-    offsets = np.frombuffer(encoded, np.int32, end - first + 1, start(at, PAYLOAD_OFFSETS) + 4 * first)
-    first_byte, end_byte = int(offsets[0]), int(offsets[-1])
-    payloads = start(at, PAYLOADS)
-    before_link = start(at, EPOCHS) + size(at, EPOCHS)
-    return b"".join(
-        [
-            encoded[:before_link],
-            *wire.length_delimited(FIELD_NUMBERS[LINKS], encoded[link : link + 8]),
-            *wire.length_delimited(FIELD_NUMBERS[SEQUENCE_IDS], encoded[ids + 8 * first : ids + 8 * end]),
-            *wire.length_delimited(FIELD_NUMBERS[PAYLOAD_OFFSETS], (offsets - np.int32(first_byte)).tobytes()),
-            *wire.length_delimited(FIELD_NUMBERS[PAYLOADS], encoded[payloads + first_byte : payloads + end_byte]),
-        ]
-    )

@@ -1,6 +1,8 @@
 """A topic on a log of ours: what its log says of it, where its messages stand, and changes on their way there."""
 
 import asyncio
+import logging
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +25,8 @@ from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.recovery import RunsOf, Table
 from seqdedupe.topic.state import TopicBase
+
+logger = logging.getLogger("seqdedupe.topic")
 
 
 class LoggedTopic(TopicBase):
@@ -180,9 +184,12 @@ class LoggedTopic(TopicBase):
         self.check_serving()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         body = control.encode(change, term=self.term, record_id=int.from_bytes(self._random_bytes(8), "little"))
-        self.log.append_control(body)
-        self.flight.add(Changing(body, change, done))
+        self._hand_over_change(Changing(body, change, done))
         return done
+
+    @abstractmethod
+    def _hand_over_change(self, item: Changing) -> None:
+        """Hands a control record to the log."""
 
     async def set_policy(self, policy: Policy) -> None:
         """Sets the policy, as a whole: durable and in force, between two frames, on return.
@@ -224,16 +231,20 @@ class LoggedTopic(TopicBase):
         self._streams.pop(cache.stream, None)
 
     def _answer(self, item: Admitted | Changing) -> None:
-        if isinstance(item, Changing):
-            self.counters.count_change(item.change)
-            item.settled()
-            return
-        self.counters.count(item.receipt, item.frame.rows)
-        self.counters.stored_bytes += len(item.body)
-        if item.is_told and item.when_durable is not None:
-            item.when_durable()
-        else:
-            item.reply(item.receipt)
+        try:
+            if isinstance(item, Changing):
+                item.settled()
+                self.counters.count_change(item.change)
+                return
+            if item.is_told and item.when_durable is not None:
+                item.when_durable()
+            else:
+                item.reply(item.receipt)
+            self.counters.count(item.receipt, item.frame.rows)
+            self.counters.stored_bytes += len(item.body)
+        except Exception:
+            # Others wait for their answers, and the topic for what comes after them.
+            logger.exception("topic %s could not give an answer", self.name)
 
     def _answer_early(self, written: Sequence[Runs]) -> None:
         """Frames are in the log that a power cut may still take: their senders alone hear of it, if they asked to."""

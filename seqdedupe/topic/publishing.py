@@ -19,10 +19,10 @@ from seqdedupe.log.contract import Failure, Log, Outcome, Runs, last_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import admission, by_id, earlier, recovery, trimming
-from seqdedupe.topic.answers import Refusal, Reply
+from seqdedupe.topic.answers import OutOfStepError, Receipt, Refusal, Reply
 from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.flight import Admitted, Changing
-from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.frame import Frame, NumbersCache
 from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
 from seqdedupe.topic.policy import Applied, Policy
@@ -76,6 +76,8 @@ class Topic(LoggedTopic):
         self._seems_damaged = False
         self._own_ownership = 0
         """Of what is appended now."""
+        self._opening = 0
+        """The outcomes of earlier openings of the log are not heard any more."""
         self._trimming: asyncio.Task[None] | None = None
         self._tried = Broadcast()
         """Tells that it was tried to take over the log."""
@@ -220,6 +222,8 @@ class Topic(LoggedTopic):
 
     async def _took_over(self) -> bool:
         self._failed_meanwhile = False
+        self._opening += 1
+        opening = self._opening
         began = self.now_seconds()
         owner = await recovery.take_over(
             self.log,
@@ -227,7 +231,7 @@ class Topic(LoggedTopic):
             confirmed_index=self.confirmed_index,
             last_ownership=self.last_ownership,
             merge=self._merge,
-            settle=self._settle,
+            settle=lambda outcome: self._settle(outcome) if opening == self._opening else None,
             random_bytes=self._random_bytes,
             known_term=lambda: self._known_term,
             name=self.name,
@@ -247,21 +251,30 @@ class Topic(LoggedTopic):
 
     def _merge(self, chunk: bytes, table: recovery.Table, count: int, runs_of: recovery.RunsOf) -> None:
         """Records found in the log are merged; what is in flight and among them is confirmed and answered."""
+        # Before anything counts: what fails is done again as a whole.
+        found = self._found(chunk, table[:count], runs_of)
         self._learn(chunk, table, count, runs_of)
+        for _ in found:
+            self.flight.take()
+        self.confirmed.tell()
+        for item in found:
+            self._answer(item)
+
+    def _found(self, chunk: bytes, table: recovery.Table, runs_of: recovery.RunsOf) -> list[Admitted | Changing]:
+        """Those in flight that are among these records."""
         found: list[Admitted | Changing] = []
-        for k, places in enumerate(table[:count] if len(self.flight) else ()):
-            oldest = self.flight.oldest
+        waiting = iter(self.flight)
+        oldest = next(waiting, None)
+        for k, places in enumerate(table if oldest is not None else ()):
             if oldest is None or places[TERM] or oldest.body != body_of(chunk, places):
                 continue
-            self.flight.take()
             if isinstance(oldest, Admitted):
                 # Where it stands, which need not be where it was to stand.
                 oldest.receipt.stands_at(int(places[BASE_INDEX]))
                 oldest.receipt.runs = runs_of(k)
             found.append(oldest)
-        self.confirmed.tell()
-        for item in found:
-            self._answer(item)
+            oldest = next(waiting, None)
+        return found
 
     def _follow(self, chunk: bytes, table: recovery.Table, count: int, runs_of: recovery.RunsOf) -> None:
         """Records that the log's owner has appended are merged."""
@@ -293,21 +306,12 @@ class Topic(LoggedTopic):
             self.counters.refused += 1
             reply(Refusal(frame, e))
             return
-        if self.window is None:
-            new, answer = admission.admit(
-                encoded,
-                frame,
-                self.producers,
-                cache,
-                next_index=self.next_index,
-                applied=self.applied,
-                lone=lone,
-                check_log=self.log.check,
-            )
-        else:
-            new, answer = by_id.admit(
-                encoded, frame, self.window, applied=self.applied, now_ms=self.now_ms(), check_log=self.log.check
-            )
+        try:
+            new, answer = self._decided(encoded, frame, cache, lone)
+        except OutOfStepError as e:
+            self.counters.refused += 1
+            reply(Refusal(frame, self._out_of_step(e.__cause__)))
+            return
         if isinstance(answer, Refusal):
             self.counters.refused += 1
             reply(answer)
@@ -315,44 +319,109 @@ class Topic(LoggedTopic):
             self.counters.count(answer, 0)
             reply(answer)
         else:
-            self.log.append(new.encoded, new.rows, new.column_bytes)
-            self.next_index += new.rows
-            self.flight.add(Admitted(new, answer, reply, self.now_seconds(), when_durable))
+            self._hand_over(Admitted(new, answer, reply, self.now_seconds(), when_durable))
             if when_durable is None and not self.applied.flush_interval.is_every_commit:
                 # Somebody waits who takes nothing less.
                 self.log.flush()
+
+    def _decided(
+        self, encoded: bytes, number: int, cache: NumbersCache, lone: bool
+    ) -> tuple[Frame | None, Receipt | Refusal]:
+        """By sequence IDs or by deduplication IDs."""
+        check_log = self.log.check
+        if self.window is not None:
+            return by_id.admit(
+                encoded, number, self.window, applied=self.applied, now_ms=self.now_ms(), check_log=check_log
+            )
+        return admission.admit(
+            encoded,
+            number,
+            self.producers,
+            cache,
+            next_index=self.next_index,
+            applied=self.applied,
+            lone=lone,
+            check_log=check_log,
+        )
+
+    def _hand_over(self, item: Admitted) -> None:
+        """Hands to the log what was decided."""
+        try:
+            # First, or the log might have what nobody here knows of.
+            self.flight.add(item)
+        except MemoryError as e:
+            item.reply(Refusal(item.receipt.frame, self._out_of_step(e)))
+            return
+        frame = item.frame
+        try:
+            self.log.append(frame.encoded, frame.rows, frame.column_bytes)
+        except Exception as e:  # noqa: BLE001 (whatever it is: whether the log has it is found out)
+            self._out_of_step(e)
+        self.next_index += frame.rows
+
+    def _hand_over_change(self, item: Changing) -> None:
+        self.flight.add(item)
+        try:
+            self.log.append_control(item.body)
+        except Exception as e:  # noqa: BLE001 (as of a frame)
+            self._out_of_step(e)
+
+    def _out_of_step(self, e: BaseException | None) -> SeqdedupeError:
+        """What counts as in flight may not be what the log was handed: that is found out, as an unknown outcome is.
+
+        Else IDs would be in flight for ever. Returns why nothing is taken meanwhile.
+        """
+        # Its outcomes would be taken for those of others.
+        self._opening += 1
+        logger.error("topic %s and its log are out of step", self.name, exc_info=e)
+        self._log_failed(Failure.UNKNOWN, f"{type(e).__name__} in the sidecar")
+        return error("RECOVERING", f"topic {self.name} takes no messages now: {self.why}")
 
     # -- outcomes ----------------------------------------------------------------------------------------------
 
     def _settle(self, outcome: Outcome) -> None:
         """The log tells what became of the oldest appends in flight."""
-        confirmed = [self.flight.take() for _ in outcome.runs]
-        rows = 0
+        confirmed: list[Admitted | Changing] = []
+        failed: Exception | None = None
         last: Runs = ()
-        for item, runs in zip(confirmed, outcome.runs, strict=True):
-            if isinstance(item, Admitted):
-                item.receipt.runs = last = runs
-                frame = item.frame
-                if self.window is None:
-                    self.producers.persist(frame.view, frame.places, frame.producer_rows)
-                else:
-                    self.window.confirm(frame.rows)
-                self.confirmed_index += frame.rows
-                rows += frame.rows
-            else:
-                self._apply(item.change, self.confirmed_index)
-        if rows:
+        try:
+            for item, runs in zip(self.flight, outcome.runs, strict=False):
+                self._confirm(item, runs)
+                confirmed.append(item)
+                last = runs or last
+        except Exception as e:  # noqa: BLE001 (whatever it is: the log has those behind it all the same)
+            failed = e
+        for _ in confirmed:
+            self.flight.take()
+        if last:
             self.last_ownership = self._own_ownership
             self.last_message_id = last_of(last)
             self.confirmed.tell()
         for item in confirmed:
             self._answer(item)
+        if failed is not None:
+            self._out_of_step(failed)
+            self.flight.tell()
+            return
         if outcome.written:
             self._answer_early(outcome.written)
         if outcome.failure is not None:
             self._log_failed(outcome.failure, outcome.why)
         self.flight.tell()
         self.snapshotter.stored(len(confirmed))
+
+    def _confirm(self, item: Admitted | Changing, runs: Runs) -> None:
+        """It is in the log."""
+        if isinstance(item, Changing):
+            self._apply(item.change, self.confirmed_index)
+            return
+        item.receipt.runs = runs
+        frame = item.frame
+        if self.window is None:
+            self.producers.persist(frame.view, frame.places, frame.producer_rows)
+        else:
+            self.window.confirm(frame.rows)
+        self.confirmed_index += frame.rows
 
     def _log_failed(self, failure: Failure, why: str) -> None:
         self.counters.log_failures += 1

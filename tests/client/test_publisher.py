@@ -18,8 +18,10 @@ from seqdedupe.client import (
     blocking,
 )
 from seqdedupe.client.publisher import new_id
+from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
-from seqdedupe.v1 import admin_pb2
+from seqdedupe.v1 import admin_pb2, publish_pb2
+from tests.client.fake_sidecar import fake_sidecar
 from tests.client.helpers import read_all
 
 MODE = "deduplication-id"
@@ -113,6 +115,30 @@ async def test_bad_input(shared_sidecar: Sidecar, topic: str, tmp_path: Path) ->
             pass
         with pytest.raises(OutcomeUnknownError, match="was closed"):
             await closed.send(b"x")
+
+
+@pytest.mark.parametrize(
+    "receipt",
+    [
+        {"verdicts": [1, 1, 1]},
+        {"verdicts": [2, 2], "known_rows": [0, 7], "known_indexes": [0, 0], "known_ledger_ids": [0, 0],
+         "known_entry_ids": [0, 0]},
+        {"run_rows": [1], "run_ledger_ids": [1], "run_entry_ids": [1], "run_batch_indexes": [1]},
+        b"no message",
+    ],
+)  # fmt: skip
+async def test_an_answer_that_is_none_ends_the_call(receipt: dict[str, list[int]] | bytes) -> None:
+    async with fake_sidecar() as fake:
+
+        def answers(frame: publish_pb2.Frame) -> list[publish_pb2.PublishStreamResponse | bytes]:
+            if isinstance(receipt, bytes):
+                return [receipt]
+            return [fake.answer(receipts=[{"frame": frame.number, "first_index": 0, **receipt}])]
+
+        fake.on_frame = answers
+        async with Client(fake.address) as client, client.publisher("t") as publisher:
+            with pytest.raises(SeqdedupeError, match="INTERNAL"):
+                await asyncio.wait_for(publisher.send_batch([b"x", b"y"], [b"a", b"b"]), 120)
 
 
 def test_threads(shared_sidecar: Sidecar, topic: str) -> None:

@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 
 from seqdedupe.core import recent, replay, rule
-from seqdedupe.format import layout, records
+from seqdedupe.format import layout, records, taking
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PRODUCERS, ROWS
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, header, marker_record, ownership_of
 from seqdedupe.format.jit import Bytes, Int64s, Uint8s, kernel, load32
@@ -71,6 +71,13 @@ def batch_case(random: Random, compiled_layout: Layout, seen: Counter[int]) -> N
                 compiled = [part.tolist() for part in judged]
                 plain = [part.tolist() for part in judge(PLAIN["rule"], PLAIN["replay"], view, places)]
                 agree("the rule", data, compiled, plain)
+        if why == layout.CANONICAL and places[PRODUCERS] <= 1 and seen[why] % JUDGED_EVERY == 0:
+            marks = np.array([random.randrange(2) for _ in range(places[ROWS])], np.uint8)
+            marks[random.randrange(len(marks))] = 1
+            out, plain_out = np.empty(len(data), np.uint8), bytearray(len(data))
+            compiled = out[: taking.take(view, places, marks, 1, out)].tobytes()
+            plain = bytes(plain_out[: PLAIN["taking"].take(data, plain_places, marks, 1, plain_out)])
+            agree("the rows taken", data, compiled, plain)
 
 
 _ring = np.zeros((RING, recent.COLUMNS), np.int64)

@@ -1,0 +1,223 @@
+"""What fails within the sidecar, at any step of a frame: no ID is in flight for ever, and nothing is mistaken.
+
+Memory may be gone anywhere. About 10 s, one process.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqdedupe.core import id_window
+from seqdedupe.core.id_window import IdWindow
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.rule import DUP
+from seqdedupe.store.db import Store
+from seqdedupe.topic import admission, by_id, publishing
+from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.counters import Counters
+from seqdedupe.topic.flight import Flight
+from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.logged import LoggedTopic
+from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.state import State
+from tests.log.faulty import FaultyLog
+from tests.topic.scene import Scene
+from tests.topic.test_by_id import Place, frame
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path / "store")
+    yield store
+    store.close()
+
+
+class Fails:
+    """A call that fails once, at its k-th time, before or after it did what it should."""
+
+    def __init__(self, real: Callable[..., Any], at: int, *, afterwards: bool) -> None:
+        self.real, self.at, self.afterwards = real, at, afterwards
+        self.calls = 0
+
+    def method(self) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            self.calls += 1
+            if self.calls != self.at:
+                return self.real(*arguments, **more)
+            if self.afterwards:
+                self.real(*arguments, **more)
+            raise MemoryError
+
+        return call
+
+
+BY_ID = {
+    "deciding": (IdWindow, "decide"),
+    "deciding a part": (id_window, "decide"),
+    "the work of a frame on the table": (IdWindow, "_go_on"),
+    "a chunk": (IdWindow, "_open_chunk"),
+    "cutting": (by_id, "cut"),
+    "its receipt": (by_id, "Receipt"),
+    "noting it": (Flight, "add"),
+    "handing it over": (FaultyLog, "append"),
+    "confirming": (IdWindow, "confirm"),
+    "settling": (Topic, "_confirm"),
+    "counting": (Counters, "count"),
+}
+
+
+async def until_serving(topic: Topic) -> None:
+    async with asyncio.timeout(120):
+        while topic.state is not State.SERVING:
+            assert topic.state is not State.DAMAGED, topic.damage
+            await topic.confirmed.wait()
+
+
+@pytest.mark.parametrize("afterwards", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("where", BY_ID)
+async def test_no_id_is_in_flight_for_ever(
+    store: Store, where: str, afterwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(store, deduplication_window_max_messages=64)
+    await place.start()
+    place.send(b"old")
+    place.log.settle()
+    holder, name = BY_ID[where]
+    fails = Fails(getattr(holder, name), 2, afterwards=afterwards)
+    monkeypatch.setattr(holder, name, fails.method())
+    frames = [[b"%d-%d" % (k, i) for i in range(6)] + [b"old"] for k in range(4)]
+    answers: list[list[Receipt | Refusal]] = [[] for _ in frames]
+    for ids, answer in zip(frames, answers, strict=True):
+        answer += place.send(*ids)
+    await settled(place.log, place.topic)
+    assert fails.calls >= 2, "it has failed"
+    again = [place.send(*ids) for ids in frames]
+    await settled(place.log, place.topic)
+    for ids, one in zip(frames, again, strict=True):
+        (answer,) = one
+        assert isinstance(answer, Receipt), answer
+        if answer.verdicts is None or not (answer.verdicts == DUP).all():
+            (answer,) = place.send(*ids)
+        assert isinstance(answer, Receipt)
+        assert answer.verdicts is not None
+        assert (answer.verdicts == DUP).all(), "it is in the log, and known to be"
+        stored = place.stored()
+        assert [stored[index] for index in answer.known_indexes.tolist()] == ids
+    assert sorted(place.stored()) == sorted({one for ids in frames for one in ids})
+    assert place.topic.window is not None
+    assert place.topic.window.next_index == place.topic.confirmed_index == len(place.stored())
+    await place.topic.close("")
+
+
+async def settled(log: FaultyLog, topic: Topic) -> None:
+    """All that was handed over is in the log, and the topic serves."""
+    async with asyncio.timeout(120):
+        for _ in range(3):
+            log.settle()
+            await asyncio.sleep(0)
+            await until_serving(topic)
+        while len(topic.flight):
+            log.settle()
+            await asyncio.sleep(0)
+    await until_serving(topic)
+
+
+IN_SEQUENCE = {
+    "cutting": (admission, "cut"),
+    "originals": (Producers, "originals"),
+    "its receipt": (admission, "Receipt"),
+    "noting it": (Flight, "add"),
+    "handing it over": (FaultyLog, "append"),
+    "persisting": (Producers, "persist"),
+}
+
+
+@pytest.mark.parametrize("afterwards", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("where", IN_SEQUENCE)
+async def test_nor_is_a_sequence_id(
+    store: Store, where: str, afterwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(store)
+    await scene.start()
+    await scene.open("p")
+    scene.send(("p", 0))
+    scene.log.settle()
+    holder, name = IN_SEQUENCE[where]
+    fails = Fails(getattr(holder, name), 1, afterwards=afterwards)
+    monkeypatch.setattr(holder, name, fails.method())
+    answers = [scene.send(("p", 0), ("p", 3 * k + 1), ("p", 3 * k + 2)) for k in range(3)]
+    await settled(scene.log, scene.topic)
+    assert fails.calls >= 1, "it has failed"
+    for k in range(3):
+        (answer,) = scene.send(("p", 3 * k + 1), ("p", 3 * k + 2), link=3 * k - 1) or [None]
+        await settled(scene.log, scene.topic)
+        if isinstance(answer, Receipt):
+            assert answer.verdicts is not None
+            assert (answer.verdicts == DUP).all()
+    again = scene.send(*(("p", i) for k in range(3) for i in (3 * k + 1, 3 * k + 2)))
+    assert isinstance(again[0], Receipt)
+    assert again[0].verdicts is not None
+    assert (again[0].verdicts == DUP).all()
+    assert scene.topic.confirmed_index == scene.storage.next_index == 7
+    assert answers
+    await scene.topic.close("")
+
+
+@pytest.mark.parametrize(
+    ("name", "afterwards"),
+    [("_found", False), ("_found", True), ("_learn", False), ("_replay_ids", False), ("_replay_ids", True),
+     ("_apply", False), ("_apply", True)],
+)  # fmt: skip
+async def test_a_replay_that_fails_is_done_again(
+    store: Store, name: str, afterwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(store)
+    await place.start()
+    frames = [[b"%d" % k, b"%d'" % k] for k in range(3)]
+    answers = [place.send(*ids) for ids in frames]
+    setting = asyncio.ensure_future(place.topic.set_policy(Policy(by_deduplication_id=True, retention_size_in_mb=7)))
+    await asyncio.sleep(0)
+    holder = Topic if name == "_found" else LoggedTopic
+    fails = Fails(getattr(holder, name), 1, afterwards=afterwards)
+    monkeypatch.setattr(holder, name, fails.method())
+    place.log.unknown(lands=None)
+    await until_serving(place.topic)
+    assert fails.calls > 1, "it has failed, and was done again"
+    await setting
+    assert place.topic.policy.retention_size_in_mb == 7
+    for ids, (answer,) in zip(frames, answers, strict=True):
+        assert isinstance(answer, Receipt)
+        (again,) = place.send(*ids)
+        assert isinstance(again, Receipt)
+        assert again.verdicts is not None
+        assert (again.verdicts == DUP).all()
+        assert again.known_indexes.tolist() == [answer.first_index, answer.first_index + 1]
+    assert place.stored() == [one for ids in frames for one in ids]
+    await place.topic.close("")
+
+
+async def test_an_answer_that_cannot_be_given_loses_no_other(store: Store) -> None:
+    place = Place(store)
+    await place.start()
+    answers: list[Receipt | Refusal] = []
+
+    def cannot(answer: Receipt | Refusal) -> None:
+        raise MemoryError
+
+    for one, reply in ((b"a", cannot), (b"b", answers.append)):
+        place.topic.admit(frame(one), 1, reply, NumbersCache())
+    place.log.settle()
+    assert [isinstance(answer, Receipt) for answer in answers] == [True]
+    assert place.topic.state is State.SERVING
+    await place.topic.close("")
+
+
+async def test_control_out_of_step_nothing_is_found_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without finding it out what was decided stays in flight."""
+    monkeypatch.setattr(publishing.Topic, "_log_failed", lambda self, failure, why: None)
+    with pytest.raises((AssertionError, TimeoutError)):
+        await test_no_id_is_in_flight_for_ever(store, "its receipt", False, monkeypatch)
