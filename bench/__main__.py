@@ -57,6 +57,7 @@ FIGURES = (
     "spark_source",
     "spark_postgres",
     "spark_dedupe",
+    "sink",
 )
 
 
