@@ -58,6 +58,7 @@ FIGURES = (
     "spark_source",
     "spark_postgres",
     "spark_dedupe",
+    "sink",
 )
 
 

@@ -429,7 +429,7 @@ REASONS: dict[str, Reason] = {
     "OUTBOX_UNAVAILABLE": Reason(UnavailableError, "UNAVAILABLE", "See why the outbox's database cannot be used.", 500),
     # Spark jobs.
     "INVALID_OPTION": _configuration(
-        "Correct the option that the message names; docs/spark-source.md and docs/spark-job.md list all."
+        "Correct the option that the message names; docs/spark-source.md, spark-sink.md and spark-job.md list all."
     ),
     "INVALID_OUTPUT": _configuration("Change the table or the transformation, so that columns and types fit."),
     "UNSUPPORTED_PLAN": _configuration(
@@ -460,6 +460,17 @@ REASONS: dict[str, Reason] = {
         "DATA_LOSS",
         "The job's database is older than what this run has committed to it: was a backup restored? Start the job "
         "again to write anew what the backup lacks.",
+    ),
+    # The Spark sink.
+    "AMBIGUOUS_IDENTITY": _invalid(
+        "Give the rows a column __ordinal, the place of each among those of its message, made from that message alone "
+        "(as posexplode numbers them), or a deduplicationId. Else all but the first would be lost as copies of it."
+    ),
+    "IDS_FORGOTTEN": Reason(
+        DataLossError,
+        "FAILED_PRECONDITION",
+        "Nothing was written. Let the topic's deduplication_window_… outlast the longest pause of the query; to go on "
+        "now, where some rows may be doubled, set failOnForgottenIds = false.",
     ),
     # Services.
     "CONSUMER_CHANGED": _configuration(

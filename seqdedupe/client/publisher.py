@@ -15,7 +15,7 @@ import numpy as np
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import NO_INT64S, Batch, Binary
-from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, Builder, Keys, Numbers, Payloads, Properties, milliseconds
+from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, Builder, Keys, Numbers, Payloads, Properties, PropertyRows, milliseconds
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import Backoff, check_not_forked
 from seqdedupe.client.exchange import exchange, publish_call
@@ -136,7 +136,7 @@ class Publisher:
         *,
         keys: Keys | None = None,
         event_times_ms: Numbers | None = None,
-        properties: Sequence[Properties | None] | None = None,
+        properties: PropertyRows | None = None,
     ) -> BatchResult:
         """Sends messages in columns; returns when all are in the log. Otherwise as `send`.
 

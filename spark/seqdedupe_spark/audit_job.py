@@ -15,8 +15,12 @@ it yet); anything where a link was left out; and, once retention has trimmed the
 time before a producer's first message left. Then a second copy counts only if the first one is still there too. A
 trimmed topic with deduplication off proves nothing by links: a message that came late may hide a higher one that was
 trimmed. A topic into which watermarks were imported has first links that name what it never held; those are reported.
+
+Of a topic of deduplication IDs, which has neither producers nor links, it tells what is doubled: further copies of an
+ID. One that came after the topic's window had forgotten its original is such a copy too.
 """
 
+import base64
 import json
 import pickle
 import re
@@ -25,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import numpy as np
@@ -38,10 +42,20 @@ from seqdedupe.command import sidecar_options, told_files
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
+from seqdedupe_spark.audit import ids
 from seqdedupe_spark.audit.late import DOUBLED, OUT_OF_ORDER, ROWS_SCHEMA, Judgement, judge, suspect_rows
 from seqdedupe_spark.audit.ranges import SUMMARY, TopicMerge, summarise
-from seqdedupe_spark.audit.report import Example, Finding, Report, TopicReport
+from seqdedupe_spark.audit.report import (
+    Example,
+    Finding,
+    IdExample,
+    IdFinding,
+    IdTopicReport,
+    Report,
+    TopicReport,
+)
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.failures import typed_failures
 from seqdedupe_spark.losses import Ends, earliest
@@ -64,6 +78,7 @@ COULD_NOT_BE_DONE = 2
 """Exit statuses."""
 
 Read = Callable[[Range], Iterable[StoredBatch]]
+J = TypeVar("J")
 
 
 @dataclass(frozen=True)
@@ -73,6 +88,8 @@ class Target:
     topic: str
     ends: Ends
     deduplication_enabled: bool
+    is_by_id: bool = False
+    """Whether it is a topic of deduplication IDs."""
 
     @property
     def links(self) -> str:
@@ -88,7 +105,8 @@ class Target:
 def audit(spark: SparkSession, selection: Selection, service: str | Sidecar) -> Report:
     """Audits the topics that are there, up to their ends now; exact.
 
-    Every message is read once, and the ranges with late messages a second time. The driver holds about 400 bytes a
+    Every message is read once, and the ranges with late messages a second time. The IDs of a topic of deduplication
+    IDs are sorted by Spark, on disk if it has to. The driver holds about 400 bytes a
     producer, and 100 for each range that a producer is in while they come in (`spark.driver.maxResultSize` limits
     that) or link that is proof of something missing; what is doubled or out of order Spark sorts, on disk if it has to.
 
@@ -106,17 +124,47 @@ def find_targets(selection: Selection, service: str | Sidecar) -> list[Target]:
 
 def _target(client: Client, listing: planning.Listing, topic: str) -> Target:
     ends = listing.ends(topic) or planning.patiently(lambda: client.ends(topic))
-    return Target(topic, ends, listing.deduplication_enabled(topic))
+    is_by_id = listing.is_by_id(topic)
+    if is_by_id is None:
+        # It was recovering when it was listed.
+        mode = client.admin.topic(topic).deduplication_mode
+        is_by_id = mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+    return Target(topic, ends, listing.deduplication_enabled(topic), is_by_id)
 
 
 def audit_targets(spark: SparkSession, targets: Sequence[Target], read: Read) -> Report:
     """As `audit`, of what `read`, which Spark pickles, gives for a range."""
+    by_id = [target for target in targets if target.is_by_id]
+    reports: list[TopicReport | IdTopicReport] = [*_by_sequence(spark, targets, read), *_by_id(spark, by_id, read)]
+    found = {one.topic: one for one in reports}
+    return Report([found[target.topic] for target in targets])
+
+
+def _by_sequence(spark: SparkSession, all_targets: Sequence[Target], read: Read) -> list[TopicReport]:
+    """The reports of the topics of sequence IDs."""
+    targets = [target for target in all_targets if not target.is_by_id]
     ranges = _plan(spark, targets)
     merges = {target.topic: target.merge() for target in targets}
     for one, summary in zip(ranges, _summaries(spark, ranges, read), strict=True):
         merges[one.topic].add(summary)
     judgement = _judge(spark, targets, ranges, merges, read)
-    return Report([_report(n, target, merges[target.topic], judgement, read) for n, target in enumerate(targets)])
+    return [_report(n, target, merges[target.topic], judgement, read) for n, target in enumerate(targets)]
+
+
+def _by_id(spark: SparkSession, targets: Sequence[Target], read: Read) -> list[IdTopicReport]:
+    """The reports of the topics of deduplication IDs."""
+    numbers = {target.topic: number for number, target in enumerate(targets)}
+    works = [(numbers[one.topic], one) for one in _plan(spark, targets)]
+    judgement = ids.IdJudgement()
+
+    def look(topic: int, one: Range) -> Iterator[pa.RecordBatch]:
+        return ids.id_rows(topic, read(one))
+
+    if works:
+        rows = _on_workers(spark, works, look, ids.ROWS_SCHEMA)
+        for one in _judged(rows, ("topic", "id"), ids.judge):
+            judgement.merge(one)
+    return [_id_report(number, target, judgement, read) for number, target in enumerate(targets)]
 
 
 def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[Range]:
@@ -133,6 +181,8 @@ def _summaries(spark: SparkSession, ranges: Sequence[Range], read: Read) -> Iter
     def look(number: int, one: Range) -> Iterator[pa.RecordBatch]:
         yield summarise(number, read(one))
 
+    if not ranges:
+        return
     with typed_failures():
         table = _on_workers(spark, list(enumerate(ranges)), look, SUMMARY).toArrow()
     cuts = np.searchsorted(table["range"].to_numpy(), np.arange(len(ranges) + 1))
@@ -154,15 +204,22 @@ def _judge(
     def look_again(topic: int, one: Range, found: Any) -> Iterator[pa.RecordBatch]:
         return suspect_rows(topic, read(one), found)
 
+    rows = _on_workers(spark, works, look_again, ROWS_SCHEMA)
+    for one in _judged(rows, ("topic", "producer", "sequence_id"), judge):
+        judgement.merge(one)
+    return judgement
+
+
+def _judged(rows: DataFrame, key: tuple[str, ...], judge: Callable[[Iterator[pa.RecordBatch]], J]) -> Iterator[J]:
+    """What `judge` makes of the rows of each of Spark's partitions: those of a key together, in the topic's order."""
+
     def decide(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.record_batch({"judgement": [pickle.dumps(judge(batches))]})
 
-    key = ("topic", "producer", "sequence_id")
-    rows = _on_workers(spark, works, look_again, ROWS_SCHEMA).repartition(*key).sortWithinPartitions(*key, "index")
+    together = rows.repartition(*key).sortWithinPartitions(*key, "index")
     with typed_failures():
-        for row in rows.mapInArrow(decide, "judgement binary").collect():
-            judgement.merge(pickle.loads(row[0]))
-    return judgement
+        for row in together.mapInArrow(decide, "judgement binary").collect():
+            yield pickle.loads(row[0])
 
 
 def _on_workers(
@@ -187,12 +244,7 @@ def _on_workers(
 def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement, read: Read) -> TopicReport:
     names = merge.producers.names()
     ends = target.ends
-
-    def message_id(index: int) -> str:
-        # It takes a read of that message: in some logs the index does not say it.
-        before, after = (Position.before(ends.last.incarnation, one) for one in (index, index + 1))
-        [stored] = read(Range(target.topic, before, after))
-        return str(stored.message_id(0))
+    message_id = partial(_message_id, target, read)
 
     def late(kind: str) -> Finding:
         counts = [count for (one, topic, _), count in judgement.counts.items() if (one, topic) == (kind, number)]
@@ -225,6 +277,37 @@ def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement
         out_of_order=late(OUT_OF_ORDER),
         missing=Finding(merge.missing, len(merge.incomplete), holes),
     )
+
+
+def _id_report(number: int, target: Target, judgement: ids.IdJudgement, read: Read) -> IdTopicReport:
+    message_id = partial(_message_id, target, read)
+    examples = [
+        IdExample(message_id(one.index), message_id(one.first_index), *_shown(one.deduplication_id))
+        for one in judgement.examples.get(number, [])
+    ]
+    return IdTopicReport(
+        topic=target.topic,
+        incarnation=target.ends.last.incarnation,
+        first_index=target.ends.first_index,
+        end_index=target.ends.last.index + 1,
+        doubled=IdFinding(judgement.messages[number], judgement.ids[number], examples),
+    )
+
+
+def _message_id(target: Target, read: Read, index: int) -> str:
+    """It takes a read of that message: in some logs the index does not say it."""
+    before, after = (Position.before(target.ends.last.incarnation, one) for one in (index, index + 1))
+    [stored] = read(Range(target.topic, before, after))
+    return str(stored.message_id(0))
+
+
+def _shown(deduplication_id: bytes) -> tuple[str, str | None]:
+    """In base64, and as text if it is UTF-8."""
+    try:
+        text = deduplication_id.decode()
+    except UnicodeDecodeError:
+        text = None
+    return base64.b64encode(deduplication_id).decode(), text
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -29,6 +29,7 @@ SCHEMA = pa.schema(
         "__index": pa.int64(),
         "__partition": pa.int32(),
         "__incarnation": pa.int64(),
+        "__deduplicationId": pa.binary(),
     }
 )
 """All columns, with the names of the Pulsar connector where it has them."""
@@ -79,6 +80,11 @@ class _Rows:
     def have_indexes(self) -> bool:
         """Whether a sidecar writes the topic."""
         return self.stored[0].incarnation != STOCK
+
+    @property
+    def have_ids(self) -> bool:
+        """Whether the topic is one of deduplication IDs: then its messages have neither producers nor sequence IDs."""
+        return bool(self.stored[0].batch.deduplication_ids)
 
     def indexes(self) -> Int64s:
         first = np.array([one.base_index for one in self.stored])
@@ -193,6 +199,8 @@ def _no_properties(count: int) -> pa.Array:
 
 
 def _producer_names(rows: _Rows) -> pa.Array:
+    if rows.have_ids:
+        return pa.nulls(len(rows), pa.string())
     alone = {one.batch.producer_names.data if len(one.batch.epochs) == 1 else b"" for one in rows.stored}
     if len(alone) == 1 and (name := alone.pop()):
         return _repeated(name.decode(), len(rows))
@@ -215,6 +223,8 @@ def _producer_names(rows: _Rows) -> pa.Array:
 
 
 def _sequence_ids(rows: _Rows) -> pa.Array:
+    if rows.have_ids:
+        return pa.nulls(len(rows), pa.int64())
     return pa.array(_joined_numbers([one.batch.sequence_ids for one in rows.stored]))
 
 
@@ -232,6 +242,12 @@ def _incarnations(rows: _Rows) -> pa.Array:
     return pa.array(np.repeat(np.array([one.incarnation for one in rows.stored]), rows.counts))
 
 
+def _deduplication_ids(rows: _Rows) -> pa.Array:
+    if not rows.have_ids:
+        return pa.nulls(len(rows), pa.binary())
+    return _joined([_array(pa.binary(), one.batch.deduplication_ids, len(one)) for one in rows.stored])
+
+
 _MAKERS: dict[str, Callable[[_Rows], pa.Array]] = {
     "value": _values,
     "key": _keys,
@@ -245,4 +261,5 @@ _MAKERS: dict[str, Callable[[_Rows], pa.Array]] = {
     "index": _indexes,
     "partition": _partitions,
     "incarnation": _incarnations,
+    "deduplicationId": _deduplication_ids,
 }

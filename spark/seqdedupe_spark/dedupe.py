@@ -11,6 +11,7 @@ import numpy as np
 
 from seqdedupe.batch import Batch, Binary, Int64s
 from seqdedupe.client.stored import StoredBatch
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 
 _FIRST_CAPACITY = 64
@@ -30,8 +31,13 @@ class Deduplicator:
         self._before = self._highest.copy()
 
     def keep(self, stored: StoredBatch) -> Int64s | None:
-        """The rows that count, rising, possibly none; None if all do."""
+        """The rows that count, rising, possibly none; None if all do.
+
+        Raises INVALID_OPTION if they have no producers, but deduplication IDs.
+        """
         batch = stored.batch
+        if batch.deduplication_ids:
+            raise has_no_producers("the topic")
         numbers = self._producers.of(batch.producer_names)
         self._highest = grown(self._highest, len(self._producers), NO_SEQUENCE_ID)
         # Within a batch the IDs of one producer rise strictly, so that only what came before the batch can make a row
@@ -61,6 +67,16 @@ class Deduplicator:
         kept = np.flatnonzero(is_new)
         self._highest[of_rows[kept]] = batch.sequence_ids[kept]
         return kept
+
+
+def has_no_producers(topic: str) -> SeqdedupeError:
+    """Why --deduplicate is refused for a topic of deduplication IDs."""
+    return error(
+        "INVALID_OPTION",
+        f"deduplicate: {topic} has deduplication IDs, which the rule about producers' sequence IDs says nothing of",
+        hint="Leave it out: such a topic holds each ID once, as far back as its window reached. For what came later, "
+        "let the table have a unique key.",
+    )
 
 
 class ProducerNumbers:

@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -43,8 +43,6 @@ NAMES = (
     "pulsar.client.tlsHostnameVerificationEnable",
 )
 """All options. Spark does not keep the case of their names."""
-
-_LISTED = ", ".join(name for name in NAMES if not name.startswith("pulsar."))
 
 _ELSEWHERE = {
     "assign": "topics",
@@ -122,7 +120,7 @@ class Options:
 
 def parse(options: Mapping[str, str]) -> Options:
     """The options, in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong one."""
-    given = _Given(options)
+    given = Given(options)
     return Options(
         selection=_selection(given),
         service=_service(given),
@@ -130,18 +128,18 @@ def parse(options: Mapping[str, str]) -> Options:
         ending=_place(given, "endingOffsets", "endingTime", ("latest",)),
         limits=Limits(given.take("maxOffsetsPerTrigger", _count, None), given.take("maxBytesPerTrigger", _count, None)),
         min_partitions=given.take("minPartitions", _count, 1),
-        fail_on_data_loss=given.take("failOnDataLoss", _flag, True),
-        plain_column_names=given.take("plainColumnNames", _flag, False),
+        fail_on_data_loss=given.take("failOnDataLoss", flag, True),
+        plain_column_names=given.take("plainColumnNames", flag, False),
         read_timeout_seconds=given.take("readTimeoutSeconds", _count, None),
     )
 
 
-def _service(given: "_Given") -> Service:
+def _service(given: "Given") -> Service:
     service_url = given.take("service.url", _service_url, DEFAULT_ADDRESS)
     if not _BROKERS.fullmatch(service_url):
         if name := given.first_of("admin.url", "pulsar.client."):
             raise error("INVALID_OPTION", f"{name} is for service.url = pulsar://…, which reads from Pulsar's brokers")
-        return _sidecar(given, service_url)
+        return sidecar_of(given, service_url)
     if name := given.first_of("authParams", "tls"):
         raise error("INVALID_OPTION", f"{name} is for a sidecar; for Pulsar's brokers it is pulsar.client.{name}")
     admin_url = given.take("admin.url", _admin_url, "")
@@ -153,12 +151,13 @@ def _service(given: "_Given") -> Service:
         given.take("pulsar.client.authPluginClassName", _authentication, ""),
         given.take(_CREDENTIALS, str, ""),
         given.take("pulsar.client.tlsTrustCertsFilePath", str, ""),
-        given.take("pulsar.client.tlsAllowInsecureConnection", _flag, False),
-        given.take("pulsar.client.tlsHostnameVerificationEnable", _flag, True),
+        given.take("pulsar.client.tlsAllowInsecureConnection", flag, False),
+        given.take("pulsar.client.tlsHostnameVerificationEnable", flag, True),
     )
 
 
-def _sidecar(given: "_Given", address: str) -> Service:
+def sidecar_of(given: "Given", address: str) -> str | Sidecar:
+    """The sidecar at this address, with the files that it is to be shown. Raises INVALID_OPTION."""
     params = given.take("authParams", str, "")
     token_file = path_of(params) or ""
     if params and not token_file:
@@ -217,17 +216,19 @@ def address(text: str) -> str:
     return text
 
 
-class _Given:
-    """What a user said, by name."""
+class Given:
+    """What a user said, by name: of the options with these names, else it raises INVALID_OPTION."""
 
-    def __init__(self, options: Mapping[str, str]) -> None:
+    def __init__(self, options: Mapping[str, str], names: Sequence[str] = NAMES) -> None:
         said = {name.lower(): str(value) for name, value in options.items()}
         self._values = of_table(said) or said
-        known = {name.lower(): name for name in NAMES}
+        known = {name.lower(): name for name in names}
         for name in self._values.keys() - known.keys():
             near = difflib.get_close_matches(name, known, 1)
-            instead = _ELSEWHERE.get(name) or (known[near[0]] if near else None)
-            advice = f"did you mean {instead}?" if instead else f"there are {_LISTED}"
+            elsewhere = _ELSEWHERE.get(name)
+            instead = elsewhere if elsewhere in names else known[near[0]] if near else None
+            listed = ", ".join(one for one in names if not one.startswith("pulsar."))
+            advice = f"did you mean {instead}?" if instead else f"there are {listed}"
             raise error("INVALID_OPTION", f"there is no option {name}: {advice}")
 
     def one_of(self, *names: str) -> str | None:
@@ -255,7 +256,7 @@ class _Given:
             raise error("INVALID_OPTION", f"{said}: {why}") from e
 
 
-def _selection(given: _Given) -> Selection:
+def _selection(given: Given) -> Selection:
     option = given.one_of("topic", "topics", "topicsPattern")
     if option is None:
         raise error("INVALID_OPTION", "which topics? Give one of the options topic, topics and topicsPattern")
@@ -264,7 +265,7 @@ def _selection(given: _Given) -> Selection:
     return Selection(option, names=given.take(option, _one_topic if option == "topic" else _topics, ()))
 
 
-def _place(given: _Given, offsets: str, time: str, words: tuple[End, ...]) -> Place | None:
+def _place(given: Given, offsets: str, time: str, words: tuple[End, ...]) -> Place | None:
     if given.one_of(offsets, time) == time:
         return given.take(time, lambda text: Time(_number(text, 0)), None)
 
@@ -326,7 +327,8 @@ def _number(text: str, least: int) -> int:
     return int(text)
 
 
-def _flag(text: str) -> bool:
+def flag(text: str) -> bool:
+    """Raises ValueError."""
     if text.lower() not in ("true", "false"):
         raise ValueError("it should be true or false")
     return text.lower() == "true"

@@ -206,6 +206,13 @@ class Listing:
         """The policy of a topic that is listed."""
         return self._topics[topic].policy.deduplication_enabled
 
+    def is_by_id(self, topic: str) -> bool | None:
+        """Whether it is a topic of deduplication IDs; None if that is not known (yet)."""
+        found = self._topics.get(topic)
+        if found is None or found.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
+            return None
+        return found.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+
     def ends_now(self, topic: str) -> Ends | None:
         """The same, asked for at this moment."""
         self._stock.pop(topic, None)

@@ -1,4 +1,4 @@
-"""The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream."""
+"""The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream; and the sink."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -26,6 +26,11 @@ from seqdedupe_spark.planning import Client, Listing, open_client
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, read_range, read_stored
 from seqdedupe_spark.sharing import packed, split
+from seqdedupe_spark.sink import options as sink_options
+from seqdedupe_spark.sink import window
+from seqdedupe_spark.sink.layout import layout_of
+from seqdedupe_spark.sink.task import SinkTask
+from seqdedupe_spark.sink.writers import BatchWriter, StreamWriter
 
 NAME = "seqdedupe"
 
@@ -36,9 +41,9 @@ _log = logging.getLogger(__name__)
 
 
 class SeqdedupeDataSource(DataSource):
-    """`spark.read.format("seqdedupe")` and `spark.readStream.format("seqdedupe")`.
+    """`format("seqdedupe")` of `spark.read`, `spark.readStream`, `DataFrame.write` and `DataFrame.writeStream`.
 
-    Raises ConfigurationError (INVALID_OPTION) for what cannot be, before anything is read.
+    Raises ConfigurationError (INVALID_OPTION) for what cannot be, before anything is read or written.
     """
 
     @classmethod
@@ -72,6 +77,21 @@ class SeqdedupeDataSource(DataSource):
         if options.ending is not None:
             raise error("INVALID_OPTION", "endingOffsets and endingTime are for batches: a stream has no end")
         return StreamReader(options, wanted_columns(schema, options))
+
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
+        options = sink_options.parse(self.options)
+        return BatchWriter(_sink_task(options, schema, overwrite, window.now()))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
+        # Spark calls it for every batch, and once more to commit it.
+        options = sink_options.parse(self.options)
+        return StreamWriter(_sink_task(options, schema, overwrite, window.of_checkpoint(options.checkpoint)))
+
+
+def _sink_task(options: sink_options.SinkOptions, schema: StructType, overwrite: bool, began: window.Began) -> SinkTask:
+    if overwrite:
+        raise error("INVALID_OPTION", "a topic is only appended to: there are mode('append') and outputMode('append')")
+    return SinkTask(options.service, layout_of(schema, options.topic), began, options.fail_on_forgotten_ids)
 
 
 def _all_columns(options: Options) -> pa.Schema:

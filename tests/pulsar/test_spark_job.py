@@ -24,6 +24,7 @@ from seqdedupe.log.pulsar.http import AdminUrl
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe_spark import reader_job
+from seqdedupe_spark.audit.report import TopicReport
 from seqdedupe_spark.audit_job import audit, selection_of
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.options import Options, parse
@@ -168,7 +169,9 @@ def test_partitions_that_hold_messages_twice_are_read_once_and_audited(
     report = audit(spark, selection_of([topic], None), sidecar.address)
     assert [one.topic for one in report.topics] == topics
     assert sum(one.doubled.messages for one in report.topics) == 120
-    assert all(one.out_of_order.messages == one.missing.messages == 0 for one in report.topics)
+    for one in report.topics:
+        assert isinstance(one, TopicReport)
+        assert one.out_of_order.messages == one.missing.messages == 0
 
 
 def kill_who_comes(gate: Gate, first: Callable[[], None]) -> threading.Thread:

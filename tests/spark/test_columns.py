@@ -1,6 +1,7 @@
 """Arrow batches from the log's columns, against a plain model of rows."""
 
 import random
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from seqdedupe import batch as batches
+from seqdedupe.batch import Binary
 from seqdedupe.client.stored import StoredBatch
 from seqdedupe.message_id import MessageId
 from seqdedupe.message_ids import MessageIds
@@ -29,7 +31,7 @@ def _some(random: random.Random, values: list[Any], none_at_all: bool) -> Any:
 
 
 def _random_batch(
-    random: random.Random, base_index: int, is_cut: bool, give_ids: float
+    random: random.Random, base_index: int, is_cut: bool, give_ids: float, is_by_id: bool = False
 ) -> tuple[StoredBatch, list[Row]]:
     """A stored batch, and its rows as Arrow should show them."""
     count = random.choice([1, 1, 2, 3, 8, 9, 30])
@@ -56,6 +58,7 @@ def _random_batch(
                 "__index": base_index + i,
                 "__partition": 12,
                 "__incarnation": INCARNATION,
+                "__deduplicationId": None,
             }
         )
     made = batch(
@@ -65,6 +68,19 @@ def _random_batch(
         row_properties=[dict(row["__messageProperties"]) for row in rows],
         event_times_ms=np.array(times if any(times) else [], np.int64),
     )
+    if is_by_id:
+        for row in rows:
+            row["__producerName"] = row["__sequenceId"] = None
+            row["__deduplicationId"] = random.choice([b"i", bytes(16), b"\xff" * 255])
+        made = replace(
+            made,
+            producer_names=Binary(),
+            epochs=batches.NO_INT64S,
+            previous_sequence_ids=batches.NO_INT64S,
+            producer_indexes=batches.NO_INT32S,
+            sequence_ids=batches.NO_INT64S,
+            deduplication_ids=Binary.of_all([row["__deduplicationId"] for row in rows]),
+        )
     made = batches.decode(made.encode())
     if is_cut and count > 1:
         first = random.randint(0, count - 1)
@@ -96,8 +112,9 @@ def test_rows_are_those_of_the_model(seed: int) -> None:
     rows: list[Row] = []
     index = chosen.choice([0, 0, 1, 2**40])
     give_ids = chosen.choice([0, 0, 0.5, 1])
+    is_by_id = chosen.random() < 0.3
     for _ in range(chosen.choice([1, 1, 2, 7])):
-        one, its_rows = _random_batch(chosen, index, is_cut=not stored, give_ids=give_ids)
+        one, its_rows = _random_batch(chosen, index, is_cut=not stored, give_ids=give_ids, is_by_id=is_by_id)
         stored.append(one)
         rows += its_rows
         index = one.base_index + len(one) + chosen.choice([0, 0, 5])

@@ -37,7 +37,20 @@ from seqdedupe_spark.job.range_task import Report, Step
 from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, Round
 from seqdedupe_spark.planning import Listing
 from seqdedupe_spark.stores.contract import Stored
-from tests.spark.jobs import JOB, OUTPUT, TABLE, Database, each_once, publish, select, source, sqlite_database
+from tests.spark.jobs import (
+    JOB,
+    OUTPUT,
+    TABLE,
+    Database,
+    begin,
+    each_once,
+    publish,
+    select,
+    source,
+    sqlite_database,
+    task,
+    whole,
+)
 
 SEGMENT_BYTES = 128 * 1024 * 1024
 """A segment of the log: what retention drops whole."""
@@ -674,3 +687,35 @@ def test_the_marker_of_the_first_start_is_not_shown(address: str, database: Data
     with database.store() as store:
         assert FIRST_START in store.positions(JOB)
     assert list(stored(database)) == [topic_name(topic)]
+
+
+def test_a_topic_of_deduplication_ids_is_read_and_not_deduplicated(
+    address: str, database: Database, topic: str
+) -> None:
+    with Client(address) as client:
+        client.admin.create_topic(topic, deduplication_mode="deduplication-id")
+        with client.publisher(topic) as publisher:
+            publisher.send_batch([b"%d" % i for i in range(30)], [f"id-{i}" for i in range(30)])
+    given = config(address, database, topic, maxOffsetsPerTrigger=7)
+    refused = ReaderJob(SESSION, replace(given, deduplicate=True), select)
+    with pytest.raises(ConfigurationError, match=f"deduplicate: {topic_name(topic)} has deduplication IDs") as raised:
+        refused.run()
+    assert "unique key" in raised.value.hint
+    # The refused run has bound the job to nothing.
+    assert ReaderJob(SESSION, given, select).run().written == 30
+    each_once(database.indexes(topic_name(topic)), 30)
+
+
+def test_a_task_that_is_to_deduplicate_ids_commits_nothing(address: str, database: Database, topic: str) -> None:
+    """Of a topic that was still recovering when the job looked at it."""
+    with Client(address) as client:
+        client.admin.create_topic(topic, deduplication_mode="deduplication-id")
+        with client.publisher(topic) as publisher:
+            publisher.send(b"one")
+    step = whole(address, topic)
+    begin(database.store, [step])
+    failure = task(address, database.store, deduplicate=True).run([step]).failure
+    assert failure is not None
+    assert failure.reason == "INVALID_OPTION"
+    assert database.indexes(step.range.topic) == []
+    assert database.position(step.range.topic) == step.range.start

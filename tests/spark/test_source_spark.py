@@ -62,6 +62,14 @@ def test_every_column_arrives(load: Load, client: blocking.Client, topic: str) -
                 assert row["__sequenceId"] == message.sequence_id
 
 
+def test_a_topic_of_deduplication_ids_shows_them(load: Load, client: blocking.Client, topic: str) -> None:
+    client.admin.create_topic(topic, deduplication_mode="deduplication-id")
+    with client.publisher(topic) as publisher:
+        publisher.send_batch([b"0", None], [b"\xff", b"two"])
+    rows = load(topic=topic).select("value", "__deduplicationId", "__producerName", "__sequenceId").collect()
+    assert sorted(map(tuple, rows), key=str) == [(None, b"two", None, None), (b"0", b"\xff", None, None)]
+
+
 def test_only_some_columns(load: Load, client: blocking.Client, topic: str) -> None:
     send(client, topic, 0, 3)
     some = load(topic=topic, schema="index bigint, value binary", plainColumnNames="true")

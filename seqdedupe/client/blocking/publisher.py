@@ -1,13 +1,12 @@
 """The publisher for threads."""
 
-from collections.abc import Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Self
 
 from seqdedupe.client import publisher as _publisher
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties
+from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows
 from seqdedupe.client.publisher import Ids
 from seqdedupe.client.receipts import BatchResult, Published
 from seqdedupe.client.sidecars import Sidecars
@@ -62,7 +61,7 @@ class Publisher:
         *,
         keys: Keys | None = None,
         event_times_ms: Numbers | None = None,
-        properties: Sequence[Properties | None] | None = None,
+        properties: PropertyRows | None = None,
     ) -> BatchResult:
         return run(
             lambda: self._publisher.send_batch(

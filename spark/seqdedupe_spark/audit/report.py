@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass
 class TopicReport:
-    """A topic from its first message left, at `first_index`, to before `end_index`.
+    """A topic of sequence IDs from its first message left, at `first_index`, to before `end_index`.
 
     `links`: "all" can prove that something is missing, or those "after_first" message left of a producer, or "none".
     `unlinked` counts batches of a producer whose link was left out, so that nothing is proved about what is before.
@@ -61,6 +61,7 @@ class TopicReport:
     doubled: Finding
     out_of_order: Finding
     missing: Finding
+    deduplication_mode: str = "sequence-id"
 
     @property
     def is_clean(self) -> bool:
@@ -85,11 +86,62 @@ class TopicReport:
             yield f"  {self.unlinked:,} batches left their link out: what is missing before those cannot be told."
 
 
+@dataclass(frozen=True)
+class IdExample:
+    """A further copy of a message of a topic of deduplication IDs. The ID as text where it is UTF-8."""
+
+    message_id: str
+    first_message_id: str
+    deduplication_id_base64: str
+    deduplication_id: str | None = None
+
+    def __str__(self) -> str:
+        shown = (
+            f"base64 {self.deduplication_id_base64}" if self.deduplication_id is None else repr(self.deduplication_id)
+        )
+        return f"{shown} at {self.message_id}: the first copy is {self.first_message_id}"
+
+
+@dataclass
+class IdFinding:
+    """How many further copies there are, of how many IDs."""
+
+    messages: int = 0
+    ids: int = 0
+    examples: list[IdExample] = field(default_factory=list)
+
+
+@dataclass
+class IdTopicReport:
+    """A topic of deduplication IDs from its first message left, at `first_index`, to before `end_index`."""
+
+    topic: str
+    incarnation: int
+    first_index: int
+    end_index: int
+    doubled: IdFinding
+    deduplication_mode: str = "deduplication-id"
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.doubled.messages
+
+    def lines(self) -> Iterator[str]:
+        """The report for a person."""
+        count = self.end_index - self.first_index
+        held = f", indexes {self.first_index:,} to {self.end_index - 1:,}" if count else ""
+        yield f"{self.topic}: {count:,} messages with deduplication IDs{held}"
+        yield f"  {'':<14}{'MESSAGES':>12}{'IDS':>12}"
+        yield f"  {'doubled':<14}{self.doubled.messages:>12,}{self.doubled.ids:>12,}"
+        for example in self.doubled.examples:
+            yield f"    {example}"
+
+
 @dataclass
 class Report:
     """What an audit has found, topic by topic."""
 
-    topics: list[TopicReport]
+    topics: list[TopicReport | IdTopicReport]
 
     @property
     def is_clean(self) -> bool:

@@ -2,13 +2,15 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from seqdedupe.errors import error
+from seqdedupe.errors import NotFoundError, error
 from seqdedupe.message_id import Position
+from seqdedupe_spark.dedupe import has_no_producers
 from seqdedupe_spark.job.range_task import Step
 from seqdedupe_spark.options import Limits, Options
 from seqdedupe_spark.planning import Client, Listing
@@ -77,6 +79,15 @@ class Positions:
                 what = f"job {self.job!r} has positions, but its table {binding.table!r} is gone"
                 raise error("OUTPUT_MISSING", what)
             store.prepare(binding.table, schema)
+
+    def check_have_producers(self, client: Client, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Raises INVALID_OPTION if a selected topic has deduplication IDs. Of one that recovers, or comes later, the
+        task that reads it finds out."""
+        listing = Listing(client, should_stop)
+        # Whether a topic may be missing is for `look` to say.
+        with suppress(NotFoundError):
+            if by_id := next(filter(listing.is_by_id, listing.select(self.source.selection)), None):
+                raise has_no_producers(by_id)
 
     def look(
         self, client: Client, store: OutputStore, should_stop: Callable[[], bool] = lambda: False

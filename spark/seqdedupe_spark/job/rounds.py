@@ -254,6 +254,9 @@ class ReaderJob:
                 )
             if config.deduplicate and not store.keeps_watermarks:
                 raise error("UNSUPPORTED_STORE", "deduplicate: this store cannot hold watermarks")
+            if config.deduplicate:
+                # Before the job is bound to it for good.
+                self._positions.check_have_producers(self._client, self._stopping.is_set)
             self._positions.bind(store, Binding(config.table, config.deduplicate), schema)
         self._output = Output(config.store, config.job, config.table, schema)
         return self._output

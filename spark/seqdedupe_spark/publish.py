@@ -1,0 +1,175 @@
+"""Publishing rows that have producer names and sequence IDs, each producer's in order: `publish`."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as f
+
+from seqdedupe.client import blocking
+from seqdedupe.client.blocking.producer import Producer
+from seqdedupe.client.receipts import Verdict
+from seqdedupe.errors import error
+from seqdedupe.names import producer_name, topic_name
+from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.sidecar import Sidecar, sidecar_at
+from seqdedupe_spark.sink.options import parse
+from seqdedupe_spark.sink.rows import frame_of, pieces
+
+_TYPES = {
+    "value": ("binary", "string"),
+    "__producerName": ("string",),
+    "__sequenceId": ("bigint", "int"),
+    "__topic": ("string",),
+    "__key": ("binary", "string"),
+    "__eventTime": ("timestamp",),
+    "__messageProperties": ("map<string,string>",),
+}
+"""The columns, which may stand without `__` too, and what they may be."""
+
+_NEEDED = 4
+"""So many of these, from the first one on, there must be."""
+
+_SHORT = topic_name("_").removesuffix("_")
+"""What a short topic name stands after."""
+
+_ORDER = ("__topic", "__producerName", "__sequenceId")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What was published."""
+
+    rows: int
+    copies: int
+    """Rows of those at or below the highest sequence ID that the topic had of their producer: they are not stored."""
+
+
+def publish(frame: DataFrame, topic: str | None = None, **options: str) -> Published:
+    """Publishes rows to topics of sequence IDs, each producer's in the order of its IDs, in one session a name.
+
+    `frame` has `value`, `__producerName`, `__sequenceId`, and `__topic` unless `topic` says it of all rows; `__key`,
+    `__eventTime` and `__messageProperties` may be left out, other columns are passed over. `options` are those of the
+    sink, as `{"service.url": …}`. A task that is tried again sends again what it sent: those are copies. So are
+    rows below the highest ID that a producer has: of a name all rows belong into one call, or into calls one after the
+    other whose IDs rise. Two calls with the same name at a time fence each other, and so do speculative tasks.
+
+    Raises ConfigurationError (INVALID_OPTION) for wrong columns or options, InvalidRequestError for what cannot be sent
+    (NOT_ASCENDING: an ID comes twice), FencedError, UnavailableError; a part of the rows may be published then.
+    """
+    given = parse(options if topic is None else {**options, "topic": topic})
+    columns = _columns(frame, given.topic)
+    rows = frame.select(columns).repartition(*_ORDER[:2]).sortWithinPartitions(*_ORDER)
+    service = given.service
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        found = publish_sorted(service, batches)
+        yield pa.record_batch({"rows": [found.rows], "copies": [found.copies]})
+
+    with typed_failures():
+        found = rows.mapInArrow(run, "rows bigint, copies bigint").collect()
+    return Published(sum(row[0] for row in found), sum(row[1] for row in found))
+
+
+def _columns(frame: DataFrame, topic: str | None) -> list[Column]:
+    there = dict(frame.dtypes)
+    columns: list[Column] = []
+    for place, (name, types) in enumerate(_TYPES.items()):
+        if name == "__topic" and topic is not None:
+            columns.append(f.lit(topic).alias(name))
+            continue
+        found = next((one for one in (name, name.removeprefix("__")) if one in there), None)
+        if found is None:
+            if place < _NEEDED:
+                raise error("INVALID_OPTION", f"publish: the rows have no column {name}")
+            continue
+        if there[found] not in types:
+            what = f"publish: column {found} is {there[found]}, it should be {' or '.join(types)}"
+            raise error("INVALID_OPTION", what)
+        column: Column = frame[found]
+        if name == "__sequenceId":
+            column = column.cast("bigint")
+        elif name == "__topic":
+            # Two names of one topic would be two tasks, which fence each other.
+            column = f.when(column.contains("://"), column).otherwise(f.concat(f.lit(_SHORT), column))
+        columns.append(column.alias(name))
+    return columns
+
+
+def publish_sorted(service: str | Sidecar, batches: Iterable[pa.RecordBatch]) -> Published:
+    """What a task does with rows that are sorted by topic, producer and sequence ID."""
+    rows = 0
+    with sidecar_at(service).connect() as client:
+        session = _Session(client)
+        try:
+            for batch in batches:
+                rows += len(batch)
+                for topic, name, part in _by_producer(batch):
+                    session.send(topic, name, part)
+            session.end()
+        except BaseException:
+            session.abort()
+            raise
+    return Published(rows, session.copies)
+
+
+def _by_producer(batch: pa.RecordBatch) -> Iterator[tuple[str, str, pa.RecordBatch]]:
+    """Neighbouring rows of one producer. Raises INVALID_REQUEST, INVALID_TOPIC_NAME, INVALID_NAME."""
+    if not len(batch):
+        return
+    for name in _ORDER:
+        if batch.column(name).null_count:
+            raise error("INVALID_REQUEST", f"{name} is null in {batch.column(name).null_count:,} rows")
+    topics, names = (batch.column(name).dictionary_encode() for name in _ORDER[:2])
+    numbers = np.stack([topics.indices.to_numpy(), names.indices.to_numpy()])
+    cuts = np.flatnonzero((numbers[:, 1:] != numbers[:, :-1]).any(axis=0)) + 1
+    for first, end in pairwise([0, *cuts.tolist(), len(batch)]):
+        name = names[first].as_py()
+        producer_name(name)
+        yield topic_name(topics[first].as_py()), name, batch.slice(first, end - first)
+
+
+class _Session:
+    """The session of one producer after the other."""
+
+    def __init__(self, client: blocking.Client) -> None:
+        self.copies = 0
+        self._client = client
+        self._key: tuple[str, str] | None = None
+        self._producer: Producer | None = None
+        self._receipts: list[blocking.BatchReceipt] = []
+
+    def send(self, topic: str, name: str, rows: pa.RecordBatch) -> None:
+        """Queues rows, in the session of this producer, before which that of another one ends."""
+        producer = self._producer
+        if producer is None or (topic, name) != self._key:
+            self.end()
+            producer = self._client.producer(topic, name)
+            producer.open()
+            self._key, self._producer = (topic, name), producer
+        for piece in pieces(rows):
+            one = frame_of(piece)
+            receipt = producer.send_batch(
+                one.payloads,
+                piece.column("__sequenceId").to_numpy(),
+                keys=one.keys,
+                event_times_ms=one.event_times_ms,
+                properties=one.properties,
+            )
+            self._receipts.append(receipt)
+
+    def end(self) -> None:
+        """When all is durable."""
+        if self._producer is None:
+            return
+        self._producer.close()
+        self.copies += sum(int(np.count_nonzero(one.until_durable().verdicts == Verdict.DUP)) for one in self._receipts)
+        self._producer = self._key = None
+        self._receipts.clear()
+
+    def abort(self) -> None:
+        if self._producer is not None:
+            self._producer.abort()

@@ -1,0 +1,171 @@
+"""What a task of the sink does: it publishes its rows. Whoever runs it, however often, a row is stored once."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+
+from seqdedupe.client import blocking
+from seqdedupe.client.blocking.loop import event_loop, run
+from seqdedupe.client.publisher import Publisher
+from seqdedupe.client.receipts import BatchResult, Verdict
+from seqdedupe.errors import UnavailableError, error
+from seqdedupe.v1 import admin_pb2
+from seqdedupe_spark.planning import patiently
+from seqdedupe_spark.sidecar import Sidecar, sidecar_at
+from seqdedupe_spark.sink.identity import Seen, Source
+from seqdedupe_spark.sink.layout import Layout
+from seqdedupe_spark.sink.rows import Frame, frames_of
+from seqdedupe_spark.sink.window import Began
+
+MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
+"""What a task has under way at most: whoever gives it more rows waits."""
+
+RECOVERY_DELAY_MS = 100
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a task has done."""
+
+    rows: int = 0
+    copies: int = 0
+    """Rows of those that the topic had already."""
+    seen: dict[Source, bytes] = field(default_factory=dict)
+    """The identities of rows that come from a source."""
+    outgrown: tuple[str, ...] = ()
+    """Topics whose window does not reach back any more to where the write began."""
+
+
+@dataclass(frozen=True)
+class SinkTask:
+    """What all tasks of a write have in common: pickled."""
+
+    service: str | Sidecar
+    layout: Layout
+    began: Began
+    fail_on_forgotten_ids: bool = True
+
+    def run(self, batches: Iterable[pa.RecordBatch], attempt: int = 0) -> Written:
+        """Publishes all rows; returns when they are durable. A sidecar that goes away meanwhile is waited for, for as
+        long as it takes.
+
+        Raises IDS_FORGOTTEN before anything is written if the rows may have been written before and a topic may have
+        forgotten that, INVALID_OPTION or NotFoundError for a topic that takes no deduplication IDs, UnavailableError
+        for a sidecar that is away at the start, and what is wrong with the rows.
+        """
+        may_repeat = self.fail_on_forgotten_ids and (self.began.may_repeat or attempt > 0)
+        seen = Seen()
+        rows = 0
+        with sidecar_at(self.service).connect() as client, _Targets(client, self.began, may_repeat) as targets:
+            if self.layout.topic is not None:
+                targets.open(self.layout.topic)
+            for batch in batches:
+                rows += len(batch)
+                for topic, frame in list(frames_of(batch, self.layout, seen)):
+                    targets.send(topic, frame)
+            targets.flush()
+            return Written(rows, targets.copies, seen.packed(), targets.outgrown())
+
+
+class _Sent(NamedTuple):
+    future: "Future[BatchResult]"
+    size_bytes: int
+
+
+class _Targets:
+    """The topics that a task writes to, each opened when its first row comes."""
+
+    def __init__(self, client: blocking.Client, began: Began, may_repeat: bool) -> None:
+        self.copies = 0
+        self._client = client
+        self._began = began
+        self._may_repeat = may_repeat
+        self._publishers: dict[str, Publisher] = {}
+        self._under_way: deque[_Sent] = deque()
+        self._size_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for publisher in self._publishers.values():
+            run(publisher.close)
+
+    def open(self, topic: str) -> Publisher:
+        found = look(self._client, topic)
+        if self._may_repeat:
+            self._began.check(found)
+
+        async def opened() -> Publisher:
+            return await self._client.on_loop.publisher(topic, on_waiting=_say).__aenter__()
+
+        publisher = self._publishers[topic] = run(opened)
+        return publisher
+
+    def send(self, topic: str, frame: Frame) -> None:
+        publisher = self._publishers.get(topic) or self.open(topic)
+        while self._under_way and self._size_bytes + frame.size_bytes > MAX_IN_FLIGHT_BYTES:
+            self._take()
+        sending = publisher.send_batch(
+            frame.payloads,
+            frame.deduplication_ids,
+            keys=frame.keys,
+            event_times_ms=frame.event_times_ms,
+            properties=frame.properties,
+        )
+        self._under_way.append(_Sent(asyncio.run_coroutine_threadsafe(sending, event_loop()), frame.size_bytes))
+        self._size_bytes += frame.size_bytes
+
+    def flush(self) -> None:
+        """Until all is durable."""
+        while self._under_way:
+            self._take()
+
+    def _take(self) -> None:
+        sent = self._under_way.popleft()
+        self._size_bytes -= sent.size_bytes
+        self.copies += int(np.count_nonzero(sent.future.result().verdicts == Verdict.DUP))
+
+    def outgrown(self) -> tuple[str, ...]:
+        return tuple(topic for topic in self._publishers if not self._began.is_known_by(look(self._client, topic)))
+
+
+def look(client: blocking.Client, topic: str) -> admin_pb2.Topic:
+    """The topic as it is now, once it has recovered. Raises INVALID_OPTION if it does not know copies by their IDs,
+    NotFoundError, UnavailableError after `planning.PATIENCE_SECONDS`."""
+
+    def serving() -> admin_pb2.Topic:
+        found = client.admin.topic(topic)
+        if found.state != admin_pb2.TOPIC_STATE_SERVING:
+            raise error("RECOVERING", f"{topic} is not served yet: {found.why}", retry_delay_ms=RECOVERY_DELAY_MS)
+        return found
+
+    found = patiently(serving)
+    if found.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+        raise error(
+            "INVALID_OPTION",
+            f"topic: {topic} has sequence IDs, the sink writes to topics of deduplication IDs",
+            hint="Create one: `seqdedupe topics create NAME --deduplication-mode deduplication-id`. Rows with producer "
+            "names and sequence IDs are for seqdedupe_spark.publish.publish(df).",
+        )
+    if not found.policy.deduplication_enabled:
+        raise error(
+            "INVALID_OPTION", f"topic: deduplication is off in {topic}: a task that is tried again would double"
+        )
+    return found
+
+
+def _say(why: UnavailableError) -> None:
+    _log.warning("waiting: %s", why)

@@ -1,0 +1,64 @@
+"""The sink as Spark knows it: a batch, or the batches of a stream, written by tasks and committed on the driver."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+
+from seqdedupe_spark.sink.identity import check_apart
+from seqdedupe_spark.sink.task import SinkTask, Written
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Committed(WriterCommitMessage):
+    """What a task tells the driver."""
+
+    written: Written
+
+
+class _Writing:
+    def __init__(self, task: SinkTask) -> None:
+        self.task = task
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        context = TaskContext.get()
+        return Committed(self.task.run(iterator, context.attemptNumber() if context else 0))
+
+    def _sum_up(self, what: str, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Rows are durable when their task has ended: what is left is what only all tasks together show."""
+        found = [message.written for message in messages if isinstance(message, Committed)]
+        check_apart(one.seen for one in found)
+        rows, copies = sum(one.rows for one in found), sum(one.copies for one in found)
+        _log.info("%s: %d rows, %d of them were there before", what, rows, copies)
+        for topic in sorted({topic for one in found for topic in one.outgrown}):
+            _log.warning(
+                "%s: %s has forgotten IDs since it began: what a task was tried again with may be there twice; let the "
+                "topic's window hold more than is written at a time",
+                what,
+                topic,
+            )
+
+
+class BatchWriter(_Writing, DataSourceArrowWriter):
+    """Appends a DataFrame."""
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._sum_up("the write", messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """What was written stays, and is known by its IDs when it comes again."""
+
+
+class StreamWriter(_Writing, DataSourceStreamArrowWriter):
+    """Appends a stream's batches."""
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        self._sum_up(f"batch {batchId}", messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """As of a batch."""

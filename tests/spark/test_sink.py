@@ -1,0 +1,507 @@
+"""The sink's tasks without Spark: what they take and publish, and that running them again changes nothing."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark import cloudpickle
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import (
+    BinaryType,
+    ByteType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
+
+from seqdedupe.client import blocking
+from seqdedupe.errors import ConfigurationError, InvalidRequestError, SeqdedupeError
+from seqdedupe.message_id import Position
+from seqdedupe.names import topic_name
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
+from seqdedupe_spark.columns import SCHEMA
+from seqdedupe_spark.ranges import Range
+from seqdedupe_spark.reading import read_range
+from seqdedupe_spark.sink import identity, rows, window
+from seqdedupe_spark.sink.identity import Seen, check_apart
+from seqdedupe_spark.sink.layout import layout_of
+from seqdedupe_spark.sink.options import parse
+from seqdedupe_spark.sink.task import SinkTask, Written
+from seqdedupe_spark.sink.window import Began
+from seqdedupe_spark.sink.writers import BatchWriter, Committed
+from seqdedupe_spark.source import SeqdedupeDataSource
+
+EPOCH = datetime.fromtimestamp(0, UTC)
+OWN = "value binary, deduplicationId string"
+DERIVED = "value binary, __topic string, __incarnation bigint, __index bigint"
+SOURCE = "persistent://public/default/source"
+
+
+TYPES: dict[str, DataType] = {
+    "bigint": LongType(),
+    "binary": BinaryType(),
+    "int": IntegerType(),
+    "map<string,int>": MapType(StringType(), IntegerType()),
+    "map<string,string>": MapType(StringType(), StringType()),
+    "string": StringType(),
+    "timestamp": TimestampType(),
+    "timestamp_ntz": TimestampNTZType(),
+    "tinyint": ByteType(),
+}
+
+
+def schema(ddl: str) -> StructType:
+    """As `StructType.fromDDL`, which needs a session."""
+    return StructType([StructField(name, TYPES[kind]) for name, kind in map(str.split, ddl.split(", "))])
+
+
+@pytest.fixture
+def target(client: blocking.Client, topic: str) -> str:
+    """A topic of deduplication IDs."""
+    return client.admin.create_topic(topic, deduplication_mode="deduplication-id").name
+
+
+def task(client: blocking.Client, topic: str | None, ddl: str = OWN, **more: Any) -> SinkTask:
+    return SinkTask(client.address, layout_of(schema(ddl), topic), more.pop("began", window.now()), **more)
+
+
+def own(ids: list[str | None], value: bytes = b"v") -> pa.RecordBatch:
+    return pa.record_batch({"value": [value] * len(ids), "deduplicationId": pa.array(ids, pa.string())})
+
+
+def derived(indexes: list[int], **columns: Any) -> pa.RecordBatch:
+    count = len(indexes)
+    given = {"value": [b"v"] * count, "__topic": [SOURCE] * count, "__incarnation": [7] * count, "__index": indexes}
+    return pa.record_batch(given | columns)
+
+
+def ids_in(client: blocking.Client, topic: str) -> list[bytes]:
+    with client.reader(topic) as reader:
+        return [message.deduplication_id or b"" for message in reader]
+
+
+# -- what is taken -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ddl", "said"),
+    [
+        ("deduplicationId string", "the rows have no column value"),
+        ("value int, deduplicationId string", "column value is int, it should be binary or string"),
+        ("value string, deduplicationId bigint", "column deduplicationId is bigint, it should be binary or string"),
+        ("value string, __key int, deduplicationId string", "column __key is int, it should be binary or string"),
+        ("value string, __eventTime bigint, deduplicationId string", "__eventTime is bigint, it should be timestamp"),
+        ("value string, __eventTime timestamp_ntz, deduplicationId string", "it should be timestamp"),
+        ("value string, __messageProperties string, deduplicationId string", "it should be map<string,string>"),
+        ("value string, __messageProperties map<string,int>, deduplicationId string", "should be map<string,string>"),
+        ("value string, __topic binary, deduplicationId string", "column __topic is binary, it should be string"),
+        (f"{DERIVED}, __ordinal string", "column __ordinal is string, it should be"),
+        ("value binary, __topic string, __incarnation bigint, __index int", "__index is int, it should be bigint"),
+        ("value string, valu string, deduplicationId string", "there is no|no column valu: did you mean value?"),
+        ("value string, key string, deduplicationId string", "no column key: did you mean __key?"),
+        ("value string, value string, deduplicationId string", "there are several columns value"),
+        ("value string", "the rows have no identity: neither deduplicationId, nor __topic, __incarnation and __index"),
+        ("value string, __topic string, __index bigint", "the rows have no identity"),
+        (
+            "value string, deduplicationId string, __ordinal int",
+            "__ordinal tells rows of one message of a source apart",
+        ),
+        ("value string, deduplicationId string, sequenceId bigint", "column sequenceId: the sink writes by dedup"),
+        ("value string, producerName string, deduplicationId string", "column producerName: the sink writes by dedup"),
+        ("value string, __producerName string, __sequenceId bigint", "column __producerName: the sink writes by dedup"),
+    ],
+)
+def test_columns_that_cannot_be_are_named(ddl: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        layout_of(schema(ddl), "t")
+    assert any(one in raised.value.message for one in said.split("|"))
+    if "sequenceId" in said or "producerName" in said:
+        assert "publish(df)" in raised.value.hint
+
+
+def test_without_the_option_topic_the_column_is_the_target() -> None:
+    assert layout_of(schema(f"{OWN}, __topic string"), None).topic is None
+    with pytest.raises(ConfigurationError, match="which topic"):
+        layout_of(schema(OWN), None)
+    with pytest.raises(ConfigurationError, match="__topic is where they go, not where they come from"):
+        layout_of(schema(DERIVED), None)
+
+
+def test_all_columns_of_the_source_are_taken() -> None:
+    whole = from_arrow_schema(SCHEMA)
+    assert layout_of(whole, "t").by_source
+    assert not layout_of(StructType([*whole, *schema("deduplicationId binary")]), "t").by_source
+    with pytest.raises(ConfigurationError) as raised:
+        layout_of(schema("value binary, __deduplicationId binary"), "t")
+    assert "rename __deduplicationId" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"topik": "t"}, "did you mean topic?"),
+        ({"startingOffsets": "latest"}, "there is no option startingoffsets"),
+        ({"service.url": "pulsar://a"}, "rows are written through a sidecar"),
+        ({"authParams": "token:secret"}, "it should be the URL of the token's file"),
+        ({"topic": "a b"}, "is not a topic name"),
+        ({"failOnForgottenIds": "maybe"}, "it should be true or false"),
+    ],
+)
+def test_options_that_cannot_be_are_named(options: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        parse(options)
+
+
+def test_a_topic_is_only_appended_to() -> None:
+    sink = SeqdedupeDataSource({"topic": "t", "checkpointlocation": "/nowhere"})
+    for writer in (sink.writer, sink.streamWriter):
+        with pytest.raises(ConfigurationError, match="only appended to"):
+            writer(schema(OWN), overwrite=True)
+        writer(schema(OWN), overwrite=False)
+
+
+def test_topics_that_cannot_be_written_to(client: blocking.Client, topic: str) -> None:
+    client.admin.create_topic(topic)
+    with pytest.raises(ConfigurationError, match="has sequence IDs") as raised:
+        task(client, topic_name(topic)).run([own(["a"])])
+    assert "publish(df)" in raised.value.hint
+    off = client.admin.create_topic(f"{topic}-off", deduplication_mode="deduplication-id", deduplication_enabled=False)
+    with pytest.raises(ConfigurationError, match="deduplication is off"):
+        task(client, off.name).run([])
+    whole = client.admin.create_topic(f"{topic}-whole", partitions=2)
+    with pytest.raises(ConfigurationError, match="has sequence IDs"):
+        task(client, whole.name).run([])
+    # None is made by writing to it.
+    with pytest.raises(SeqdedupeError, match="TOPIC_NOT_FOUND"):
+        task(client, topic_name(f"{topic}-missing")).run([])
+    assert client.ends(off.name).last.index == -1
+
+
+@pytest.mark.parametrize(
+    ("batch", "ddl", "said"),
+    [
+        (own(["a", None, "b"]), OWN, "deduplicationId is null in 1 of 3 rows"),
+        (own(["a", ""]), OWN, "has 0 bytes: it should have 1 to 255"),
+        (own(["a", "ä" * 128]), OWN, "has 256 bytes"),
+        (own(["a", "b"], bytes(5 * 1024 * 1024 + 1)), OWN, r"row with the ID b'a' has 5242881 bytes"),
+        (derived([1, 2], __index=pa.array([1, None])), DERIVED, "__index is null in 1 of 2 rows"),
+        (derived([1, -1]), DERIVED, "__index is -1: it should be 0 to"),
+        (derived([1, 2**43]), DERIVED, "__index is 8796093022208: it should be 0 to"),
+        (derived([1], __ordinal=[2**20]), f"{DERIVED}, __ordinal int", "__ordinal is 1048576"),
+        (derived([1, 1]), DERIVED, r"several rows come from the message with index 1 of .*source, with ordinal 0"),
+        (
+            pa.record_batch(
+                {
+                    "value": [b""],
+                    "deduplicationId": ["a"],
+                    "__messageProperties": pa.array([[("k", None)]], pa.map_(pa.string(), pa.string())),
+                }
+            ),
+            f"{OWN}, __messageProperties map<string,string>",
+            "a property is null",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_are_refused_whole(
+    client: blocking.Client, target: str, batch: pa.RecordBatch, ddl: str, said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        task(client, target, ddl).run([batch])
+    assert ids_in(client, target) == []
+
+
+# -- what is published ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_are_read_back_as_they_were(client: blocking.Client, target: str, seed: int) -> None:
+    chosen = random.Random(seed)
+    text = chosen.random() < 0.5
+    many = chosen.choice([1, 7, 5000])
+    values = [chosen.choice([None, "", "ä", "x" * chosen.choice([3, 3000])]) for _ in range(many)]
+    keys = [chosen.choice([None, "", "k"]) for _ in range(many)]
+    times = [
+        chosen.choice([None, EPOCH + timedelta(milliseconds=chosen.randint(-(10**9), 10**12))]) for _ in range(many)
+    ]
+    properties = [chosen.choice([None, [], [("a", "")], [("ä", "ö"), ("b", "1")]]) for _ in range(many)]
+    kind = pa.string() if text else pa.binary()
+    table = pa.record_batch(
+        {
+            "value": pa.array([one if text or one is None else one.encode() for one in values], kind),
+            "__key": pa.array(keys, pa.string()),
+            "__eventTime": pa.array(times, pa.timestamp("us", "Europe/Zurich")),
+            "__messageProperties": pa.array(properties, pa.map_(pa.string(), pa.string())),
+            "deduplicationId": pa.array([b"\xff%d" % i for i in range(many)], pa.binary()),
+        }
+    )
+    cuts = sorted({0, many, *(chosen.randint(0, many) for _ in range(chosen.choice([0, 3])))})
+    pieces = [table.slice(first, end - first) for first, end in pairwise(cuts)]
+    ddl = f"{OWN}, __key string, __eventTime timestamp, __messageProperties map<string,string>"
+    assert task(client, target, ddl).run(pieces) == Written(many)
+    end = client.ends(target).last
+    whole = Range(target, Position.start(end.incarnation), end)
+    found = {row["__deduplicationId"]: row for one in read_range(client.address, whole) for row in one.to_pylist()}
+    assert len(found) == many
+    for i in range(many):
+        row, value, key = found[b"\xff%d" % i], values[i], keys[i]
+        assert row["value"] == (None if value is None else value.encode())
+        assert row["__key"] == (None if key is None else key.encode())
+        assert row["__eventTime"] == times[i]
+        assert row["__messageProperties"] == (properties[i] or [])
+
+
+def test_topics_by_row(client: blocking.Client, topic: str) -> None:
+    names = [f"{topic}-{k}" for k in range(3)]
+    for name in names:
+        client.admin.create_topic(name, deduplication_mode="deduplication-id")
+    batches = [
+        pa.record_batch(
+            {
+                "value": [b"v"] * 60,
+                "deduplicationId": [f"{n}-{i}" for i in range(60)],
+                "__topic": [names[i % 3] if i % 2 else topic_name(names[i % 3]) for i in range(60)],
+            }
+        )
+        for n in range(3)
+    ]
+    assert task(client, None, f"{OWN}, __topic string").run(batches) == Written(180)
+    for k, name in enumerate(names):
+        assert sorted(ids_in(client, name)) == sorted(b"%d-%d" % (n, i) for n in range(3) for i in range(k, 60, 3))
+
+
+def test_frames_are_small_and_whole() -> None:
+    layout = layout_of(schema(OWN), SOURCE)
+    many = pa.record_batch({"value": [b"x" * 1000] * 9000, "deduplicationId": [str(i) for i in range(9000)]})
+    large = pa.record_batch({"value": [bytes(4_000_000)] * 3, "deduplicationId": ["a", "b", "c"]})
+    frames = [frame for batch in (many, large) for _, frame in rows.frames_of(batch, layout, Seen())]
+    assert sum(map(len, frames)) == 9003
+    assert all(len(frame) == 1 or frame.size_bytes <= rows.FRAME_BYTES for frame in frames)
+    assert max(map(len, frames)) <= rows.FRAME_ROWS
+    assert [frame.size_bytes // 1_000_000 for frame in frames[-3:]] == [4, 4, 4]
+
+
+# -- once, however often ---------------------------------------------------------------------------------------------
+
+
+def test_rows_dealt_out_anew_are_stored_once(client: blocking.Client, target: str) -> None:
+    """As by a shuffle that is executed again, some of it twice at a time: what decides is the row, not the task."""
+    chosen = random.Random(5)
+    names = [f"id-{i}" for i in range(3000)]
+    runs = []
+    for _ in range(4):
+        chosen.shuffle(names)
+        runs += [names[k::3] for k in range(3)]
+    threads = [threading.Thread(target=task(client, target).run, args=([own(list(part))],)) for part in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert task(client, target).run([own(list(names))]) == Written(3000, 3000)
+    assert sorted(ids_in(client, target)) == sorted(one.encode() for one in names)
+
+
+def test_under_sequence_ids_two_tasks_of_one_name_cannot_be_right(client: blocking.Client, topic: str) -> None:
+    """The control arm: why the sink writes by deduplication ID."""
+    with client.producer(topic, "task-2") as second:
+        second.send_batch([b"%d" % i for i in range(51, 101)], range(51, 101)).result()
+    with client.producer(topic, "task-2") as first:
+        result = first.send_batch([b"%d" % i for i in range(1, 51)], range(1, 51)).result()
+    assert set(result.verdicts) == {2}  # Dup: 1 to 50 are lost
+    assert client.ends(topic).last.index == 49
+    with client.producer(topic, "name") as one:
+        one.send(b"a", 1).result()
+        with client.producer(topic, "name") as other:
+            other.send(b"b", 2).result()
+            with pytest.raises(SeqdedupeError, match="FENCED"):
+                one.send(b"c", 3).result()
+            one.abort()
+
+
+def test_a_sidecar_that_is_killed_in_between(start_sidecar: Callable[..., Sidecar], topic: str) -> None:
+    sidecar = start_sidecar()
+    with blocking.Client(sidecar.address) as client:
+        target = client.admin.create_topic(topic, deduplication_mode="deduplication-id").name
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for n in range(20):
+                if n in (5, 12):
+                    sidecar.kill()
+                    sidecar.start()
+                yield derived([*range(100 * n, 100 * n + 100)])
+
+        done = task(client, target, DERIVED).run(batches())
+        assert done.rows == 2000
+        assert task(client, target, DERIVED).run([derived([*range(2000)])]).copies == 2000
+        assert sorted(ids_in(client, target)) == sorted(b"%s/7/%d/0" % (SOURCE.encode(), i) for i in range(2000))
+
+
+# -- identities of a source --------------------------------------------------------------------------------------------
+
+
+def test_the_id_of_a_row_of_a_source_is_what_is_documented(client: blocking.Client, target: str) -> None:
+    assert task(client, target, DERIVED).run([derived([5, 2**43 - 1])]).rows == 2
+    ddl = f"{DERIVED}, __ordinal tinyint"
+    more = derived([5, 5, 6], __ordinal=pa.array([0, 3, 0], pa.int8()))
+    assert task(client, target, ddl).run([more]).copies == 1
+    ends = [b"5/0", b"%d/0" % (2**43 - 1), b"5/3", b"6/0"]
+    assert ids_in(client, target) == [SOURCE.encode() + b"/7/" + end for end in ends]
+
+
+def test_topics_with_long_names_have_ids_of_their_own() -> None:
+    long = [topic_name("x" * 200 + end) for end in ("a", "b")]
+    found = identity.ids_of(
+        pa.array(long),
+        pa.array([2**63 - 1] * 2),
+        pa.array([identity.MAX_INDEX] * 2),
+        pa.array([identity.MAX_ORDINAL] * 2),
+    ).to_pylist()
+    assert len(set(found)) == 2
+    assert all(one.startswith(b"sha256:") and len(one) <= 255 for one in found)
+    longest = "persistent://" + "x" * (identity.MAX_TOPIC_BYTES - 13)
+    assert identity.name_in_id(longest) == longest
+    assert len(f"{longest}/{2**63 - 1}/{identity.MAX_INDEX}/{identity.MAX_ORDINAL}") <= 255
+
+
+Rows = list[tuple[int, int, int]]
+ROWS = st.lists(st.tuples(st.sampled_from([7, 8]), st.integers(0, 12), st.integers(0, 2)), max_size=30)
+
+
+def seen_of(batches: list[Rows]) -> dict[identity.Source, bytes]:
+    seen = Seen()
+    for batch in batches:
+        if batch:
+            incarnations, indexes, ordinals = np.array(batch, np.int64).T
+            seen.add(pa.array(["s"] * len(batch)), incarnations, indexes, ordinals)
+    return seen.packed()
+
+
+@given(st.lists(st.lists(ROWS, max_size=4), min_size=1, max_size=3))
+def test_an_identity_that_comes_twice_is_found(tasks: list[list[Rows]]) -> None:
+    every = [row for batches in tasks for batch in batches for row in batch]
+    if len(set(every)) == len(every):
+        check_apart([seen_of(batches) for batches in tasks])
+    else:
+        with pytest.raises(InvalidRequestError, match="several rows come from the message with index") as raised:
+            check_apart([seen_of(batches) for batches in tasks])
+        assert raised.value.reason == "AMBIGUOUS_IDENTITY"
+
+
+def test_what_tasks_tell_is_small_where_rows_come_in_order() -> None:
+    packed = seen_of([[(7, i, 0) for i in range(first, first + 1000)] for first in range(0, 50_000, 1000)])
+    assert sum(map(len, packed.values())) < 100
+    check_apart([packed, seen_of([[(7, i, 0) for i in range(50_000, 51_000)], [(7, 5, 1)]])])
+
+
+def test_the_driver_refuses_what_two_tasks_have_dealt_out(client: blocking.Client, target: str) -> None:
+    one = task(client, target, DERIVED)
+    found = [one.run([derived([1, 2])]), one.run([derived([2, 3])])]
+    with pytest.raises(InvalidRequestError, match="message with index 2 of"):
+        BatchWriter(one).commit([Committed(written) for written in found])
+    BatchWriter(one).commit([Committed(found[0]), None])
+
+
+# -- the window ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forgetful(client: blocking.Client, topic: str) -> str:
+    """A topic that has forgotten all but its last messages."""
+    policy = admin_pb2.TopicPolicy(deduplication_window_max_messages=16)
+    name = client.admin.create_topic(topic, deduplication_mode="deduplication-id", policy=policy).name
+    with client.publisher(name) as publisher:
+        for n in range(10):
+            publisher.send_batch([b"v"] * 10, [f"old-{n}-{i}" for i in range(10)])
+    assert client.admin.topic(name).window_forgotten
+    return name
+
+
+def began(client: blocking.Client, topic: str, off_ms: int, *, may_repeat: bool) -> Began:
+    """Before or after the oldest message that the topic knows, by the clock of the driver."""
+    oldest = client.admin.topic(topic).window_first_publish_time_ms
+    return Began(oldest + window.CLOCKS_MS + off_ms, may_repeat)
+
+
+def test_what_may_be_there_and_forgotten_is_not_written_again(client: blocking.Client, forgetful: str) -> None:
+    again = began(client, forgetful, -1, may_repeat=True)
+    with pytest.raises(SeqdedupeError, match="IDS_FORGOTTEN"):
+        task(client, forgetful, began=again).run([own(["old-0-0"])])
+    assert len(ids_in(client, forgetful)) == 100
+    # The control arm doubles it, and says that it may have.
+    accepted = task(client, forgetful, began=again, fail_on_forgotten_ids=False)
+    assert accepted.run([own(["old-0-0"])]) == Written(1, outgrown=(forgetful,))
+    assert ids_in(client, forgetful).count(b"old-0-0") == 2
+
+
+def test_what_the_window_reaches_back_to_is_written_again(client: blocking.Client, forgetful: str) -> None:
+    known = began(client, forgetful, 0, may_repeat=True)
+    assert task(client, forgetful, began=known).run([own(["old-9-9"])]).copies == 1
+
+
+def test_a_first_try_needs_no_window_and_a_second_one_does(client: blocking.Client, forgetful: str) -> None:
+    before = began(client, forgetful, -1, may_repeat=False)
+    assert task(client, forgetful, began=before).run([own(["new"])]).rows == 1
+    with pytest.raises(SeqdedupeError, match="IDS_FORGOTTEN"):
+        task(client, forgetful, began=before).run([own(["new"])], attempt=1)
+
+
+def test_the_age_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    offsets = tmp_path / "check point" / "offsets"
+    offsets.mkdir(parents=True)
+    for number, seconds in ((9, 5000), (10, 4000), (2, 9000)):
+        (offsets / str(number)).touch()
+        os.utime(offsets / str(number), (seconds, seconds))
+    (offsets / ".10.crc").touch()
+    location = offsets.parent.as_uri()
+    assert window.of_checkpoint(location) == Began(4_000_000, may_repeat=True)
+    # Asked again it may be tried again; the next one is planned by a query that has written the last.
+    assert window.of_checkpoint(str(offsets.parent)).may_repeat
+    (offsets / "11").touch()
+    after = window.of_checkpoint(location)
+    assert not after.may_repeat
+    assert abs(after.at_ms - time.time() * 1000) < 3_600_000
+    assert not caplog.records
+    window._say_once.cache_clear()
+    for elsewhere in ("hdfs://name/check", str(tmp_path / "none"), None):
+        for _ in range(2):
+            assert not window.of_checkpoint(elsewhere).may_repeat
+    assert len(caplog.records) == 3
+    assert "hdfs://name/check cannot be looked at" in caplog.text
+
+
+def test_a_write_that_outgrows_the_window_is_warned_about(
+    client: blocking.Client, topic: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = admin_pb2.TopicPolicy(deduplication_window_max_messages=16)
+    name = client.admin.create_topic(topic, deduplication_mode="deduplication-id", policy=policy).name
+    one = task(client, name, began=window.now())
+    for n in range(10):
+        done = one.run([own([f"{n}-{i}" for i in range(10)])])
+    assert done.outgrown == (name,)
+    BatchWriter(one).commit([Committed(done)])
+    assert f"{name} has forgotten IDs since it began" in caplog.text
+
+
+def test_a_task_is_pickled(client: blocking.Client, target: str) -> None:
+    one = task(client, target, DERIVED)
+    again = cloudpickle.loads(cloudpickle.dumps(BatchWriter(one)))  # type: ignore[no-untyped-call]
+    assert again.task == one
+    assert replace(one, fail_on_forgotten_ids=False) != one
