@@ -64,6 +64,27 @@ def test_transactions_have_what_is_there(sqlite: Engine, client: Client, topic: 
     assert effects(sqlite) == numbers(3003)
 
 
+def test_without_follow_it_waits_for_nobody_who_has_applied_all(
+    sqlite: Engine, client: Client, topic: str, publish: Publish
+) -> None:
+    """The other one works on for ever, and never stands back."""
+    make_table(sqlite)
+    publish(*numbers(3))
+    working = Consumer(client, topic, "c", sqlite, write)
+    thread = threading.Thread(target=working.run)
+    thread.start()
+    until(lambda: effects(sqlite) == numbers(3))
+    once = threading.Thread(target=Consumer(client, topic, "c", sqlite, write).run, kwargs={"follow": False})
+    once.start()
+    once.join(TIMEOUT_SECONDS)
+    is_over = not once.is_alive()
+    working.stop()
+    thread.join(TIMEOUT_SECONDS)
+    once.join(TIMEOUT_SECONDS)
+    assert is_over
+    assert effects(sqlite) == numbers(3)
+
+
 def test_a_batch_that_fails_is_cut_until_the_bad_message_is_alone(
     engine: Engine, client: Client, topic: str, publish: Publish
 ) -> None:

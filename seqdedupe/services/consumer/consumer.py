@@ -108,7 +108,8 @@ class Consumer:
         self._stop.tell()
 
     def run(self, *, follow: bool = True) -> None:
-        """Works until it is stopped; without `follow` up to the last message that was there when it began to read.
+        """Works until it is stopped; without `follow` up to the last message that was there when it began to read, or
+        until another process that works has come so far.
 
         With a client of `seqdedupe.client.blocking`. The handler is called in this thread.
         """
@@ -162,8 +163,10 @@ class Consumer:
         try:
             while not self._stop.is_told:
                 try:
-                    position = self._acquire()
+                    position = self._acquire(None if follow else ends.last)
                     failures = 0
+                    if position is None:
+                        return
                     self._consume(client, position, follow)
                     return
                 except Lost:
@@ -193,8 +196,8 @@ class Consumer:
         except database.Away as e:
             raise e.failure from e
 
-    def _acquire(self) -> str:
-        """Stands by until nobody else works; returns the position."""
+    def _acquire(self, until: Position | None) -> str | None:
+        """Stands by until nobody else works; returns the position. None if whoever works has come so far."""
         seen: Seen | None = None
         since = time.monotonic()
         while True:
@@ -203,6 +206,8 @@ class Consumer:
                 now = self._ownership.look()
                 if now is None or now != seen:
                     seen, since = now, time.monotonic()
+                if now is not None and until is not None and now.owner != NOBODY and _is_there(now.position, until):
+                    return None
                 is_over = time.monotonic() - since >= TAKE_OVER_SECONDS
                 if now is not None and (is_over or now.owner in (NOBODY, self._ownership.token)):
                     if self._ownership.take(now):
@@ -248,6 +253,11 @@ class Consumer:
         # If it cannot be said, whoever stands by finds out by itself.
         with suppress(SQLAlchemyError):
             self._ownership.release()
+
+
+def _is_there(position: str, until: Position) -> bool:
+    now = Position.parse(position)
+    return now.incarnation == until.incarnation and now.index >= until.index
 
 
 def purpose_of(handle: Callable[..., object]) -> str:
