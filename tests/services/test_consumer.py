@@ -15,6 +15,7 @@ from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.services.consumer import Consumer, ConsumerConfig
 from seqdedupe.services.consumer.tables import CONSUMERS, METADATA
+from seqdedupe.services.outbox import Outbox
 from seqdedupe.testing import Sidecar
 from tests.services.conftest import Publish
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write, write_all
@@ -153,6 +154,23 @@ def test_a_handler_that_ends_the_transaction_is_refused(
     assert e.value.reason == "TRANSACTION_ENDED"
     with engine.begin() as connection:
         assert connection.execute(CONSUMERS.select()).one().position.endswith("/start@-1")
+
+
+def test_handlers_may_add_to_an_outbox(engine: Engine, client: Client, topic: str, publish: Publish) -> None:
+    """In whatever database: of text as of JSON."""
+    columns = ", ".join(f"{name} VARCHAR(100)" for name in ("id", "aggregatetype", "aggregateid", "type", "payload"))
+    with engine.begin() as connection:
+        connection.execute(text(f"CREATE TABLE outbox ({columns})"))
+
+    def handle(connection: Connection, message: Message) -> None:
+        Outbox(connection).add("order", "7", "OrderPlaced", (message.payload or b"").decode())
+        Outbox(connection).add("order", "7", "OrderPlaced", {"order": message.index})
+
+    publish("one")
+    Consumer(client, topic, "c", engine, handle).run(follow=False)
+    with engine.begin() as connection:
+        found = connection.execute(text("SELECT payload FROM outbox")).scalars().all()
+    assert sorted(found) == ["one", '{"order": 0}']
 
 
 def test_handlers_may_use_savepoints(engine: Engine, client: Client, topic: str, publish: Publish) -> None:

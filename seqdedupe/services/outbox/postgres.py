@@ -386,7 +386,7 @@ def _errors() -> Iterator[None]:
     """The driver's errors as ours. None quotes the URL."""
     try:
         yield
-    except (psycopg.OperationalError, psycopg.InterfaceError) as e:
+    except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction) as e:
         raise unavailable(str(e)) from e
     except psycopg.Error as e:
         raise bad_outbox(f"PostgreSQL refuses it: {' '.join(str(e).split())}") from e

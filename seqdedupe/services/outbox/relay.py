@@ -156,7 +156,7 @@ class Relay:
         oldest = -1
         while True:
             try:
-                page = await self._blocking(self._store.read, -1)
+                page = await self._blocking(self._store.read, -1) or await self._blocking(self._store.read_elsewhere)
             except UnavailableError as e:
                 self._report(f"trying again: {e}")
                 await asyncio.sleep(_RETRY_SECONDS)
