@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen
 from seqdedupe.services.consumer.tables import METADATA, make_tables
 from seqdedupe.services.consumer.waiting import Arrivals, Stop, Stopped
 from seqdedupe.services.consumer.work import KEEP_UP_SECONDS, Work
+from seqdedupe.services.standing_by import Stillness
 
 TAKE_OVER_SECONDS = 3.0
 """A process of which the row has said nothing for so long, by the clock of who stands by, has ended."""
@@ -198,21 +198,22 @@ class Consumer:
 
     def _acquire(self, until: Position | None) -> str | None:
         """Stands by until nobody else works; returns the position. None if whoever works has come so far."""
-        seen: Seen | None = None
-        since = time.monotonic()
+        stillness = Stillness(TAKE_OVER_SECONDS)
+        first: Seen | None = None
         while True:
             self._stop.check()
             with database.reaching():
                 now = self._ownership.look()
-                if now is None or now != seen:
-                    seen, since = now, time.monotonic()
-                if now is not None and until is not None and now.owner != NOBODY and _is_there(now.position, until):
-                    return None
-                is_over = time.monotonic() - since >= TAKE_OVER_SECONDS
-                if now is not None and (is_over or now.owner in (NOBODY, self._ownership.token)):
-                    if self._ownership.take(now):
+                is_over = stillness.has_lasted(now)
+                if now is not None:
+                    first = first or now
+                    # One that has shown no sign of life may have ended, and left behind what is parked.
+                    works = now != first and now.owner != NOBODY
+                    if works and until is not None and _is_there(now.position, until):
+                        return None
+                    is_free = is_over or now.owner in (NOBODY, self._ownership.token)
+                    if is_free and self._ownership.take(now):
                         return now.position
-                    seen = None
             self._stop.pause(LOOK_SECONDS)
 
     def _consume(self, client: AsyncClient, position: str, follow: bool) -> None:

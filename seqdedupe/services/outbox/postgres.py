@@ -203,6 +203,12 @@ class PostgresStore(Store):
         with self._reader():
             return _page(self._read(self._page_elsewhere, binary=True).fetchone())
 
+    def oldest(self) -> int | None:
+        query = f"SELECT min({SEQUENCE_ID}) FROM {TABLE} WHERE {SEQUENCE_ID} < {_XMIN} OR {SEQUENCE_ID} >= {_XMAX}"
+        with self._reader():
+            [row] = self._read(query).fetchall()
+        return row[0]  # type: ignore[no-any-return]
+
     def has_more(self, after: int) -> bool:
         with self._reader():
             found = self._read(f"SELECT 1 FROM {TABLE} WHERE {SEQUENCE_ID} > %s LIMIT 1", (after,)).fetchone()

@@ -71,6 +71,10 @@ class Store(ABC):
         """See `steps.ReadElsewhere`."""
 
     @abstractmethod
+    def oldest(self) -> int | None:
+        """The sequence ID of the first row that a relay would look at now, from elsewhere or not."""
+
+    @abstractmethod
     def has_more(self, after: int) -> bool:
         """Whether there is a row after this one, which may have to wait."""
 
