@@ -15,6 +15,7 @@ from seqdedupe.client.stored import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.services.consumer import Consumer, ConsumerConfig
 from seqdedupe.services.consumer.tables import CONSUMERS, METADATA
+from seqdedupe.services.outbox import Outbox
 from seqdedupe.testing import Sidecar
 from tests.services.conftest import Publish
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, until, write, write_all
@@ -62,6 +63,27 @@ def test_transactions_have_what_is_there(sqlite: Engine, client: Client, topic: 
     consumer.stop()
     thread.join(TIMEOUT_SECONDS)
     assert effects(sqlite) == numbers(3003)
+
+
+def test_without_follow_it_waits_for_nobody_who_has_applied_all(
+    sqlite: Engine, client: Client, topic: str, publish: Publish
+) -> None:
+    """The other one works on for ever, and never stands back."""
+    make_table(sqlite)
+    publish(*numbers(3))
+    working = Consumer(client, topic, "c", sqlite, write)
+    thread = threading.Thread(target=working.run)
+    thread.start()
+    until(lambda: effects(sqlite) == numbers(3))
+    once = threading.Thread(target=Consumer(client, topic, "c", sqlite, write).run, kwargs={"follow": False})
+    once.start()
+    once.join(TIMEOUT_SECONDS)
+    is_over = not once.is_alive()
+    working.stop()
+    thread.join(TIMEOUT_SECONDS)
+    once.join(TIMEOUT_SECONDS)
+    assert is_over
+    assert effects(sqlite) == numbers(3)
 
 
 def test_a_batch_that_fails_is_cut_until_the_bad_message_is_alone(
@@ -132,6 +154,23 @@ def test_a_handler_that_ends_the_transaction_is_refused(
     assert e.value.reason == "TRANSACTION_ENDED"
     with engine.begin() as connection:
         assert connection.execute(CONSUMERS.select()).one().position.endswith("/start@-1")
+
+
+def test_handlers_may_add_to_an_outbox(engine: Engine, client: Client, topic: str, publish: Publish) -> None:
+    """In whatever database: of text as of JSON."""
+    columns = ", ".join(f"{name} VARCHAR(100)" for name in ("id", "aggregatetype", "aggregateid", "type", "payload"))
+    with engine.begin() as connection:
+        connection.execute(text(f"CREATE TABLE outbox ({columns})"))
+
+    def handle(connection: Connection, message: Message) -> None:
+        Outbox(connection).add("order", "7", "OrderPlaced", (message.payload or b"").decode())
+        Outbox(connection).add("order", "7", "OrderPlaced", {"order": message.index})
+
+    publish("one")
+    Consumer(client, topic, "c", engine, handle).run(follow=False)
+    with engine.begin() as connection:
+        found = connection.execute(text("SELECT payload FROM outbox")).scalars().all()
+    assert sorted(found) == ["one", '{"order": 0}']
 
 
 def test_handlers_may_use_savepoints(engine: Engine, client: Client, topic: str, publish: Publish) -> None:

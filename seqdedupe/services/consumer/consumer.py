@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen
 from seqdedupe.services.consumer.tables import METADATA, make_tables
 from seqdedupe.services.consumer.waiting import Arrivals, Stop, Stopped
 from seqdedupe.services.consumer.work import KEEP_UP_SECONDS, Work
+from seqdedupe.services.standing_by import Stillness
 
 TAKE_OVER_SECONDS = 3.0
 """A process of which the row has said nothing for so long, by the clock of who stands by, has ended."""
@@ -108,7 +108,8 @@ class Consumer:
         self._stop.tell()
 
     def run(self, *, follow: bool = True) -> None:
-        """Works until it is stopped; without `follow` up to the last message that was there when it began to read.
+        """Works until it is stopped; without `follow` up to the last message that was there when it began to read, or
+        until another process that works has come so far.
 
         With a client of `seqdedupe.client.blocking`. The handler is called in this thread.
         """
@@ -162,8 +163,10 @@ class Consumer:
         try:
             while not self._stop.is_told:
                 try:
-                    position = self._acquire()
+                    position = self._acquire(None if follow else ends.last)
                     failures = 0
+                    if position is None:
+                        return
                     self._consume(client, position, follow)
                     return
                 except Lost:
@@ -193,21 +196,24 @@ class Consumer:
         except database.Away as e:
             raise e.failure from e
 
-    def _acquire(self) -> str:
-        """Stands by until nobody else works; returns the position."""
-        seen: Seen | None = None
-        since = time.monotonic()
+    def _acquire(self, until: Position | None) -> str | None:
+        """Stands by until nobody else works; returns the position. None if whoever works has come so far."""
+        stillness = Stillness(TAKE_OVER_SECONDS)
+        first: Seen | None = None
         while True:
             self._stop.check()
             with database.reaching():
                 now = self._ownership.look()
-                if now is None or now != seen:
-                    seen, since = now, time.monotonic()
-                is_over = time.monotonic() - since >= TAKE_OVER_SECONDS
-                if now is not None and (is_over or now.owner in (NOBODY, self._ownership.token)):
-                    if self._ownership.take(now):
+                is_over = stillness.has_lasted(now)
+                if now is not None:
+                    first = first or now
+                    # One that has shown no sign of life may have ended, and left behind what is parked.
+                    works = now != first and now.owner != NOBODY
+                    if works and until is not None and _is_there(now.position, until):
+                        return None
+                    is_free = is_over or now.owner in (NOBODY, self._ownership.token)
+                    if is_free and self._ownership.take(now):
                         return now.position
-                    seen = None
             self._stop.pause(LOOK_SECONDS)
 
     def _consume(self, client: AsyncClient, position: str, follow: bool) -> None:
@@ -248,6 +254,11 @@ class Consumer:
         # If it cannot be said, whoever stands by finds out by itself.
         with suppress(SQLAlchemyError):
             self._ownership.release()
+
+
+def _is_there(position: str, until: Position) -> bool:
+    now = Position.parse(position)
+    return now.incarnation == until.incarnation and now.index >= until.index
 
 
 def purpose_of(handle: Callable[..., object]) -> str:

@@ -31,18 +31,27 @@ def passes_by_itself(failure: BaseException) -> bool:
         return False
     if failure.connection_invalidated:
         return True
-    cause: Any = failure.orig
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    sqlite_code = getattr(cause, "sqlite_errorcode", None)
-    number = cause.args[0] if getattr(cause, "args", None) else None
+    sqlite_code = getattr(failure.orig, "sqlite_errorcode", None)
     if isinstance(sqlite_code, int):
         return sqlite_code & 0xFF in _SQLITE_PASSING
+    state, number = codes_of(failure)
     if number in _PASSING_NUMBERS:
         return True
-    if isinstance(state, str):
+    if state is not None:
         return state.startswith(_PASSING_STATES)
     # A driver that could not connect has no code from a server.
-    return not isinstance(number, int) and isinstance(failure, OperationalError | InterfaceError)
+    return number is None and isinstance(failure, OperationalError | InterfaceError)
+
+
+def codes_of(failure: DBAPIError) -> tuple[str | None, int | None]:
+    """The SQLSTATE and MariaDB's number of an error, as far as its driver gives them."""
+    cause: Any = failure.orig
+    first = cause.args[0] if getattr(cause, "args", None) else None
+    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    if isinstance(first, dict):  # pg8000's
+        state = first.get("C")
+    number = first if isinstance(first, int) else getattr(cause, "errno", None)
+    return state if isinstance(state, str) else None, number if isinstance(number, int) else None
 
 
 class Away(Exception):

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from seqdedupe.errors import error
-from seqdedupe.services.consumer.database import refusing_writes
+from seqdedupe.services.consumer.database import codes_of, refusing_writes
 from seqdedupe.services.consumer.ownership import Ownership
 
 _MARK = text("SAVEPOINT seqdedupe_begun")
@@ -49,7 +49,5 @@ def _ended() -> Exception:
 
 
 def _says_no_mark(failure: DBAPIError) -> bool:
-    cause = failure.orig
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    number = cause.args[0] if cause is not None and cause.args else None
-    return state in _NO_MARK_STATES or number == _NO_MARK_NUMBER or _NO_MARK_TEXT in str(cause)
+    state, number = codes_of(failure)
+    return state in _NO_MARK_STATES or number == _NO_MARK_NUMBER or _NO_MARK_TEXT in str(failure.orig)

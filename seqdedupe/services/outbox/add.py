@@ -3,17 +3,22 @@
 import json
 import uuid
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
-from sqlalchemy import Executable, text
+from sqlalchemy import Engine, Executable, text
 
 from seqdedupe.services.outbox.rows import COLUMNS, TABLE
 
 _INSERT = f"INSERT INTO {TABLE} ({', '.join(COLUMNS)}) VALUES (:id, :aggregatetype, :aggregateid, :type, {{}})"
 
-# A cast to the payload's own kind makes PostgreSQL refuse text for a column of bytes, which it would read as escapes.
-_BYTES = text(_INSERT.format(":payload"))
-_TEXT = text(_INSERT.format("CAST(:payload AS text)"))
-_JSON = text(_INSERT.format("CAST(:payload AS jsonb)"))
+_KIND = text(
+    "SELECT typname FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid "
+    f"WHERE attrelid = to_regclass('{TABLE}') AND attname = 'payload'"
+)
+_JSON_KINDS = ("json", "jsonb")
+
+_kinds: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
+"""Of the payload's column in databases of PostgreSQL, as far as it was looked at."""
 
 Id = uuid.UUID | str | bytes
 
@@ -45,19 +50,13 @@ class Outbox:
     ) -> Id:
         """Inserts a row; its `id`, a new UUID unless it is given. An `id` must never come a second time.
 
-        `aggregateid` becomes the message's key. The payload has to fit its column: bytes in the table that
-        `seqdedupe outbox ddl` makes, text or JSON (a dict or list) where the column is of that kind. Raises what
-        SQLAlchemy does; the transaction is the caller's.
+        `aggregateid` becomes the message's key. The payload is bytes for a column of bytes, as `seqdedupe outbox ddl`
+        makes it; for one of text it is text, or bytes in UTF-8; for one of JSON either, or a dict or list. Raises what
+        SQLAlchemy does, also for a payload that does not fit its column; the transaction is the caller's.
         """
         given: Id = uuid.uuid4() if id is None else id
-        statement = _BYTES
-        value: object = payload
-        if isinstance(payload, str):
-            statement = _TEXT
-        elif isinstance(payload, dict | list):
-            statement, value = _JSON, json.dumps(payload, ensure_ascii=False)
-            if self._is_sqlite():
-                statement = _TEXT
+        value = json.dumps(payload, ensure_ascii=False) if isinstance(payload, dict | list) else payload
+        statement = text(_INSERT.format(self._payload(value)))
         self._connection.execute(
             statement,
             {
@@ -70,8 +69,24 @@ class Outbox:
         )
         return given
 
-    def _is_sqlite(self) -> bool:
+    def _payload(self, value: bytes | str | None) -> str:
+        """How the payload stands in the statement. PostgreSQL would read text for a column of bytes as escapes, and
+        write bytes into one of text as hexadecimal digits: so each has its cast."""
         # A session knows the connection's engine only when it is bound to one.
         connection: Any = self._connection
         bind = connection.get_bind() if hasattr(connection, "get_bind") else connection
-        return bool(bind.dialect.name == "sqlite")
+        if value is None or bind.dialect.name != "postgresql":
+            return ":payload"
+        kind = self._kind(bind.engine)
+        placed = "CAST(:payload AS text)"
+        if isinstance(value, bytes):
+            placed = "CAST(:payload AS bytea)" if kind == "bytea" else "convert_from(CAST(:payload AS bytea), 'UTF8')"
+        return f"CAST({placed} AS {kind})" if kind in _JSON_KINDS else placed
+
+    def _kind(self, engine: Engine) -> str:
+        if engine not in _kinds:
+            kind = self._connection.execute(_KIND).scalar()
+            if kind is None:
+                return ""  # there is no such table, or column: the insert says so
+            _kinds[engine] = kind
+        return _kinds[engine]

@@ -42,6 +42,7 @@ class Wanted:
     page: Page
     at_any_number: bool
     is_ours: Callable[[str], bool]
+    ids: frozenset[bytes]
 
     def there(self, seen: Sequence["Seen"]) -> Int64s:
         """The places of those that were found."""
@@ -60,7 +61,7 @@ class Seen:
     is_whole: bool = False
     """Its log still begins with its first message."""
     ids: dict[int, set[bytes]] = field(default_factory=dict)
-    """The `id`s at the sequence IDs that are wanted; where any will do, all of them at ANYWHERE."""
+    """The `id`s at the sequence IDs that are wanted; where any will do, those that are wanted, at ANYWHERE."""
     lowest: dict[str, int] = field(default_factory=dict)
     """The lowest sequence ID that each of the names has in it."""
     persisted: dict[str, int] = field(default_factory=dict)
@@ -79,10 +80,10 @@ class Seen:
             if not wanted.at_any_number:
                 rows = rows[np.isin(numbers, wanted.page.sequence_ids)]
             for row in rows.tolist():
-                one = batch.properties_of(row).get(_ID)
-                if one is not None:
+                one = batch.properties_of(row).get(_ID, "").encode()
+                if one in wanted.ids:
                     number = ANYWHERE if wanted.at_any_number else int(batch.sequence_ids[row])
-                    self.ids.setdefault(number, set()).add(one.encode())
+                    self.ids.setdefault(number, set()).add(one)
 
     def lacks(self, number: int) -> bool:
         """Whether it is certain that none of the names ever published this sequence ID, or anything where it is
@@ -101,7 +102,7 @@ async def find(client: Client, topic: str, name: str, page: Page, *, at_any_numb
     that does not have all of them."""
     while True:
         try:
-            return await _find(client, topic, Wanted(page, at_any_number, is_one_of(name)))
+            return await _find(client, topic, Wanted(page, at_any_number, is_one_of(name), frozenset(page.ids())))
         except PositionError as e:
             if e.reason != "POSITION_TRIMMED":  # retention was faster: there is less to read now
                 raise

@@ -5,6 +5,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import psycopg
 from psycopg import Connection, sql
 from sqlalchemy.engine import URL
 
-from seqdedupe.batch import Binary, Int64s
+from seqdedupe.batch import Int64s
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox.ddl import CHANNEL, POSTGRES_TRIGGERS, RELAY_SETTING
 from seqdedupe.services.outbox.rows import (
@@ -54,9 +55,9 @@ _CONNECTION: dict[str, Any] = {
 # The order of the index is the order of the rows; a plan that sorts the whole table would be made for tables whose
 # statistics are old.
 _SESSION = (
-    f"SET {RELAY_SETTING} = 'on'; SET default_transaction_isolation = 'read committed'; SET enable_seqscan = off; "
-    f"SET enable_bitmapscan = off; SET jit = off; SET synchronous_commit = on; "
-    f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'"
+    f"SET {RELAY_SETTING} = 'on'; SET default_transaction_isolation = 'read committed'; "
+    "SET standard_conforming_strings = on; SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off; "
+    f"SET synchronous_commit = on; SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'"
 )
 
 _ID_TYPES = ("uuid", "text", "varchar", "bpchar", "bytea")
@@ -65,26 +66,27 @@ _ID_TYPES = ("uuid", "text", "varchar", "bpchar", "bytea")
 _XMIN = f"(SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint << {ORDINAL_BITS})"
 _XMAX = f"(SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint << {ORDINAL_BITS})"
 
+_NULL = b"\xff"
+
 _ROW_BYTES = 64
 """What a row without payload counts of a page."""
 
-# One statement has one snapshot: the bound is that of the rows it reads. The rows that fit are picked before a payload
-# is looked at; one that is too large is never sent.
+# One statement has one snapshot: the bound is that of the rows it reads. How many fit is found out before a payload is
+# looked at, mostly by one sum; one that is too large is never sent. Texts in UTF-8 have neither the byte between two
+# values nor that in place of NULL.
 _PAGE = (
-    "SELECT string_agg(int8send(s), ''), string_agg(int4send(coalesce(octet_length(k), -1)), ''), string_agg(k, ''), "
-    "string_agg(int4send(coalesce(octet_length(i), -1)), ''), string_agg(int4send(coalesce(octet_length(a), -1)), ''), "
-    "string_agg(int4send(coalesce(octet_length(t), -1)), ''), "
-    "string_agg(textsend(coalesce(i, '') || coalesce(a, '') || coalesce(t, '')), ''), "
-    "string_agg(int4send(coalesce(n, -1)), ''), string_agg(CASE WHEN n <= {most} THEN p END, '') "
+    "SELECT string_agg(int8send(s), ''), {texts}, string_agg(int4send(coalesce(n, -1)), ''), "
+    "string_agg(CASE WHEN n <= {most} THEN p END, '') "
     "FROM (SELECT s, k, i, a, t, p, CASE WHEN size > {most} THEN size ELSE octet_length(p) END AS n "
-    "FROM (SELECT s, k, i, a, t, size, CASE WHEN size <= {most} THEN {payload} END AS p "
-    "FROM (SELECT {number} AS s, textsend(aggregateid::text) AS k, {id} AS i, aggregatetype::text AS a, "
-    "type::text AS t, payload, {size} AS size, "
-    "sum(coalesce({size}, 0) + {row_bytes}) OVER (ORDER BY {number} ROWS UNBOUNDED PRECEDING) "
-    "- coalesce({size}, 0) AS size_before "
-    "FROM {table} WHERE {where} ORDER BY {number} LIMIT {rows}) AS r "
-    "WHERE size_before <= {page_bytes} OFFSET 0) AS q) AS p"
+    "FROM (SELECT {number} AS s, aggregateid::text AS k, {id} AS i, aggregatetype::text AS a, type::text AS t, "
+    "{size} AS size, CASE WHEN {size} <= {most} THEN {payload} END AS p {rows} LIMIT "
+    "(SELECT CASE WHEN coalesce(sum(coalesce(size, 0) + {row_bytes}), 0) <= {page_bytes} THEN {page_rows} "
+    "ELSE (SELECT count(*) FROM (SELECT sum(coalesce(size, 0) + {row_bytes}) "
+    "OVER (ORDER BY s ROWS UNBOUNDED PRECEDING) - coalesce(size, 0) - {row_bytes} AS size_before "
+    "FROM ({sizes}) AS sized) AS fitting "
+    "WHERE size_before < {page_bytes}) END FROM ({sizes}) AS sized)) AS r OFFSET 0) AS q"
 )
+_TEXTS = ", ".join(f"string_agg(coalesce(textsend({column}), '\\xff'), '\\x00')" for column in "kiat")
 
 _COLUMNS = (
     "SELECT attname, typname, attnotnull FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid "
@@ -170,23 +172,10 @@ class PostgresStore(Store):
         if connection.execute(f"SELECT 1 FROM {TOKEN_TABLE}".encode()).fetchone() is None:
             raise bad_outbox(f"{TOKEN_TABLE} has no row")
         self._id = _id_text(kinds["id"][0])
-        self._page = self._page_query(kinds["payload"][0], f"{SEQUENCE_ID} > %s AND {SEQUENCE_ID} < {_XMIN}")
-        self._page_elsewhere = self._page_query(kinds["payload"][0], f"{SEQUENCE_ID} >= {_XMAX}")
-
-    def _page_query(self, payload: str, where: str) -> str:
-        size = {"jsonb": "pg_column_size(payload)", "bytea": "octet_length(payload)"}
-        return _PAGE.format(
-            number=SEQUENCE_ID,
-            id=self._id,
-            payload="payload" if payload == "bytea" else "textsend(payload::text)",
-            size=size.get(payload, "octet_length(payload::text)"),
-            table=TABLE,
-            where=where,
-            rows=PAGE_ROWS,
-            row_bytes=_ROW_BYTES,
-            page_bytes=PAGE_BYTES,
-            most=MAX_PAYLOAD_BYTES,
+        self._page = _page_query(
+            self._id, kinds["payload"][0], f"{SEQUENCE_ID} > %(after)s AND {SEQUENCE_ID} < {_XMIN}"
         )
+        self._page_elsewhere = _page_query(self._id, kinds["payload"][0], f"{SEQUENCE_ID} >= {_XMAX}")
 
     def bind(self, producer: str, topic: str) -> None:
         with self._using() as connection:
@@ -208,11 +197,17 @@ class PostgresStore(Store):
     def read(self, after: int) -> Page:
         with self._reader():
             self._is_told = False
-            return _page(self._read(self._page, (after,), binary=True).fetchone())
+            return _page(self._read(self._page, {"after": after}, binary=True).fetchone())
 
     def read_elsewhere(self) -> Page:
         with self._reader():
             return _page(self._read(self._page_elsewhere, binary=True).fetchone())
+
+    def oldest(self) -> int | None:
+        query = f"SELECT min({SEQUENCE_ID}) FROM {TABLE} WHERE {SEQUENCE_ID} < {_XMIN} OR {SEQUENCE_ID} >= {_XMAX}"
+        with self._reader():
+            [row] = self._read(query).fetchall()
+        return row[0]  # type: ignore[no-any-return]
 
     def has_more(self, after: int) -> bool:
         with self._reader():
@@ -223,14 +218,14 @@ class PostgresStore(Store):
                 self._is_told |= self._reading.pgconn.notifies() is not None
         return found is not None or self._is_told
 
-    def _read(self, query: str, parameters: tuple[Any, ...] = (), *, binary: bool = False) -> "psycopg.Cursor[Any]":
+    def _read(self, query: str, parameters: Any = (), *, binary: bool = False) -> "psycopg.Cursor[Any]":
         connection = self._reading
         if connection is None:
             raise unavailable("it is not connected")
         return connection.execute(query.encode(), parameters, binary=binary)
 
     def delete(self, pages: Sequence[Page]) -> None:
-        rest = [page for page in pages if not (page.is_whole and self._delete_range(page))]
+        rest = [page for page in pages if not (page.ids_as_read is not None and self._delete_range(page))]
         if rest:
             self._delete_each(rest)
 
@@ -245,9 +240,7 @@ class PostgresStore(Store):
         numbers = page.sequence_ids.astype(">i8").tobytes()
         with self._using() as connection:
             try:
-                connection.execute(
-                    query.encode(), (int(page.sequence_ids[0]), page.last, numbers, b"\0".join(page.ids()))
-                )
+                connection.execute(query.encode(), (int(page.sequence_ids[0]), page.last, numbers, page.ids_as_read))
             except psycopg.errors.DivisionByZero:
                 return False
         return True
@@ -333,31 +326,57 @@ def _columns(connection: Connection, table: str, wanted: Sequence[str]) -> dict[
     return found
 
 
+def _page_query(id_text: str, payload: str, where: str) -> str:
+    sizes = {"jsonb": "pg_column_size(payload)", "bytea": "octet_length(payload)"}
+    size = sizes.get(payload, "octet_length(payload::text)")
+    rows = f"FROM {TABLE} WHERE {where} ORDER BY {SEQUENCE_ID}"
+    return _PAGE.format(
+        number=SEQUENCE_ID,
+        id=id_text,
+        payload="payload" if payload == "bytea" else "textsend(payload::text)",
+        size=size,
+        rows=rows,
+        sizes=f"SELECT {SEQUENCE_ID} AS s, {size} AS size {rows} LIMIT {PAGE_ROWS}",
+        texts=_TEXTS,
+        page_rows=PAGE_ROWS,
+        row_bytes=_ROW_BYTES,
+        page_bytes=PAGE_BYTES,
+        most=MAX_PAYLOAD_BYTES,
+    )
+
+
 def _page(row: Any) -> Page:
-    numbers, key_lengths, keys, *lengths, values, payload_lengths, payloads = row
+    numbers, keys, ids, kinds, types, payload_lengths, payloads = row
     if numbers is None:
         return page_of([], [], [], [], [], [])
-    sequence_ids = np.frombuffer(numbers, ">i8").astype(np.int64)
-    sizes = _lengths(payload_lengths)
-    by_property = np.stack([_lengths(one) for one in lengths], axis=1)
+    sizes = np.frombuffer(payload_lengths, ">i4").astype(np.int64)
+    properties = (ids, kinds, types)
+    by_property = np.stack([_lengths(column) for column in properties], axis=1)
     there = by_property >= 0
+    values = b"".join(chain.from_iterable(zip(*map(_values, properties), strict=True)))
     return Page(
-        sequence_ids,
-        column_of(_lengths(key_lengths), keys or b"", may_be_left_out=True),
+        np.frombuffer(numbers, ">i8").astype(np.int64),
+        column_of(_lengths(keys), b"".join(_values(keys)), may_be_left_out=True),
         column_of(np.where(sizes > MAX_PAYLOAD_BYTES, -1, sizes), payloads or b"", may_be_left_out=False),
         np.maximum(sizes, 0),
-        _all_there(by_property[there], values or b""),
+        column_of(by_property[there], values, may_be_left_out=False),
         there,
-        is_whole=True,
+        ids_as_read=ids,
     )
 
 
 def _lengths(column: bytes) -> Int64s:
-    return np.frombuffer(column, ">i4").astype(np.int64)
+    """Of the texts of a column; -1 for NULL."""
+    data = np.frombuffer(column, np.uint8)
+    ends = np.append(np.flatnonzero(data == 0), len(data))
+    lengths = np.diff(ends, prepend=-1) - 1
+    if _NULL in column:
+        lengths[data[np.minimum(ends - lengths, len(data) - 1)] == _NULL[0]] = -1
+    return lengths
 
 
-def _all_there(lengths: Int64s, data: bytes) -> Binary:
-    return column_of(lengths, data, may_be_left_out=False)
+def _values(column: bytes) -> list[bytes]:
+    return column.replace(_NULL, b"").split(b"\0")
 
 
 def _arrays(numbers: Int64s, ids: list[bytes]) -> tuple[str, list[str] | str]:
@@ -373,7 +392,7 @@ def _errors() -> Iterator[None]:
     """The driver's errors as ours. None quotes the URL."""
     try:
         yield
-    except (psycopg.OperationalError, psycopg.InterfaceError) as e:
+    except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction) as e:
         raise unavailable(str(e)) from e
     except psycopg.Error as e:
         raise bad_outbox(f"PostgreSQL refuses it: {' '.join(str(e).split())}") from e

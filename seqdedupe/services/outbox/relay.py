@@ -21,6 +21,7 @@ from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.finding import find, is_one_of, token_name
 from seqdedupe.services.outbox.rows import Page, Route
 from seqdedupe.services.outbox.store import Lag, Store, open_store
+from seqdedupe.services.standing_by import Stillness
 
 STANDBY_SECONDS = 5.0
 """A relay that was fenced takes over when the oldest row has not gone for so long."""
@@ -28,6 +29,7 @@ STANDBY_SECONDS = 5.0
 SWEEP_SECONDS = 10.0
 """So often the table is looked at from its beginning: for rows that were restored, or have no NotDup receipt."""
 
+_LOOK_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
 
 _BATCH_BYTES = 4 * 1024 * 1024
@@ -153,20 +155,18 @@ class Relay:
 
     async def _stand_by(self) -> None:
         """Until the oldest row has not gone for long."""
-        oldest = -1
+        stillness = Stillness(self._standby_seconds)
         while True:
             try:
-                page = await self._blocking(self._store.read, -1)
+                oldest = await self._blocking(self._store.oldest)
             except UnavailableError as e:
                 self._report(f"trying again: {e}")
                 await asyncio.sleep(_RETRY_SECONDS)
                 await self._reopen()
                 continue
-            first = int(page.sequence_ids[0]) if len(page) else -1
-            if first >= 0 and first == oldest:
+            if stillness.has_lasted(oldest) and oldest is not None:
                 return
-            oldest = first
-            await asyncio.sleep(self._standby_seconds)
+            await asyncio.sleep(min(_LOOK_SECONDS, self._standby_seconds))
 
     async def _relay(self, *, follow: bool) -> None:
         work = _Run(self._client, self._store, self._name, self.counters, self._report)

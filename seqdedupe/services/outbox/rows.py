@@ -53,8 +53,8 @@ class Page:
     """Of the properties, row by row, in the order of `PROPERTIES`; what is NULL is left out."""
     there: npt.NDArray[np.bool_]
     """Which of the properties each row has, a column for each."""
-    is_whole: bool = False
-    """When it was read, no other rows stood between its first and its last one."""
+    ids_as_read: bytes | None = None
+    """The `id`s with a NUL between them, if no other rows stood between the first and the last one when it was read."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids)

@@ -102,6 +102,11 @@ class SqliteStore(Store):
     def read_elsewhere(self) -> Page:
         return page_of([], [], [], [], [], [])  # AUTOINCREMENT goes on above whatever was restored
 
+    def oldest(self) -> int | None:
+        with self._using() as connection:
+            [oldest] = connection.execute(f"SELECT min({SEQUENCE_ID}) FROM {TABLE}").fetchone()
+        return oldest  # type: ignore[no-any-return]
+
     def has_more(self, after: int) -> bool:
         return False
 

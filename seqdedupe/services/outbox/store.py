@@ -13,7 +13,7 @@ from seqdedupe.services.outbox.rows import Page
 from seqdedupe.services.outbox.steps import State
 
 PAGE_ROWS = 5000
-PAGE_BYTES = 1024 * 1024
+PAGE_BYTES = 2 * 1024 * 1024
 """A page ends after the row with which it has so many bytes, or so many rows."""
 
 _DRIVERS = {"postgresql": "psycopg", "sqlite": "sqlite3"}
@@ -69,6 +69,10 @@ class Store(ABC):
     @abstractmethod
     def read_elsewhere(self) -> Page:
         """See `steps.ReadElsewhere`."""
+
+    @abstractmethod
+    def oldest(self) -> int | None:
+        """The sequence ID of the first row that a relay would look at now, from elsewhere or not."""
 
     @abstractmethod
     def has_more(self, after: int) -> bool:

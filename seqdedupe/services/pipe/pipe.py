@@ -13,6 +13,7 @@ from seqdedupe.limits import MAX_NAME_BYTES, MAX_PARTITIONS
 from seqdedupe.names import new_producer_name, partition_name, source_name, topic_name
 from seqdedupe.services.pipe.lane import Lane
 from seqdedupe.services.pipe.outputs import Function
+from seqdedupe.services.standing_by import Stillness
 
 logger = logging.getLogger("seqdedupe.pipe")
 
@@ -150,13 +151,11 @@ class Pipe:
 
     async def _stand_by(self, lane: Lane, seconds: float) -> None:
         """Until nothing new has come under the name for so long."""
-        loop = asyncio.get_running_loop()
-        last = await self._last_sequence_id(lane)
-        until = loop.time() + seconds
-        while loop.time() < until:
+        stillness = Stillness(seconds)
+        while True:
+            if stillness.has_lasted(await self._last_sequence_id(lane)):
+                return
             await asyncio.sleep(min(_LOOK_SECONDS, seconds))
-            if (now := await self._last_sequence_id(lane)) != last:
-                last, until = now, loop.time() + seconds
 
     async def _last_sequence_id(self, lane: Lane) -> int | None:
         """The last one that the target holds; None where that cannot be known: then time alone counts."""

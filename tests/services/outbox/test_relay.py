@@ -13,7 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from seqdedupe.client import Client
-from seqdedupe.errors import FencedError, SeqdedupeError
+from seqdedupe.errors import FencedError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, Relay, run_relay
 from seqdedupe.services.outbox.finding import token_name
@@ -207,6 +207,26 @@ async def test_payloads_of_other_kinds(shared_sidecar: Sidecar, topic: str, post
     assert (first.properties["id"], second.payload, postgres.rows()) == ('a"\\{b', None, 0)
 
 
+@pytest.mark.parametrize("kind", ["jsonb", "json", "text", "varchar", "bytea"])
+async def test_bytes_and_texts_are_what_they_were(
+    shared_sidecar: Sidecar, topic: str, postgres: Database, kind: str
+) -> None:
+    """Bytes in a column of text are no hexadecimal digits, and a column of JSON takes what says it is."""
+    for table in ("outbox", "outbox_aside"):
+        postgres.script(f"ALTER TABLE {table} ALTER payload TYPE {kind} USING NULL")
+    given = '["\\\\xff", "ü"]'
+    with postgres.engine.begin() as connection:
+        Outbox(connection).add("order", "1", "OrderPlaced", given.encode())
+        if kind != "bytea":
+            Outbox(connection).add("order", "1", "OrderPlaced", given)
+            Outbox(connection).add("order", "1", "OrderPlaced", ["\\xff", "ü"])
+    await relay_all(shared_sidecar, postgres, topic)
+    assert await payloads(shared_sidecar, topic) == [given.encode()] * (1 if kind == "bytea" else 3)
+    bad = b"\xff" if kind in ("text", "varchar") else b"{" if kind in ("json", "jsonb") else "text"
+    with postgres.engine.begin() as connection, pytest.raises(DBAPIError):
+        Outbox(connection).add("order", "1", "OrderPlaced", bad)
+
+
 async def test_text_for_a_column_of_bytes_is_refused(postgres: Database) -> None:
     """PostgreSQL would read its backslashes as escapes."""
     with postgres.engine.begin() as connection, pytest.raises(DBAPIError, match="bytea"):
@@ -333,6 +353,34 @@ async def test_of_two_relays_one_is_fenced_and_takes_over(
         first.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
     assert await payloads(shared_sidecar, topic) == [b"one", *(b"%d" % number for number in range(20)), b"last"]
+
+
+async def test_rows_from_elsewhere_alone_are_reason_to_take_over(postgres: Database, shared_sidecar: Sidecar) -> None:
+    far = "(pg_snapshot_xmax(pg_current_snapshot())::text::bigint << 24) * 3"
+    postgres.script(
+        "INSERT INTO outbox (sequence_id, id, aggregatetype, aggregateid, type) "
+        f"VALUES ({far}, gen_random_uuid(), 'order', '7', 'OrderPlaced')"
+    )
+    async with Client(shared_sidecar.address) as client:
+        one = Relay(client, postgres.url, "any", NAME, standby_seconds=0.1)
+        one._open()
+        async with asyncio.timeout(120):
+            await one._stand_by()
+        one._store.close()
+
+
+async def test_where_nothing_can_be_written_nobody_is_fenced(
+    shared_sidecar: Sidecar, topic: str, postgres: Database
+) -> None:
+    """As in a replica: it is not taken for an outbox that is amiss, for it may become the primary."""
+    await relay_all(shared_sidecar, postgres, topic)
+    replica = f"{postgres.url}&options=-cdefault_transaction_read_only%3Don"
+    own = token_name(NAME, postgres.token)
+    async with Client(shared_sidecar.address) as client, client.producer(topic, own) as producer:
+        with pytest.raises(UnavailableError, match="read-only") as e:
+            await Relay(client, replica, topic, NAME).run()
+        assert e.value.reason == "OUTBOX_UNAVAILABLE"
+        await producer.send_batch([b"mine"], [1 << 40])
 
 
 async def test_without_follow_a_relay_that_is_fenced_ends(
