@@ -116,13 +116,19 @@ class ReplaceToken(NamedTuple):
     token: str
 
 
+class Tell(NamedTuple):
+    """Report this to a person. No answer."""
+
+    line: str
+
+
 class Wait(NamedTuple):
     """There is nothing to do. Answer: whether to look at the table from its beginning."""
 
 
 Step = (
     ReadState | OpenTopic | ReadRows | ReadElsewhere | Find | Publish | Settle | Delete | SetAside | Renumber
-    | ReplaceToken | Wait
+    | ReplaceToken | Tell | Wait
 )  # fmt: skip
 Steps = Generator[Step, Any, Any]
 
@@ -233,6 +239,12 @@ class _Run:
             if isinstance(opened, str):
                 self._topics[name] = opened
             else:
+                if opened.highest >= state.next_sequence_id:
+                    yield Tell(
+                        f"{name} has messages with sequence IDs up to {opened.highest}, and the database has only come "
+                        f"to {state.next_sequence_id - 1}: it was restored or failed over, and has lost rows that are "
+                        "published"
+                    )
                 # Rows that were not there when everybody else was fenced have been published by nobody.
                 doubtful_up_to = min(opened.highest, state.next_sequence_id - 1)
                 self._topics[name] = _Topic(opened.published_up_to, doubtful_up_to)
