@@ -25,7 +25,7 @@ from seqdedupe.names import partition_name, topic_name
 from seqdedupe.services.consumer import database, ownership
 from seqdedupe.services.consumer.config import ConsumerConfig
 from seqdedupe.services.consumer.letters import DeadLetters, check_topic
-from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen, check_transactions
+from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen, check_transactions, is_there
 from seqdedupe.services.consumer.sharing import Part, Shares, row_name
 from seqdedupe.services.consumer.tables import METADATA, make_tables
 from seqdedupe.services.consumer.waiting import Arrivals, Stop, Stopped, wait_for_any
@@ -122,7 +122,8 @@ class Consumer:
         self._stop.tell()
 
     def run(self, *, follow: bool = True) -> None:
-        """Works until it is stopped; without `follow` up to the last message that was there when it began to read.
+        """Works until it is stopped; without `follow` up to the last message that was there when it began to read, or
+        until another process that works has come so far.
 
         With a client of `seqdedupe.client.blocking`. The handler is called in this thread.
         """
@@ -202,7 +203,8 @@ class Consumer:
         starts = self._starts(found)
         if self.topic in found:
             self._prepare(lambda: self._ownership.register(self.topic, self.purpose, starts[0]))
-            self._live(lambda: self._consume(client, letters, self._acquire(), follow), letters, self._let_go)
+            until = None if follow else found[self.topic].last
+            self._live(lambda: self._consume(client, letters, until), letters, self._let_go)
             return
 
         def begin(name: str, topic: str, hold: Ownership, position: str) -> Part:
@@ -269,8 +271,8 @@ class Consumer:
         except database.Away as e:
             raise e.failure from e
 
-    def _acquire(self) -> str:
-        """Stands by until nobody else works; returns the position."""
+    def _acquire(self, until: Position | None) -> str | None:
+        """Stands by until nobody else works; returns the position. None if whoever works has come so far."""
         seen: Seen | None = None
         since = time.monotonic()
         while True:
@@ -279,6 +281,8 @@ class Consumer:
                 now = self._ownership.look()
                 if now is None or now != seen:
                     seen, since = now, time.monotonic()
+                if now is not None and until is not None and now.owner != NOBODY and is_there(now.position, until):
+                    return None
                 is_over = time.monotonic() - since >= ownership.TAKE_OVER_SECONDS
                 if now is not None and (is_over or now.owner in (NOBODY, self._ownership.token)):
                     if self._ownership.take(now):
@@ -303,9 +307,12 @@ class Consumer:
     def _arrivals(self, client: AsyncClient, topic: str, position: str, follow: bool) -> Arrivals:
         return Arrivals(client.reader(topic, Position.parse(position), follow=follow, on_waiting=self._on_waiting))
 
-    def _consume(self, client: AsyncClient, letters: DeadLetters, position: str, follow: bool) -> None:
+    def _consume(self, client: AsyncClient, letters: DeadLetters, until: Position | None) -> None:
+        position = self._acquire(until)
+        if position is None:
+            return
         work = self._work = self._begin(self.name, self.topic, self._ownership, position)
-        arrivals = self._arrivals(client, self.topic, position, follow)
+        arrivals = self._arrivals(client, self.topic, position, until is None)
         self._has_all = True
         try:
             while not arrivals.is_over:

@@ -109,6 +109,12 @@ class Ownership:
             connection.execute(update(CONSUMERS).where(self._mine).values(owner=NOBODY, beat=CONSUMERS.c.beat + 1))
 
 
+def is_there(position: str, until: Position) -> bool:
+    """Whether a position in this row is at that one, or after it."""
+    now = Position.parse(position)
+    return now.incarnation == until.incarnation and now.index >= until.index
+
+
 def check_transactions(engine: Engine) -> None:
     """Raises NOT_TRANSACTIONAL if a row that was rolled back is there: an engine with AUTOCOMMIT, for instance."""
     probe = f"probe {uuid.uuid4().hex}"

@@ -10,7 +10,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import database
-from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen
+from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen, is_there
 from seqdedupe.services.consumer.processes import PartOwnership, Processes, fair_share
 from seqdedupe.services.consumer.tables import CONSUMERS
 from seqdedupe.services.consumer.waiting import Arrivals, Stop, wait_for_any
@@ -124,7 +124,7 @@ class Shares:
     def _have_come_to(self, ends: Sequence[Position]) -> bool:
         with database.reaching():
             rows = self._rows()
-        return all(Position.parse(row.position).index >= end.index for row, end in zip(rows, ends, strict=True))
+        return all(is_there(row.position, end) for row, end in zip(rows, ends, strict=True))
 
     def _drop(self, k: int) -> None:
         if (part := self._parts.pop(k, None)) is not None:
