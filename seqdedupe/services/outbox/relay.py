@@ -290,7 +290,7 @@ class _Run:
                 raise
             return e.message
         highest = max(highest, *(one.sequence_id for one in producer.persisted))
-        return steps.Opened(producer.persisted_sequence_id, highest)
+        return steps.Opened(own, tuple(one.sequence_id for one in producer.persisted), highest)
 
     async def _fence(self, topic: str, own: str) -> int:
         """Opens the other names of this relay, so that whoever has one publishes nothing more; the highest sequence ID
