@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pulsar pulsar function-wheel prepare compile test check bench bench-peers campaign proto lock \
+.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile test check bench bench-peers campaign proto lock \
 	dist image install uninstall clean
 
 demo: $(READY)
@@ -16,6 +16,10 @@ demo: $(READY)
 # The same with a real Pulsar broker as the log, see `pulsar`.
 demo-pulsar: $(READY)
 	$(BIN)/python -m demo --pulsar
+
+# Two services with databases of their own, killed while they work: examples/shop.
+demo-services: $(READY)
+	$(BIN)/python -m examples.shop
 
 # A real Pulsar broker until Ctrl-C: that of PULSAR_HOME, else one that Maven fetches. Needs Java 17.
 pulsar: $(READY)

@@ -73,11 +73,14 @@ def parked(name: str, limit: int, database: str, as_json: bool) -> None:
     if as_json:
         print_json([_json(kind, row) for kind, row in found])
         return
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (kind, row.message_index, _text(row.message_key), row.attempts, _when(kind, row), row.error[:_SHOWN])
         for kind, row in found
     ]
-    print_table(("STATE", "INDEX", "KEY", "ATTEMPTS", "NEXT MS", "ERROR"), rows)
+    heads: tuple[str, ...] = ("STATE", "INDEX", "KEY", "ATTEMPTS", "NEXT MS", "ERROR")
+    if any(row.consumer != name for _, row in found):
+        heads, rows = ("CONSUMER", *heads), [(one.consumer, *row) for (_, one), row in zip(found, rows, strict=True)]
+    print_table(heads, rows)
 
 
 def _text(value: bytes | None) -> str:
@@ -93,6 +96,7 @@ def _json(kind: str, row: Any) -> dict[str, Any]:
     when = _when(kind, row)
     return {
         "state": kind,
+        "consumer": row.consumer,
         "position": row.position,
         "index": row.message_index,
         "key": None if row.message_key is None else _text(row.message_key),

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine, select
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import Message
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer, work
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, ownership, work
 from seqdedupe.services.consumer.tables import DEAD_LETTERS, PARKED
 from tests.services.effects import write
 
@@ -27,7 +27,7 @@ def mortal(engine: Engine, die: Callable[[], None]) -> Iterator[None]:
     commit, let_go, take_over, keep_up = (
         dialect.do_commit,
         Consumer._let_go,
-        consumer.TAKE_OVER_SECONDS,
+        ownership.TAKE_OVER_SECONDS,
         work.KEEP_UP_SECONDS,
     )
 
@@ -38,20 +38,27 @@ def mortal(engine: Engine, die: Callable[[], None]) -> Iterator[None]:
 
     dialect.do_commit = do_commit
     Consumer._let_go = lambda self: None  # type: ignore[method-assign]
-    consumer.TAKE_OVER_SECONDS = 0.0
+    ownership.TAKE_OVER_SECONDS = 0.0
     work.KEEP_UP_SECONDS = 0.0
     try:
         yield
     finally:
         dialect.do_commit = commit
         Consumer._let_go = let_go  # type: ignore[method-assign]
-        consumer.TAKE_OVER_SECONDS = take_over
+        ownership.TAKE_OVER_SECONDS = take_over
         work.KEEP_UP_SECONDS = keep_up
 
 
-def live_and_die(seed: int, client: Client, topic: str, engine: Engine) -> set[int]:
+def live_and_die(
+    seed: int,
+    client: Client,
+    topic: str,
+    engine: Engine,
+    write: Callable[[Connection, Message], None] = write,
+    number_of: Callable[[Message], int] = lambda message: message.index,
+) -> set[int]:
     """Consumes the topic to its end, over as many lives as it takes. Of the seed are where it dies, when the handler
-    fails by chance, which messages it always refuses, and what becomes of them. Returns these."""
+    fails by chance, which messages it always refuses, and what becomes of them. Returns their numbers."""
     dice = random.Random(seed)
     poison = dice.choice(["stop", "dead letter", "retry later"])
     always = set() if poison == "stop" else {n for n in range(200) if dice.random() < 0.05}
@@ -72,7 +79,7 @@ def live_and_die(seed: int, client: Client, topic: str, engine: Engine) -> set[i
         die()
         write(connection, message)
         die()
-        if message.index in always or (poison == "stop" and dice.random() < 0.02):
+        if number_of(message) in always or (poison == "stop" and dice.random() < 0.02):
             raise ValueError("by chance, or always")
 
     with mortal(engine, die):

@@ -14,13 +14,16 @@ from sqlalchemy import Connection, Engine, Table, select
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.stored import Message
-from seqdedupe.errors import ConfigurationError
+from seqdedupe.errors import ConfigurationError, SeqdedupeError
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, work
+from seqdedupe.services.consumer.letters import DeadLetters, deduplication_id
 from seqdedupe.services.consumer.operating import drop, retry
 from seqdedupe.services.consumer.set_aside import SetAside
 from seqdedupe.services.consumer.tables import DEAD_LETTERS, PARKED
 from tests.services.conftest import Publish
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, places_as_written, until, write
+from tests.services.killed import Killed
 
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
 DEAD = ConsumerConfig(max_attempts=2, first_backoff_ms=1, poison="dead letter")
@@ -217,3 +220,90 @@ def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str
     left.clear()
     Consumer(client, topic, "c", sqlite, handle, config=SLOW).run(follow=False)
     assert places_as_written(sqlite) == [1, 2]
+
+
+def test_dead_letters_go_to_a_topic_once(
+    engine: Engine, client: Client, topic: str, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever dies between the topic and the table, and in whatever order they were given up."""
+    make_table(engine)
+    letters = f"{topic}-dead"
+    client.admin.create_topic(letters, deduplication_mode="deduplication-id")
+    with client.producer(topic, "p") as producer:
+        for n in range(20):
+            producer.send(b"%d" % n, key=f"k{n}", event_time=n + 1, properties={"n": "ä"})
+    handle, left = refusing(3, 17)
+    settle = DeadLetters._settle
+    monkeypatch.setattr(DeadLetters, "_settle", _killed)  # it is there, and nobody deletes it
+    with pytest.raises(Killed):
+        Consumer(client, topic, "c", engine, handle, config=replace(DEAD, dead_letter_topic=letters)).run(follow=False)
+    monkeypatch.setattr(DeadLetters, "_settle", settle)
+    assert indexes(engine, DEAD_LETTERS) == [3, 17]
+    assert retry(engine, "c", [3]) == 0  # it is on its way
+    left.clear()
+    Consumer(client, topic, "c", engine, handle, config=DEAD).run(follow=False)  # also when it is no longer asked for
+    assert indexes(engine, DEAD_LETTERS) == []
+    with client.reader(letters) as reader:
+        found = {message.payload: message for message in reader}
+        assert reader.position is not None
+        assert reader.position.index == 1  # each once
+    incarnation = client.ends(topic).last.incarnation
+    one = found[b"3"]
+    assert set(found) == {b"17", b"3"}
+    assert one.deduplication_id == f"c/persistent://public/default/{topic}/{incarnation}/3".encode()
+    assert (one.key, one.event_time_ms, one.properties["n"]) == (b"k3", 4, "ä")
+    assert one.properties["EXCEPTION_MESSAGE"] == "ValueError: 3 is bad"
+    assert one.properties["REAL_TOPIC"] == f"persistent://public/default/{topic}"
+    assert one.properties["ORIGIN_MESSAGE_ID"] == f"{incarnation}:3"
+    assert effects(engine) == [str(n) for n in range(20) if n not in (3, 17)]
+
+
+def _killed(*_: object) -> None:
+    raise Killed
+
+
+def test_a_topic_of_sequence_ids_would_lose_dead_letters(
+    sqlite: Engine, client: Client, topic: str, publish: Publish
+) -> None:
+    """They come in another order than they were sent in: so it is refused before anything is done."""
+    make_table(sqlite)
+    publish("0")
+    client.admin.create_topic(f"{topic}-dead")
+    for letters, reason in ((f"{topic}-dead", "INVALID_OPTION"), (f"{topic}-none", "TOPIC_NOT_FOUND")):
+        config = ConsumerConfig(poison="dead letter", dead_letter_topic=letters)
+        with pytest.raises(SeqdedupeError) as e:
+            Consumer(client, topic, "c", sqlite, write, config=config).run(follow=False)
+        assert e.value.reason == reason
+    with pytest.raises(SeqdedupeError) as e:
+        ConsumerConfig(dead_letter_topic="a b")
+    assert e.value.reason == "INVALID_TOPIC_NAME"
+    assert effects(sqlite) == []
+
+
+def test_a_dead_letter_that_is_too_large_stays(
+    sqlite: Engine, client: Client, topic: str, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(sqlite)
+    letters = f"{topic}-dead"
+    client.admin.create_topic(letters, deduplication_mode="deduplication-id")
+    with client.producer(topic, "p") as producer:
+        # With what a dead letter says of itself it is more than a batch may have.
+        property_bytes = MAX_BATCH_BYTES - MAX_PAYLOAD_BYTES - 600
+        producer.send(bytes(MAX_PAYLOAD_BYTES), properties={"n": "x" * property_bytes}).result()
+        producer.send(b"1")
+
+    def handle(connection: Connection, message: Message) -> None:
+        raise ValueError
+
+    config = replace(DEAD, dead_letter_topic=letters)
+    Consumer(client, topic, "c", sqlite, handle, config=config).run(follow=False)
+    assert indexes(sqlite, DEAD_LETTERS) == [0]
+    assert client.ends(letters).last.index == 0
+    assert retry(sqlite, "c", [0]) == 1
+
+
+def test_the_ids_of_dead_letters() -> None:
+    assert deduplication_id("c", "t", 1, 2) == "c/t/1/2"
+    long = deduplication_id("c" * 200, "t" * 60, 1, 2)
+    assert len(long) == 64
+    assert long != deduplication_id("c" * 200, "t" * 60, 1, 3)

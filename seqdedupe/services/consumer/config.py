@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from seqdedupe.errors import error
+from seqdedupe.names import topic_name
 
 Poison = Literal["stop", "dead letter", "retry later"]
 
@@ -29,6 +30,9 @@ class ConsumerConfig:
     """What becomes of it then: the consumer stops; or the message goes to the dead letters; or it waits in a table, and
     what comes later with its key behind it, to be tried again."""
 
+    dead_letter_topic: str = ""
+    """Dead letters go on to this topic of deduplication IDs; without one they stay in the table, for people."""
+
     max_retries: int = 10
     """With "retry later": so often it is tried again, before it goes to the dead letters."""
 
@@ -41,6 +45,8 @@ class ConsumerConfig:
         if self.poison not in ("stop", "dead letter", "retry later"):
             what = f"poison is {self.poison!r}: it should be 'stop', 'dead letter' or 'retry later'"
             raise error("INVALID_OPTION", what, hint=_HINT)
+        if self.dead_letter_topic:
+            topic_name(self.dead_letter_topic)
         for name in ("max_batch_messages", "max_attempts", "max_retries"):
             if getattr(self, name) < 1:
                 raise error("INVALID_OPTION", f"{name} is {getattr(self, name)}: it should be 1 or more", hint=_HINT)

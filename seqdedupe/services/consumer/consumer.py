@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
@@ -13,21 +14,23 @@ from sqlalchemy.exc import SQLAlchemyError
 from seqdedupe.client import Client as AsyncClient
 from seqdedupe.client import TopicEnds
 from seqdedupe.client.blocking import Client
+from seqdedupe.client.blocking.loop import run as run_on_loop
+from seqdedupe.client.connection import Backoff
+from seqdedupe.client.partitioned_reader import PartitionedPosition
 from seqdedupe.client.waiting import OnWaiting
-from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.message_id import Position
-from seqdedupe.names import topic_name
-from seqdedupe.services.consumer import database
+from seqdedupe.names import partition_name, topic_name
+from seqdedupe.services.consumer import database, ownership
 from seqdedupe.services.consumer.config import ConsumerConfig
-from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen
+from seqdedupe.services.consumer.letters import DeadLetters, check_topic
+from seqdedupe.services.consumer.ownership import NOBODY, Lost, Ownership, Seen, check_transactions, is_there
+from seqdedupe.services.consumer.sharing import Part, Shares, row_name
 from seqdedupe.services.consumer.tables import METADATA, make_tables
-from seqdedupe.services.consumer.waiting import Arrivals, Stop, Stopped
+from seqdedupe.services.consumer.waiting import Arrivals, Stop, Stopped, wait_for_any
 from seqdedupe.services.consumer.work import KEEP_UP_SECONDS, Work
 from seqdedupe.services.standing_by import Stillness
-
-TAKE_OVER_SECONDS = 3.0
-"""A process of which the row has said nothing for so long, by the clock of who stands by, has ended."""
 
 LOOK_SECONDS = 0.5
 """Who stands by looks so often."""
@@ -36,7 +39,10 @@ _FIRST_AWAY_SECONDS = 0.1
 _LONGEST_AWAY_SECONDS = 5.0
 """How long to wait for a database that cannot be used."""
 
-Start = Position | Literal["earliest", "latest"]
+Start = Position | PartitionedPosition | Literal["earliest", "latest"]
+
+Found = dict[str, TopicEnds]
+"""The topic, or its partitions in their order, by their full names."""
 
 
 class Consumer:
@@ -46,6 +52,9 @@ class Consumer:
     consumer's position past the message, or not at all; whatever is killed and however often, and if several processes
     run the consumer (one works, the others stand by and take over within seconds). It covers what is written over that
     connection and nothing else: of a mail that the handler sends a second one may go out.
+
+    **A partitioned topic** is shared: each of the processes works on as many partitions, in one thread, and the others
+    take over those of one that ends. Each partition has an order and a position of its own.
 
     A transaction has the messages that are there, at most `config.max_batch_messages`: many while it is behind, one
     when it has caught up. Where it fails it is cut in half, until the message that is to blame is alone, and is tried
@@ -85,8 +94,6 @@ class Consumer:
             raise _option(what, "Handlers are plain functions, also under asyncio: they run in a thread of their own.")
         if inspect.iscoroutinefunction(handle):
             raise _option("the handler is a coroutine function", "Make it a plain function: it runs in a thread.")
-        self.is_working = False
-        """Whether this process works, and does not stand by."""
         self._client = client
         self._engine = engine
         self._handle = handle
@@ -97,10 +104,18 @@ class Consumer:
         self._stop = Stop()
         self._ownership = Ownership(engine, self.name)
         self._work: Work | None = None
+        self._has_all = False
+        self._shares: Shares | None = None
+
+    @property
+    def is_working(self) -> bool:
+        """Whether this process works, on a partition at least, and does not stand by."""
+        return self._has_all or (self._shares is not None and self._shares.is_working)
 
     @property
     def position(self) -> Position | None:
-        """Up to where this process knows all to be committed; None before it has worked."""
+        """Up to where this process knows all to be committed; None before it has worked, and of a partitioned topic:
+        the rows of its partitions have theirs."""
         return Position.parse(self._work.position) if self._work is not None else None
 
     def stop(self) -> None:
@@ -115,7 +130,9 @@ class Consumer:
         """
         if not isinstance(self._client, Client):
             raise _option("run() takes a client of seqdedupe.client.blocking", "With another one await run_async().")
-        self._run(self._client.on_loop, self._client.ends(self.topic), follow)
+        client = self._client.on_loop
+        with suppress(Stopped):
+            self._run(client, run_on_loop(lambda: self._find(client)), follow)
 
     async def run_async(self, *, follow: bool = True) -> None:
         """The same with a client of `seqdedupe.client`. The handler is called in a thread of its own.
@@ -124,7 +141,7 @@ class Consumer:
         """
         if not isinstance(self._client, AsyncClient):
             raise _option("run_async() takes a client of seqdedupe.client", "With a blocking one call run().")
-        client, ends = self._client, await self._client.ends(self.topic)
+        client, found = self._client, await self._find(self._client)
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -137,7 +154,7 @@ class Consumer:
         def work() -> None:
             failure: BaseException | None = None
             try:
-                self._run(client, ends, follow)
+                self._run(client, found, follow)
             except BaseException as e:  # noqa: BLE001 (whatever it is, whoever awaits gets it)
                 failure = e
             loop.call_soon_threadsafe(tell, failure)
@@ -157,34 +174,92 @@ class Consumer:
             raise asyncio.CancelledError
         ended.result()
 
-    def _run(self, client: AsyncClient, ends: TopicEnds, follow: bool) -> None:
-        self._prepare(ends)
+    async def _find(self, client: AsyncClient) -> Found:
+        """Waits for a sidecar that is not there, as a reader does. Raises Stopped, NotFoundError."""
+        backoff = Backoff(_FIRST_AWAY_SECONDS, LOOK_SECONDS)
+        while True:
+            if self._stop.is_told:
+                raise Stopped
+            try:
+                if self._config.dead_letter_topic:
+                    await check_topic(client, self._config.dead_letter_topic)
+                return await self._look_up(client)
+            except UnavailableError as e:
+                self._tell(e)
+                await asyncio.sleep(backoff.next_seconds())
+
+    async def _look_up(self, client: AsyncClient) -> Found:
+        try:
+            return {self.topic: await client.ends(self.topic)}
+        except InvalidRequestError as e:
+            if e.reason != "TOPIC_IS_PARTITIONED":
+                raise
+        topics = [partition_name(self.topic, k) for k in range((await client.admin.topic(self.topic)).partitions)]
+        return {topic: await client.ends(topic) for topic in topics}
+
+    def _run(self, client: AsyncClient, found: Found, follow: bool) -> None:
+        names = [self.name] if self.topic in found else [row_name(self.name, k) for k in range(len(found))]
+        _checked("a consumer's name, with that of a partition behind it,", names[-1])
+        letters = DeadLetters(client, self._engine, names, self._stop, self._on_waiting)
+        starts = self._starts(found)
+        if self.topic in found:
+            self._prepare(lambda: self._ownership.register(self.topic, self.purpose, starts[0]))
+            until = None if follow else found[self.topic].last
+            self._live(lambda: self._consume(client, letters, until), letters, self._let_go)
+            return
+
+        def begin(name: str, topic: str, hold: Ownership, position: str) -> Part:
+            return Part(self._begin(name, topic, hold, position), self._arrivals(client, topic, position, follow))
+
+        shares = self._shares = Shares(self._engine, self.name, list(found), self._stop, begin)
+        self._prepare(lambda: shares.register(self.purpose, starts))
+        ends = None if follow else [one.last for one in found.values()]
+
+        def work_on() -> None:
+            try:
+                shares.work(self._config.max_batch_messages, ends, letters.keep_up)
+            finally:
+                shares.drop_all()
+
+        self._live(work_on, letters, shares.leave)
+
+    def _live(self, work: Callable[[], None], letters: DeadLetters, leave: Callable[[], None]) -> None:
+        """Until the work has ended or is stopped; again from the stored position when another process was faster, or
+        the database was away."""
         failures = 0
         try:
             while not self._stop.is_told:
+                began = time.monotonic()
                 try:
-                    position = self._acquire(None if follow else ends.last)
-                    failures = 0
-                    if position is None:
-                        return
-                    self._consume(client, position, follow)
+                    work()
+                    letters.finish()
                     return
                 except Lost:
                     continue
                 except database.Away as e:
-                    failures += 1
+                    failures = 1 if time.monotonic() - began > _LONGEST_AWAY_SECONDS else failures + 1
                     self._tell(e.failure)
                     self._stop.pause(min(_FIRST_AWAY_SECONDS * 2 ** min(failures, 16), _LONGEST_AWAY_SECONDS))
         except Stopped:
             return
         finally:
-            self._let_go()
+            letters.close()
+            leave()
 
-    def _prepare(self, ends: TopicEnds) -> None:
-        earliest = Position.before(ends.last.incarnation, ends.first_index)
+    def _starts(self, found: Found) -> list[Position]:
+        """Of each topic or partition."""
         start = self._start
-        if not isinstance(start, Position):
-            start = ends.last if start == "latest" else earliest
+        if isinstance(start, Position | PartitionedPosition):
+            given = list(start.partitions) if isinstance(start, PartitionedPosition) else [start]
+            if isinstance(start, Position) != (self.topic in found) or len(given) != len(found):
+                what = f"the start is {str(start)[:80]!r}, and {self.topic} has {len(found)} partitions"
+                raise _option(what if self.topic not in found else f"{self.topic} has no partitions", None)
+            return given
+        if start == "latest":
+            return [one.last for one in found.values()]
+        return [Position.before(one.last.incarnation, one.first_index) for one in found.values()]
+
+    def _prepare(self, register: Callable[[], None]) -> None:
         try:
             with database.reaching():
                 make_tables(self._engine)
@@ -192,13 +267,14 @@ class Consumer:
                 ours = sorted(self._refused.intersection(METADATA.tables))
                 if ours:
                     raise database.not_transactional(ours[0])
-                self._ownership.register(self.topic, self.purpose, start)
+                check_transactions(self._engine)
+                register()
         except database.Away as e:
             raise e.failure from e
 
     def _acquire(self, until: Position | None) -> str | None:
         """Stands by until nobody else works; returns the position. None if whoever works has come so far."""
-        stillness = Stillness(TAKE_OVER_SECONDS)
+        stillness = Stillness(ownership.TAKE_OVER_SECONDS)
         first: Seen | None = None
         while True:
             self._stop.check()
@@ -209,41 +285,49 @@ class Consumer:
                     first = first or now
                     # One that has shown no sign of life may have ended, and left behind what is parked.
                     works = now != first and now.owner != NOBODY
-                    if works and until is not None and _is_there(now.position, until):
+                    if works and until is not None and is_there(now.position, until):
                         return None
                     is_free = is_over or now.owner in (NOBODY, self._ownership.token)
                     if is_free and self._ownership.take(now):
                         return now.position
             self._stop.pause(LOOK_SECONDS)
 
-    def _consume(self, client: AsyncClient, position: str, follow: bool) -> None:
-        work = self._work = Work(
+    def _begin(self, name: str, topic: str, ownership: Ownership, position: str) -> Work:
+        return Work(
             self._engine,
-            self._ownership,
+            ownership,
             self._handle,
             self._stop,
             self._config,
-            name=self.name,
-            topic=self.topic,
+            name=name,
+            topic=topic,
             position=position,
             in_batches=self._in_batches,
             refused=self._refused,
         )
-        reader = client.reader(self.topic, Position.parse(position), follow=follow, on_waiting=self._on_waiting)
-        arrivals = Arrivals(reader, self._stop)
-        self.is_working = True
+
+    def _arrivals(self, client: AsyncClient, topic: str, position: str, follow: bool) -> Arrivals:
+        return Arrivals(client.reader(topic, Position.parse(position), follow=follow, on_waiting=self._on_waiting))
+
+    def _consume(self, client: AsyncClient, letters: DeadLetters, until: Position | None) -> None:
+        position = self._acquire(until)
+        if position is None:
+            return
+        work = self._work = self._begin(self.name, self.topic, self._ownership, position)
+        arrivals = self._arrivals(client, self.topic, position, until is None)
+        self._has_all = True
         try:
-            is_more = True
-            while is_more:
+            while not arrivals.is_over:
                 self._stop.check()
                 messages = arrivals.take(self._config.max_batch_messages)
                 if messages:
                     work.apply(messages)
                 else:
-                    is_more = arrivals.wait(KEEP_UP_SECONDS)
+                    wait_for_any([arrivals], self._stop, KEEP_UP_SECONDS)
                 work.keep_up()
+                letters.keep_up()
         finally:
-            self.is_working = False
+            self._has_all = False
             arrivals.close()
 
     def _tell(self, failure: UnavailableError) -> None:
@@ -254,11 +338,6 @@ class Consumer:
         # If it cannot be said, whoever stands by finds out by itself.
         with suppress(SQLAlchemyError):
             self._ownership.release()
-
-
-def _is_there(position: str, until: Position) -> bool:
-    now = Position.parse(position)
-    return now.incarnation == until.incarnation and now.index >= until.index
 
 
 def purpose_of(handle: Callable[..., object]) -> str:

@@ -1,60 +1,79 @@
 """What people do with messages that were set aside."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Engine, Row, Table, delete, insert, select, update
 
 from seqdedupe.errors import error
+from seqdedupe.limits import MAX_PARTITIONS
 from seqdedupe.services.consumer.set_aside import SetAside, key_hash
+from seqdedupe.services.consumer.sharing import row_name
 from seqdedupe.services.consumer.tables import CONSUMERS, DEAD_LETTERS, PARKED
 
 
 def set_aside(engine: Engine, name: str, limit: int) -> list[tuple[str, Row[Any]]]:
     """What a consumer has parked ("parked") and given up ("dead"), each by its place in the topic, at most so many of
-    each. Raises INVALID_OPTION if there is no such consumer."""
+    each; `row.consumer` is the consumer's name, or with its partition. Raises INVALID_OPTION if there is no such
+    consumer."""
     with engine.begin() as connection:
-        _topic(connection, name)
+        names = _names(connection, name)
         both = (("parked", PARKED), ("dead", DEAD_LETTERS))
-        return [(kind, row) for kind, table in both for row in _rows(connection, table, name, limit=limit)]
+        return [
+            (kind, row) for one in names for kind, table in both for row in _rows(connection, table, one, limit=limit)
+        ]
 
 
 def retry(engine: Engine, name: str, indexes: Sequence[int]) -> int:
     """Lets the messages with these indexes (none: all that are parked) be tried now; dead letters too: they are parked
-    again, before what is parked with their key. Returns how many. Raises INVALID_OPTION."""
+    again, before what is parked with their key, unless they are on their way to a topic. Returns how many. Raises
+    INVALID_OPTION."""
+    count = 0
     with engine.begin() as connection:
-        _lock(connection, name)
-        dead = _rows(connection, DEAD_LETTERS, name, indexes) if indexes else []
-        for row in dead:
-            _park_again(connection, row)
-        # Those that wait behind another one keep waiting: it is the order of their key.
-        due = _having(PARKED, name, indexes) & PARKED.c.next_attempt_ms.is_not(None)
-        return connection.execute(update(PARKED).where(due).values(next_attempt_ms=0)).rowcount
+        for one in _names(connection, name, indexes):
+            _lock(connection, one)
+            dead = _rows(connection, DEAD_LETTERS, one, indexes) if indexes else []
+            for row in dead:
+                if row.dead_letter_topic is None:
+                    _park_again(connection, row)
+            # Those that wait behind another one keep waiting: it is the order of their key.
+            due = _having(PARKED, one, indexes) & PARKED.c.next_attempt_ms.is_not(None)
+            count += connection.execute(update(PARKED).where(due).values(next_attempt_ms=0)).rowcount
+    return count
 
 
 def drop(engine: Engine, name: str, indexes: Sequence[int]) -> int:
     """Takes the messages with these indexes out of both tables, for good: what waits behind them has its turn. Returns
     how many. Raises INVALID_OPTION."""
     with engine.begin() as connection:
-        aside = SetAside(name, _lock(connection, name))
-        parked = _rows(connection, PARKED, name, indexes)
+        [one] = _names(connection, name, indexes)
+        aside = SetAside(one, _lock(connection, one))
+        parked = _rows(connection, PARKED, one, indexes)
         for row in parked:
             aside.let_go(connection, row)
-        dead = connection.execute(delete(DEAD_LETTERS).where(_having(DEAD_LETTERS, name, indexes))).rowcount
+        dead = connection.execute(delete(DEAD_LETTERS).where(_having(DEAD_LETTERS, one, indexes))).rowcount
         return len(parked) + dead
+
+
+def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> list[str]:
+    """The rows of a consumer: one, or one for each partition. An index means one partition's."""
+    found = set(connection.execute(select(CONSUMERS.c.name)).scalars())
+    if name in found:
+        return [name]
+    names = list(itertools.takewhile(found.__contains__, (row_name(name, k) for k in range(MAX_PARTITIONS))))
+    if not names:
+        raise error("INVALID_OPTION", f"there is no consumer {name!r} in this database", hint="Is the name mistyped?")
+    if indexes:
+        what = f"the consumer {name!r} has {len(names)} partitions, each with indexes of its own"
+        raise error("INVALID_OPTION", what, hint=f"Name one of them: {names[0]}.")
+    return names
 
 
 def _lock(connection: Connection, name: str) -> str:
     """No transaction of the consumer has anything to do with this one. Returns its topic."""
     connection.execute(update(CONSUMERS).where(CONSUMERS.c.name == name).values(beat=CONSUMERS.c.beat + 1))
-    return _topic(connection, name)
-
-
-def _topic(connection: Connection, name: str) -> str:
-    found = connection.execute(select(CONSUMERS.c.topic).where(CONSUMERS.c.name == name)).scalar_one_or_none()
-    if found is None:
-        raise error("INVALID_OPTION", f"there is no consumer {name!r} in this database", hint="Is the name mistyped?")
-    return str(found)
+    return str(connection.execute(select(CONSUMERS.c.topic).where(CONSUMERS.c.name == name)).scalar_one())
 
 
 def _having(table: Table, name: str, indexes: Sequence[int]) -> Any:

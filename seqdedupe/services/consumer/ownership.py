@@ -13,6 +13,9 @@ from seqdedupe.services.consumer.tables import CONSUMERS, FORMAT_VERSION
 
 NOBODY = ""
 
+TAKE_OVER_SECONDS = 3.0
+"""A process of which the row has said nothing for so long, by the clock of who stands by, has ended."""
+
 
 class Lost(Exception):
     """Another process has moved the position, or taken the consumer over: nothing was committed."""
@@ -32,16 +35,14 @@ class Ownership:
     `hold` locks the row and fails if the position or the owner is another; `move` is the compare-and-set that decides.
     """
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, token: str | None = None) -> None:
         self._engine = engine
         self._name = name
-        self.token = uuid.uuid4().hex
+        self.token = token or uuid.uuid4().hex
         self._mine = (CONSUMERS.c.name == name) & (CONSUMERS.c.owner == self.token)
 
     def register(self, topic: str, purpose: str, start: Position) -> None:
-        """Makes the row if it is not there. Raises CONSUMER_CHANGED if it is another consumer's, NEWER_FORMAT,
-        NOT_TRANSACTIONAL."""
-        self._check_transactions(topic)
+        """Makes the row if it is not there. Raises CONSUMER_CHANGED if it is another consumer's, NEWER_FORMAT."""
         row = {"name": self._name, "format_version": FORMAT_VERSION, "topic": topic, "purpose": purpose}
         try:
             with self._engine.begin() as connection:
@@ -59,18 +60,6 @@ class Ownership:
                     "CONSUMER_CHANGED",
                     f"the consumer {self._name!r} of this database has the {what} {stored}, and not {given}",
                 )
-
-    def _check_transactions(self, topic: str) -> None:
-        """Raises NOT_TRANSACTIONAL if a row that was rolled back is there: an engine with AUTOCOMMIT, for instance."""
-        probe = f"probe {self.token}"
-        row = {"name": probe, "format_version": FORMAT_VERSION, "topic": topic, "purpose": ""}
-        with self._engine.connect() as connection:
-            connection.execute(insert(CONSUMERS).values(row | _new(Position.start(0))))
-            connection.rollback()
-            stayed = connection.execute(delete(CONSUMERS).where(CONSUMERS.c.name == probe)).rowcount
-            connection.commit()
-        if stayed:
-            raise not_transactional(CONSUMERS.name)
 
     def look(self) -> Seen | None:
         """What the row says now; None while its owner is in a transaction, where the database can tell."""
@@ -118,6 +107,25 @@ class Ownership:
         """So that another process need not wait."""
         with self._engine.begin() as connection:
             connection.execute(update(CONSUMERS).where(self._mine).values(owner=NOBODY, beat=CONSUMERS.c.beat + 1))
+
+
+def is_there(position: str, until: Position) -> bool:
+    """Whether a position in this row is at that one, or after it."""
+    now = Position.parse(position)
+    return now.incarnation == until.incarnation and now.index >= until.index
+
+
+def check_transactions(engine: Engine) -> None:
+    """Raises NOT_TRANSACTIONAL if a row that was rolled back is there: an engine with AUTOCOMMIT, for instance."""
+    probe = f"probe {uuid.uuid4().hex}"
+    row = {"name": probe, "format_version": FORMAT_VERSION, "topic": "", "purpose": ""}
+    with engine.connect() as connection:
+        connection.execute(insert(CONSUMERS).values(row | _new(Position.start(0))))
+        connection.rollback()
+        stayed = connection.execute(delete(CONSUMERS).where(CONSUMERS.c.name == probe)).rowcount
+        connection.commit()
+    if stayed:
+        raise not_transactional(CONSUMERS.name)
 
 
 def _new(start: Position) -> dict[str, object]:

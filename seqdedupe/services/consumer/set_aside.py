@@ -70,14 +70,15 @@ def why(failure: BaseException) -> str:
 class SetAside:
     """Both tables, of one consumer. All that writes is called within a transaction that holds the consumer's row."""
 
-    def __init__(self, consumer: str, topic: str) -> None:
+    def __init__(self, consumer: str, topic: str, dead_letter_topic: str | None = None) -> None:
         self._of = {"consumer": consumer, "topic": topic}
+        self._to = {"dead_letter_topic": dead_letter_topic}
         self._parked = PARKED.c.consumer == consumer
 
     def bury(self, connection: Connection, message: Message, attempts: int, error: str, now_ms: int) -> None:
-        """To the dead letters."""
+        """To the dead letters, and from there to the topic of them if there is one."""
         row = self._row(message, attempts, error)
-        connection.execute(insert(DEAD_LETTERS).values(**row, given_up_ms=now_ms))
+        connection.execute(insert(DEAD_LETTERS).values(**row, **self._to, given_up_ms=now_ms))
 
     def _row(self, message: Message, attempts: int, error: str) -> dict[str, Any]:
         place = {"incarnation": message.position.incarnation, "message_index": message.index}

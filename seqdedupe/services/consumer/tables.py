@@ -52,6 +52,16 @@ CONSUMERS = table(
 )
 """A row for each consumer: up to where it has come, which process works (empty: none), and that it lives."""
 
+PROCESSES = table(
+    "seqdedupe_consumer_processes",
+    METADATA,
+    Column("consumer", name_type(), primary_key=True),
+    Column("token", String(32), primary_key=True),
+    Column("beat", BigInteger, nullable=False),
+)
+"""A row for each process that runs a consumer of a partitioned topic, and that it lives. Its token stands as the owner
+of partitions."""
+
 
 def content_columns() -> list[Column[Any]]:
     """A message, whole: `set_aside.content` fills them, `set_aside.message_of` reads them."""
@@ -81,8 +91,13 @@ def _message_columns() -> list[Column[Any]]:
 
 
 DEAD_LETTERS = table(
-    "seqdedupe_dead_letters", METADATA, *_message_columns(), Column("given_up_ms", BigInteger, nullable=False)
+    "seqdedupe_dead_letters",
+    METADATA,
+    *_message_columns(),
+    Column("given_up_ms", BigInteger, nullable=False),
+    Column("dead_letter_topic", name_type()),
 )
+"""What was given up. With a topic it waits to be published there, and then goes; without one it stays for people."""
 
 PARKED = table(
     "seqdedupe_parked",

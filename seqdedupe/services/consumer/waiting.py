@@ -1,6 +1,7 @@
 """What a consumer waits for: messages, time, and to be stopped. The waiting is done on the client's event loop."""
 
 import asyncio
+from collections.abc import Sequence
 
 from seqdedupe.client.blocking.loop import event_loop, run
 from seqdedupe.client.reader import Reader
@@ -30,15 +31,14 @@ class Stop:
 
     def pause(self, seconds: float) -> None:
         """Raises Stopped, also when that is told meanwhile."""
-        run(lambda: self.wait(None, seconds))
+        run(lambda: self.wait((), seconds))
         self.check()
 
-    async def wait(self, task: asyncio.Task[bool] | None, seconds: float) -> None:
-        """Until the task is done, the time is over, or it is stopped. The task goes on."""
+    async def wait(self, tasks: Sequence[asyncio.Task[bool]], seconds: float) -> None:
+        """Until one of the tasks is done, the time is over, or it is stopped. The tasks go on."""
         told = asyncio.ensure_future(self._event.wait())
-        tasks: set[asyncio.Task[bool]] = {told} if task is None else {told, task}
         try:
-            await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({told, *tasks}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             told.cancel()
 
@@ -46,9 +46,10 @@ class Stop:
 class Arrivals:
     """A topic's messages as they come, over a reader whose work is on the client's loop: one thread uses it."""
 
-    def __init__(self, reader: Reader, stop: Stop) -> None:
+    def __init__(self, reader: Reader) -> None:
+        self.is_over = False
+        """The reader has come to its end."""
         self._reader = reader
-        self._stop = stop
         self._fetching: asyncio.Task[bool] | None = None
 
     def take(self, most: int) -> list[Message]:
@@ -61,20 +62,18 @@ class Arrivals:
                 break
         return taken
 
-    def wait(self, seconds: float) -> bool:
-        found = run(lambda: self._wait(seconds))
-        self._stop.check()
-        return found
-
-    async def _wait(self, seconds: float) -> bool:
-        if self._fetching is None:
+    def fetching(self) -> asyncio.Task[bool] | None:
+        """What gets the next messages; None if there are none to come. On the event loop."""
+        if self._fetching is None and not self.is_over:
             self._fetching = asyncio.ensure_future(self._reader.fetch())
+        return self._fetching
+
+    def look(self) -> None:
+        """Whether it has got some. Raises what the reader does. On the event loop."""
         fetching = self._fetching
-        await self._stop.wait(fetching, seconds)
-        if not fetching.done():
-            return True
-        self._fetching = None
-        return fetching.result()
+        if fetching is not None and fetching.done():
+            self._fetching = None
+            self.is_over = not fetching.result()
 
     def close(self) -> None:
         run(self._close)
@@ -84,3 +83,16 @@ class Arrivals:
             self._fetching.cancel()
             await asyncio.gather(self._fetching, return_exceptions=True)
         await self._reader.close()
+
+
+def wait_for_any(arrivals: Sequence[Arrivals], stop: Stop, seconds: float) -> None:
+    """Until one of them has messages or is over, the time is over, or it is stopped, which raises Stopped."""
+
+    async def wait() -> None:
+        tasks = [task for one in arrivals if (task := one.fetching()) is not None]
+        await stop.wait(tasks, seconds)
+        for one in arrivals:
+            one.look()
+
+    run(wait)
+    stop.check()

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Engine, Row
 
 from seqdedupe.client.stored import Message
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.names import topic_name
 from seqdedupe.services.consumer import database
 from seqdedupe.services.consumer.config import ConsumerConfig
 from seqdedupe.services.consumer.ownership import Lost, Ownership
@@ -54,7 +55,7 @@ class Work:
         self._topic = topic
         self._in_batches = in_batches
         self._refused = refused
-        self._aside = SetAside(name, topic)
+        self._aside = SetAside(name, topic, topic_name(config.dead_letter_topic) if config.dead_letter_topic else None)
         self._kept_up = time.monotonic()
         # Also when that is no longer asked for: what was parked under it is to be tried, in its order.
         with database.reaching():

@@ -251,9 +251,14 @@ class _Run:
                 self._counters.renumbered += len(page)
                 self._report(f"{len(page)} rows that were restored are published anew")
                 await asyncio.to_thread(store.renumber, page)
+            case steps.Tell(line):
+                self._report(line)
             case steps.ReplaceToken(token):
                 self._counters.tokens_replaced += 1
-                self._report("the topic holds other rows under these numbers: taking a new token")
+                self._report(
+                    "the topic holds other rows under these numbers: the database was restored or failed over, and has "
+                    "lost rows that are published; taking a new token"
+                )
                 await asyncio.to_thread(store.replace_token, token)
         return None
 
@@ -285,7 +290,7 @@ class _Run:
                 raise
             return e.message
         highest = max(highest, *(one.sequence_id for one in producer.persisted))
-        return steps.Opened(producer.persisted_sequence_id, highest)
+        return steps.Opened(own, tuple(one.sequence_id for one in producer.persisted), highest)
 
     async def _fence(self, topic: str, own: str) -> int:
         """Opens the other names of this relay, so that whoever has one publishes nothing more; the highest sequence ID

@@ -19,6 +19,7 @@ import numpy as np
 
 from seqdedupe.batch import Int64s
 from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.routing import partition_of
 from seqdedupe.services.outbox.rows import Page, Route
 
 
@@ -45,8 +46,11 @@ class OpenTopic(NamedTuple):
 
 
 class Opened(NamedTuple):
-    published_up_to: int
-    """What is not above it cannot be published under NAME/token."""
+    producer: str
+    """NAME/token."""
+    persisted: tuple[int, ...]
+    """Of each partition, the highest sequence ID that it has under NAME/token: what is not above it cannot be published
+    there under this name. A topic without partitions is one."""
     highest: int
     """The highest sequence ID that any of the names NAME/… has persisted; -1 if there is none."""
 
@@ -116,13 +120,19 @@ class ReplaceToken(NamedTuple):
     token: str
 
 
+class Tell(NamedTuple):
+    """Report this to a person. No answer."""
+
+    line: str
+
+
 class Wait(NamedTuple):
     """There is nothing to do. Answer: whether to look at the table from its beginning."""
 
 
 Step = (
     ReadState | OpenTopic | ReadRows | ReadElsewhere | Find | Publish | Settle | Delete | SetAside | Renumber
-    | ReplaceToken | Wait
+    | ReplaceToken | Tell | Wait
 )  # fmt: skip
 Steps = Generator[Step, Any, Any]
 
@@ -131,8 +141,25 @@ UNTOLD = "whether it was published cannot be told: retention has removed the mes
 
 @dataclass(slots=True)
 class _Topic:
-    published_up_to: int
+    opened: Opened
     doubtful_up_to: int
+    published_up_to: int = NO_SEQUENCE_ID
+    """In this run."""
+
+    def __post_init__(self) -> None:
+        self.doubtful_up_to = max(self.doubtful_up_to, *self.opened.persisted)
+
+    def takes(self, rows: Page) -> bool:
+        """Whether all of these can be published under the name: each is above what its partition has."""
+        if not len(rows):
+            return True
+        producer, persisted = self.opened.producer.encode(), self.opened.persisted
+        if len(persisted) == 1:
+            return bool(rows.sequence_ids[0] > max(persisted[0], self.published_up_to))
+        return all(
+            number > max(persisted[partition_of(key, producer, len(persisted))], self.published_up_to)
+            for number, key in zip(rows.sequence_ids.tolist(), rows.keys.rows(len(rows)), strict=True)
+        )
 
 
 def relay(topic: str, route: Route | None, *, follow: bool) -> Steps:
@@ -195,7 +222,7 @@ class _Run:
                 # What is in flight may be the very same rows.
                 yield Settle()
                 kept = yield from self._missing(name, rows.take(np.flatnonzero(doubtful)), at_any_number=False)
-                if len(kept) and kept[0] <= topic.published_up_to:
+                if not topic.takes(rows.take(np.flatnonzero(np.isin(rows.sequence_ids, kept)))):
                     yield ReplaceToken(self._token)
                     return False
                 rows = rows.take(np.flatnonzero(~doubtful | np.isin(rows.sequence_ids, kept)))
@@ -233,9 +260,15 @@ class _Run:
             if isinstance(opened, str):
                 self._topics[name] = opened
             else:
+                if opened.highest >= state.next_sequence_id:
+                    yield Tell(
+                        f"{name} has messages with sequence IDs up to {opened.highest}, and the database has only come "
+                        f"to {state.next_sequence_id - 1}: it was restored or failed over, and has lost rows that are "
+                        "published"
+                    )
                 # Rows that were not there when everybody else was fenced have been published by nobody.
                 doubtful_up_to = min(opened.highest, state.next_sequence_id - 1)
-                self._topics[name] = _Topic(opened.published_up_to, doubtful_up_to)
+                self._topics[name] = _Topic(opened, doubtful_up_to)
         return self._topics[name]
 
     def _missing(self, name: str, rows: Page, *, at_any_number: bool) -> Generator[Step, Any, Int64s]:

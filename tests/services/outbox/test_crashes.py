@@ -6,7 +6,6 @@ Costs: one sidecar, one PostgreSQL of its own, about twenty relays one after the
 import asyncio
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from seqdedupe.services.outbox.rows import Page
 from seqdedupe.testing import Sidecar
 from tests.processes import running
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
-from tests.spark.postgres import PostgresServer
+from tests.services.restorable import Restorable
 
 KILLS = 16
 WRITERS = 3
@@ -96,39 +95,6 @@ def _until_a_row_goes(database: Database) -> None:
     while database.value("SELECT coalesce(min(sequence_id), -1) FROM outbox") == first:
         assert time.monotonic() < over_at
         time.sleep(0.02)
-
-
-class Restorable(PostgresServer):
-    """One whose data may be put back."""
-
-    def _run(self, program: str, *arguments: object) -> None:
-        if program != "initdb" or not (self.folder / "data").exists():
-            super()._run(program, *arguments)
-
-    def crash(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGQUIT)
-            self._process.wait(60)
-
-    def save(self) -> None:
-        """A copy of the data as a crash leaves it, which is what a snapshot of a disk is."""
-        self.crash()
-        shutil.copytree(self.folder / "data", self.folder / "saved")
-        self._own(self.folder / "saved")
-        self.start()
-
-    def restore(self) -> None:
-        self.crash()
-        shutil.rmtree(self.folder / "data")
-        shutil.copytree(self.folder / "saved", self.folder / "data")
-        self._own(self.folder / "data")
-        self.start()
-
-    def _own(self, folder: Path) -> None:
-        folder.chmod(0o700)
-        if self._user:
-            for path in (folder, *folder.rglob("*")):
-                shutil.chown(path, self._user)
 
 
 @pytest.fixture

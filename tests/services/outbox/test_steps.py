@@ -60,12 +60,12 @@ class Play:
                 for _ in range(number + 1):
                     self._relays(lambda relay: relay.step())
             case "arrive":
-                self._relays(lambda relay: relay.arrive() if relay.flight else None)
+                self._relays(lambda relay: relay.arrive(number) if relay.flight else None)
             case "delete":
                 self._relays(lambda relay: relay.delete())
             case "kill":
-                for _ in range(number):  # the wire had some of it
-                    self._relays(lambda relay: relay.arrive() if relay.flight else None)
+                for nth in range(number):  # the wire had some of it
+                    self._relays(lambda relay: relay.arrive(number + nth) if relay.flight else None)  # noqa: B023
                 self.relays[self.one] = Relay(world)
             case "other":
                 self.one = 1 - self.one
@@ -145,6 +145,41 @@ def test_what_retention_has_removed_is_set_aside_rather_than_guessed(script: Scr
     assert not ends_badly(script, World())
 
 
+def is_out_of_order(world: World) -> bool:
+    """Whether a partition has rows of the history that is left in another order than that of their transactions."""
+    numbers: dict[int, int] = {}
+    for message in world.topic.log:
+        if message.id in world.database.committed:
+            if message.number < numbers.get(message.partition, -1):
+                return True
+            numbers[message.partition] = message.number
+    return False
+
+
+@settings(max_examples=150)
+@given(scripts())
+def test_a_partitioned_topic_has_each_row_once_and_each_partition_in_order(script: Script) -> None:
+    """And no token is replaced because one partition has what comes after what another one lacks."""
+    world = World(partitions=3)
+    assert not ends_badly(script, world)
+    assert world.tokens == 0
+    assert not is_out_of_order(world)
+
+
+@settings(max_examples=250)
+@given(scripts("backup", "restore"))
+def test_whatever_is_restored_a_partitioned_topic_has_each_row_once_and_in_order(script: Script) -> None:
+    world = World(partitions=3)
+    assert not ends_badly(script, world)
+    assert not is_out_of_order(world)
+
+
+@settings(max_examples=150)
+@given(scripts(*DISASTERS, "trim"))
+def test_whatever_happens_to_a_partitioned_topic_nothing_is_lost(script: Script) -> None:
+    assert not ends_badly(script, World(partitions=3))
+
+
 TWO_WRITERS: Script = [
     ("begin", 0), ("insert", 0), ("begin", 0), ("insert", 1), ("commit", 1), ("run", 0), ("commit", 0), ("run", 0),
 ]  # fmt: skip
@@ -155,6 +190,23 @@ RESTORED: Script = [
     ("restore", 0), ("begin", 0), ("insert", 0), ("commit", 0),
 ]  # fmt: skip
 """Another row has the number of one that was published."""
+
+
+_ONE = [("begin", 0), ("insert", 0), ("commit", 0)]
+_NONE = [("begin", 0), ("insert", 0), ("abort", 0)]
+
+RESTORED_PARTITIONS: Script = [
+    ("backup", 0), *_ONE * 4, ("run", 0), ("restore", 0), *_NONE * 2, *_ONE, *_NONE * 2, *_ONE,
+]  # fmt: skip
+"""The first row of the new history is above what one partition has, and not above what its own one has."""
+
+
+def test_what_one_partition_has_says_nothing_of_another_one() -> None:
+    """The control arm goes by the lowest of all: then the later row of a key is published first."""
+    for by_partition in (True, False):
+        world = World(partitions=3, by_partition=by_partition)
+        assert not ends_badly(RESTORED_PARTITIONS, world)
+        assert is_out_of_order(world) is not by_partition
 
 
 def test_two_writers() -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seqdedupe.errors import error
+from seqdedupe.routing import partition_of
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.finding import ANYWHERE, Seen, is_one_of, token_name
 from seqdedupe.services.outbox.rows import ORDINAL_BITS, Page, page_of
@@ -76,12 +77,14 @@ class Message:
     name: str
     number: int
     id: str
+    partition: int
 
 
 @dataclass
 class Topic:
-    """What the sidecar has: the log, and who owns each name."""
+    """What the sidecar has: the log, and who owns each name. Of a partitioned topic the log has all partitions."""
 
+    partitions: int = 1
     log: list[Message] = field(default_factory=list)
     trimmed: int = 0
     owners: dict[str, int] = field(default_factory=dict)
@@ -92,14 +95,23 @@ class Topic:
         self.owners[name] = self.opened
         return self.opened
 
-    def persisted(self, name: str) -> int:
-        return max((one.number for one in self.log if one.name == name), default=-1)
+    def persisted(self, name: str, partition: int | None = None) -> int:
+        """The highest number, of one partition or of all."""
+        of_name = (one for one in self.log if one.name == name)
+        return max((one.number for one in of_name if partition in (None, one.partition)), default=-1)
+
+    def partition(self, id: str) -> int:
+        """The keys are such that rows go to the partitions by turns."""
+        return partition_of(key_of(id), b"", self.partitions)
 
 
 class Flight(NamedTuple):
+    """What is on its way to a partition."""
+
     page: Page
     owner: int
     name: str
+    partition: int
 
 
 class Relay:
@@ -124,16 +136,17 @@ class Relay:
             return
         self._answer = self._do(step)
 
-    def arrive(self) -> None:
-        """The oldest batch in flight reaches the topic."""
-        page, owner, name = self.flight.pop(0)
+    def arrive(self, choice: int = 0) -> None:
+        """The oldest batch in flight to one of the partitions reaches it."""
         topic = self.world.topic
+        places = {flight.partition: place for place, flight in reversed(list(enumerate(self.flight)))}
+        page, owner, name, partition = self.flight.pop(sorted(places.values())[choice % len(places)])
         if topic.owners[name] != owner:
             raise error("FENCED", "another relay has it")
-        persisted = topic.persisted(name)
+        persisted = topic.persisted(name, partition)
         new = [row for row, number in enumerate(page.sequence_ids.tolist()) if number > persisted]
         ids = page.ids()
-        topic.log += [Message(name, int(page.sequence_ids[row]), ids[row].decode()) for row in new]
+        topic.log += [Message(name, int(page.sequence_ids[row]), ids[row].decode(), partition) for row in new]
         self.proven.append(page.take(np.array(new, np.int64)))
 
     def delete(self) -> None:
@@ -159,7 +172,11 @@ class Relay:
                     topic.open(name)
                 self.owner = topic.open(self.name)
                 highest = max((topic.persisted(name) for name in topic.owners), default=-1)
-                return steps.Opened(topic.persisted(self.name), highest)
+                parts = range(topic.partitions)
+                persisted = tuple(topic.persisted(self.name, k) for k in parts)
+                if not self.world.by_partition:
+                    persisted = (min(persisted),)
+                return steps.Opened(self.name, persisted, highest)
             case steps.ReadRows(after):
                 bound = self.world.bound(database)
                 return _page(sorted(row for row in database.rows.values() if after < row.number < bound)[:PAGE_ROWS])
@@ -169,7 +186,10 @@ class Relay:
             case steps.Find(_, page, at_any_number):
                 return self._find(page, at_any_number)
             case steps.Publish(_, page):
-                self.flight.append(Flight(page, self.owner, self.name))
+                each = np.array([topic.partition(one.decode()) for one in page.ids()])
+                for k in np.unique(each).tolist():
+                    part = page.take(np.flatnonzero(each == k))
+                    self.flight.append(Flight(part, self.owner, self.name, k))
             case steps.Settle():
                 while self.flight:
                     self.arrive()
@@ -216,14 +236,22 @@ class World:
     """Everything, with the rules that a control arm takes away."""
 
     def __init__(
-        self, *, fences: bool = True, compares: bool = True, bounds: bool = True, by_serial: bool = False
+        self,
+        *,
+        fences: bool = True,
+        compares: bool = True,
+        bounds: bool = True,
+        by_serial: bool = False,
+        partitions: int = 1,
+        by_partition: bool = True,
     ) -> None:
+        self.by_partition = by_partition
         self.by_serial = by_serial
         self.fences = fences
         self.compares = compares
         self.bounds = bounds
         self.database = Database()
-        self.topic = Topic()
+        self.topic = Topic(partitions)
         self.tokens = 0
         self.backup: Database | None = None
         self.ids = 0
@@ -259,4 +287,10 @@ class World:
 def _page(rows: list[Row]) -> Page:
     ids = [row.id.encode() for row in rows]
     nothing = [b""] * len(rows)
-    return page_of([row.number for row in rows], ids, nothing, nothing, nothing, nothing)
+    keys = [key_of(row.id) for row in rows]
+    return page_of([row.number for row in rows], ids, nothing, keys, nothing, nothing)
+
+
+def key_of(id: str) -> bytes:
+    """One of a few keys."""
+    return b"key %d" % (int(id.split()[1]) % 3)

@@ -1,0 +1,133 @@
+"""The run: all services as processes, each of which is killed while it works and started again."""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sqlalchemy import Column, Engine, func, select
+from sqlalchemy.exc import OperationalError
+
+from examples.shop.payments import TOPICS
+from examples.shop.tables import BOOKINGS, ORDERS, connect, make_orders_database, make_payments_database
+from seqdedupe.client.blocking import Client
+from seqdedupe.testing import Sidecar
+
+PYTHON = sys.executable
+TIMEOUT_SECONDS = 600.0
+POLL_SECONDS = 0.01
+BROKEN = 1
+"""Of all messages, so many are booked by nobody."""
+
+
+class Shop:
+    """`with Shop(folder, orders_url, payments_url, count) as shop`: no process of it is left afterwards."""
+
+    def __init__(self, folder: Path, orders_url: str, payments_url: str, count: int) -> None:
+        self.sidecar = Sidecar(folder)
+        self.kills: dict[str, int] = {}
+        self._folder = folder
+        self._count = count
+        self._urls = orders_url, payments_url
+        self._engines = connect(orders_url), connect(payments_url)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        for engine in self._engines:
+            engine.dispose()
+        self.sidecar.kill()
+
+    def _command(self, name: str) -> list[str]:
+        orders_url, payments_url = self._urls
+        address = self.sidecar.address
+        if name == "order service":
+            return [PYTHON, "-m", "examples.shop.orders", orders_url, str(self._count)]
+        if name == "relay":
+            command = [str(Path(PYTHON).with_name("seqdedupe")), "outbox", "relay", "--database", orders_url]
+            return [*command, "--topic", "shop-{aggregatetype}", "--producer", "shop", "--address", address]
+        return [PYTHON, "-m", "examples.shop.payments", address, payments_url]
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _start(self, name: str) -> None:
+        with self._log(name).open("ab") as log:
+            self._processes[name] = subprocess.Popen(self._command(name), stdin=subprocess.DEVNULL, stderr=log)
+
+    def run(self, kills: int) -> None:
+        """Until all is booked. Each process is killed so many times. Raises RuntimeError if one ends by itself."""
+        orders_url, payments_url = self._urls
+        make_orders_database(orders_url)
+        make_payments_database(payments_url)
+        self.sidecar.start()
+        with Client(self.sidecar.address) as client:
+            for topic in TOPICS:
+                client.admin.create_topic(topic)
+        # Of two payment services one works, and the other one takes over.
+        for name in ("order service", "relay", "payment service 1", "payment service 2"):
+            self._start(name)
+        faults = self._faults(kills)
+        self._began = time.monotonic()
+        while faults or self._done(BOOKINGS.c.place) < self._count - BROKEN:
+            self._check()
+            if time.monotonic() - self._began > TIMEOUT_SECONDS:
+                raise RuntimeError(f"not all is booked after {TIMEOUT_SECONDS:.0f} s, {len(faults)} kills to go")
+            for fault in [fault for fault in faults if fault[0]()]:
+                faults.remove(fault)
+                self._kill(fault[1])
+            time.sleep(POLL_SECONDS)
+
+    def _check(self) -> None:
+        self.sidecar.check_running()
+        for name, process in self._processes.items():
+            if process.poll():
+                said = self._log(name).read_text()[-2000:]
+                raise RuntimeError(f"the {name} ended with {process.returncode}: \n{said}")
+
+    def _faults(self, kills: int) -> list[tuple[Callable[[], bool], str]]:
+        """When to kill whom: the order service by what is ordered, the others by what is booked."""
+        dice = random.Random(0)
+        faults: list[tuple[Callable[[], bool], str]] = []
+        for name in ("order service", "relay", "payment service 1", "payment service 2", "sidecar"):
+            column = ORDERS.c.number if name == "order service" else BOOKINGS.c.place
+            for kill in range(kills):
+                at = int(self._count * 0.9 * (kill + dice.random()) / kills)
+                faults.append((lambda column=column, at=at: self._done(column) >= at, name))  # type: ignore[misc]
+        return faults
+
+    def _done(self, column: Column[int]) -> int:
+        engine: Engine = self._engines[column.table is BOOKINGS]
+        try:
+            with engine.connect() as connection:
+                return int(connection.execute(select(func.count(column))).scalar_one())
+        except OperationalError:
+            if engine.dialect.name != "sqlite":
+                raise
+            return 0  # busy: somebody puts the file in order after a kill
+
+    def _kill(self, name: str) -> None:
+        if name == "sidecar":
+            self.sidecar.kill()
+            self.sidecar.spawn()
+        else:
+            process = self._processes[name]
+            process.kill()
+            process.wait()
+            self._start(name)
+        self.kills[name] = self.kills.get(name, 0) + 1
+        ordered, booked = self._done(ORDERS.c.number), self._done(BOOKINGS.c.place)
+        said = f"{time.monotonic() - self._began:5.1f} s  {ordered:>6,} ordered  {booked:>6,} booked"
+        print(f"{said}  killed the {name} (-9), and started it again", flush=True)
