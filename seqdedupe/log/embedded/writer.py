@@ -32,7 +32,7 @@ Append = tuple[bytes, int, int]
 
 
 class Opening:
-    """One opening for writing. Made on the event loop, and handed over; `marked`, `failed`, `has_more` are the thread's.
+    """One opening for writing. Made on the event loop, and handed over; the thread has `marked`, `failed`, `has_more`.
 
     `hand_over` gives it to the commit thread, which takes what there is.
     """
