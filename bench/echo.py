@@ -17,6 +17,7 @@ import uvloop
 
 ECHO = "/bench.Echo/Echo"
 SYNCED_ECHO = "/bench.Echo/SyncedEcho"
+GROUPED_ECHO = "/bench.Echo/GroupedEcho"
 STREAM = "/bench.Echo/Stream"
 
 RECEIPT_BYTES = 60
@@ -50,6 +51,36 @@ async def _synced_echo(_requests: object, context: Any) -> None:
     work.put(None)
 
 
+async def _grouped_echo(_requests: object, context: Any) -> None:
+    """The same for many at a time: all that are there are appended and synced together, while others come."""
+    loop = asyncio.get_running_loop()
+    work: SimpleQueue[bytes] = SimpleQueue()
+    durable: asyncio.Queue[int] = asyncio.Queue()
+
+    def sync() -> None:
+        is_over = False
+        with tempfile.TemporaryFile(dir=sys.argv[1], buffering=0) as file:
+            while not is_over:
+                group = [work.get()]
+                group += [work.get() for _ in range(work.qsize())]
+                os.writev(file.fileno(), group)
+                os.fdatasync(file.fileno())
+                loop.call_soon_threadsafe(durable.put_nowait, len(group))
+                is_over = not group[-1]
+
+    async def answer() -> None:
+        while True:
+            for _ in range(await durable.get()):
+                await context.write(bytes(RECEIPT_BYTES))
+
+    threading.Thread(target=sync).start()
+    answering = asyncio.create_task(answer())
+    while (data := await context.read()) is not grpc.aio.EOF:
+        work.put(data)
+    work.put(b"")
+    answering.cancel()
+
+
 async def _stream(request: bytes, _context: object) -> AsyncIterator[bytes]:
     size, count = (int(n) for n in request.split())
     message = b"x" * size
@@ -62,6 +93,7 @@ async def _serve() -> None:
     handlers: dict[str, Any] = {
         "Echo": grpc.stream_stream_rpc_method_handler(_echo),
         "SyncedEcho": grpc.stream_stream_rpc_method_handler(_synced_echo),
+        "GroupedEcho": grpc.stream_stream_rpc_method_handler(_grouped_echo),
         "Stream": grpc.unary_stream_rpc_method_handler(_stream),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Echo", handlers),))

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import numpy.typing as npt
 
-from seqdedupe.batch import NO_INT64S, Batch, Binary, Int64s, PropertyColumns, single_producer
+from seqdedupe.batch import NO_INT64S, Batch, Binary, Int64s, PropertyColumns
 from seqdedupe.batch import properties as property_columns
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.receipts import PendingBatch
@@ -22,6 +22,10 @@ ROW_OVERHEAD_BYTES = 33
 
 PROPERTY_OVERHEAD_BYTES = 8
 """What a property takes beside its name and value."""
+
+_NO_EPOCHS = np.zeros(1, np.int64)
+_NO_LINKS = np.full(1, NO_SEQUENCE_ID)
+"""Of a batch that is not being sent yet: the outbox puts others in their place, and leaves these as they are."""
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _MILLISECOND = timedelta(milliseconds=1)
@@ -47,7 +51,7 @@ class Builder:
         config: ProducerConfig,
         emit: Callable[[PendingBatch], None],
     ) -> None:
-        self._name = name
+        self._names = Binary.of_all([name])
         self._emit = emit
         self._last_row = config.max_batch_rows - 1
         self._max_batch_bytes = config.max_batch_bytes
@@ -150,10 +154,7 @@ class Builder:
         if not rows:
             return
         pending = self.pending
-        batch = single_producer(
-            self._name,
-            0,
-            NO_SEQUENCE_ID,
+        batch = self._batch(
             _id_column(self._sequence_ids),
             _payload_column(self._payloads) if self._some_without_payload else Binary.of_all(self._payloads),  # type: ignore[arg-type]
         )
@@ -202,13 +203,7 @@ class Builder:
         properties: PropertyRows | None,
     ) -> Batch:
         """The batch of these columns. Raises what of them cannot be sent."""
-        batch = single_producer(
-            self._name,
-            0,
-            NO_SEQUENCE_ID,
-            NO_INT64S,
-            payloads if isinstance(payloads, Binary) else _payload_column(payloads),
-        )
+        batch = self._batch(NO_INT64S, payloads if isinstance(payloads, Binary) else _payload_column(payloads))
         rows = len(batch.payloads.offsets) - 1
         if not 1 <= rows <= MAX_BATCH_ROWS:
             raise error("INVALID_BATCH", f"a batch has {max(rows, 0)} rows: it should have 1 to {MAX_BATCH_ROWS}")
@@ -224,6 +219,9 @@ class Builder:
             _set_properties(batch, properties)
         _check_columns(batch, rows)
         return batch
+
+    def _batch(self, sequence_ids: Int64s, payloads: Binary) -> Batch:
+        return Batch(self._names, _NO_EPOCHS, _NO_LINKS, sequence_ids, payloads)
 
     def add_batch(self, batch: Batch) -> PendingBatch:
         """Hands over a batch that was checked, after what is gathered."""

@@ -81,6 +81,11 @@ class ReceiptColumns:
         """That of a frame whose rows are all new, and one run: the usual one."""
         return ReceiptColumns(_NO_VERDICTS, first_index, first_message_id, *_NOTHING_KNOWN, *_ONE_RUN, durable_at)
 
+    @property
+    def is_one_run(self) -> bool:
+        """Whether all rows were stored, as one run."""
+        return self.first_index >= 0 and not len(self.verdicts) and not len(self.run_rows)
+
     def message_ids(self, rows: int) -> tuple[Int64s, Int64s, Int32s]:
         """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many.
 
@@ -159,6 +164,24 @@ class BatchResult:
             np.full(rows, NO_INDEX, np.int64),
             np.full(rows, NO_INDEX, np.int64),
             np.full(rows, NO_INDEX, np.int32),
+            np.full(rows, partition, np.int32),
+        )
+
+    @staticmethod
+    def all_stored(
+        sequence_ids: Int64s, first_index: int, first_message_id: MessageId, partition: int
+    ) -> "BatchResult":
+        """That of messages that are all new, and one run."""
+        rows = len(sequence_ids)
+        steps = np.arange(rows)
+        ledger_id, entry_id, place = first_message_id
+        return BatchResult(
+            sequence_ids,
+            np.full(rows, _NOT_DUP, np.uint8),
+            first_index + steps,
+            np.full(rows, ledger_id, np.int64),
+            entry_id + steps if place < 0 else np.full(rows, entry_id, np.int64),
+            np.full(rows, place, np.int32) if place < 0 else (place + steps).astype(np.int32),
             np.full(rows, partition, np.int32),
         )
 
@@ -360,6 +383,9 @@ class PendingBatch:
         outcome = self._outcome
         if outcome is None:
             self._raise_failure()
+        if isinstance(outcome, ReceiptColumns) and outcome.is_one_run:
+            first = outcome.first_index, outcome.first_message_id
+            self._outcome = outcome = BatchResult.all_stored(self.sequence_ids, *first, self.partition)
         if not isinstance(outcome, BatchResult):
             result = BatchResult.undecided(self.sequence_ids, self.partition)
             if outcome is not None:
@@ -384,7 +410,7 @@ class PendingBatch:
     def published(self, row: int) -> Published:
         """`result()[row]`. Where all rows were stored in one run the columns of the others need not be made."""
         stored = self._outcome
-        if not isinstance(stored, ReceiptColumns) or len(stored.run_rows) or stored.first_index < 0:
+        if not isinstance(stored, ReceiptColumns) or not stored.is_one_run:
             return self.result()[row]
         message_id, index = _later(stored.first_message_id, row), stored.first_index + row
         return Published(_NOT_DUP, message_id, index, self.sequence_ids.item(row), self.partition)

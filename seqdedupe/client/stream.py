@@ -131,7 +131,7 @@ class PublishStream:
             self._not_durable.discard(sender)
 
     def ready(self, sender: Sender) -> None:
-        """It may have something to send."""
+        """It may have something to send; it says so itself whenever that is news."""
         if sender not in self._is_ready:
             self._is_ready.add(sender)
             self._ready.append(sender)
@@ -164,19 +164,27 @@ class PublishStream:
     # -- out ---------------------------------------------------------------------------------------------------
 
     async def _frames_to_send(self) -> Sequence[Frame]:
-        """The next ones for a message; waits until there are any."""
-        while True:
-            if parts := self._next_parts():
-                return [self._frame_of(some) for some in parts_of(parts)]
+        """The next ones for a message; waits until there are any.
+
+        While others are on their way it waits for as long as each turn of the event loop brings more, too: whoever
+        sends several one after the other is not done with the first.
+        """
+        parts: list[Part[Sender]] = []
+        while not self._add_ready(parts):
             self._work.clear()
             await self._work.wait()
+        is_more_likely = len(self._out) > 0
+        while is_more_likely:
+            await asyncio.sleep(0)
+            is_more_likely = self._add_ready(parts)
+        return [self._frame_of(some) for some in parts_of(parts)]
 
-    def _next_parts(self) -> list[Part[Sender]]:
-        """What is ready to be sent now, for one message."""
+    def _add_ready(self, parts: list[Part[Sender]]) -> bool:
+        """Adds what is ready to be sent now, for one message; whether there was anything."""
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
-        parts: list[Part[Sender]] = []
-        size_bytes = 0
+        before = len(parts)
+        size_bytes = sum(part.frame.size_bytes for part in parts)
         while self._ready and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
             sender = self._ready.popleft()
             self._is_ready.discard(sender)
@@ -185,7 +193,7 @@ class PublishStream:
                 parts.append(Part(sender, frame, sender in self._goes_alone))
                 size_bytes += frame.size_bytes
                 self.ready(sender)
-        return parts
+        return len(parts) > before
 
     def _frame_of(self, parts: list[Part[Sender]]) -> Frame:
         frame = whole([part.frame for part in parts])
@@ -237,7 +245,6 @@ class PublishStream:
                 self._not_durable.add(sender)
             else:
                 self._not_durable.discard(sender)
-            self.ready(sender)
         return False
 
     def _rows_of(self, frame: int) -> int | None:

@@ -350,10 +350,12 @@ class Producers:
         words = np.flatnonzero(self._dirty.rows[: _words(len(self))] != 0)
         bits = np.flatnonzero(np.unpackbits(self._dirty.rows[words].view(np.uint8), bitorder="little").view(bool))
         changed = words[bits // _WORD_BITS] * _WORD_BITS + bits % _WORD_BITS
-        rows = self.numbers[changed]
+        # Column by column: whole rows, most of them far apart, take twice as long to copy.
+        persisted, epochs, stated = (self.numbers[changed, column] for column in (PERSISTED, DURABLE_EPOCH, STATED))
         if forgotten is not None:
-            rows[np.isin(changed, forgotten)] = _NEW
-        collected = changed.astype(np.int32), rows[:, PERSISTED], rows[:, DURABLE_EPOCH], rows[:, STATED]
+            gone = np.isin(changed, forgotten)
+            persisted[gone], epochs[gone], stated[gone] = _NEW[PERSISTED], _NEW[DURABLE_EPOCH], _NEW[STATED]
+        collected = changed.astype(np.int32), persisted, epochs, stated
         # Last: without memory for a copy, all of them still have to be stored.
         self._dirty.rows[words] = 0
         return collected
