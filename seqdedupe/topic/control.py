@@ -197,8 +197,8 @@ def decode(body: bytes) -> tuple[Change, int]:
 def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list[tuple[Change, int, int]]]]:
     """Scanned records as runs: first the batches of each are to be merged, then its changes (change, term, index).
 
-    All that merges by maximum may come in any order, so that there is one run of it. A reset is a run of its own.
-    `place` is that of the log, for a person. Raises as `decode`, with where the record stands.
+    All that merges by maximum may come in any order, so that there is one run of it. A reset is a run of its own, and a
+    policy: it says how far the window of what comes after it reaches. `place` is that of the log, for a person. Raises as `decode`, with where the record stands.
     """
     first = 0
     changes: list[tuple[Change, int, int]] = []
@@ -209,7 +209,7 @@ def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list
             index, offset = int(table[k, BASE_INDEX]), file_offset_of(chunk, table[k])
             where = f"the log {place}, at byte {offset} of a segment, before the message with index {index}"
             raise error(e.reason, f"{where}: {e.message}", index=index, offset=offset) from e
-        if isinstance(change, Reset | Purge):
+        if isinstance(change, Reset | Purge | Policy):
             yield table[first:k], changes
             first, changes = k, []
             yield table[:0], [(change, term, int(table[k, BASE_INDEX]))]

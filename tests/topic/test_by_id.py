@@ -284,6 +284,27 @@ async def test_the_window_moves_and_says_so(store: Store) -> None:
     await place.topic.close("")
 
 
+async def test_after_a_crash_the_window_reaches_as_far_back_as_before(store: Store) -> None:
+    """The limit is a policy: where it stands in the log says for which messages it counts."""
+    place = Place(store, deduplication_window_max_messages=16)
+    topic = await place.start()
+    for k in range(100):
+        place.send(b"%d" % k)
+        place.log.settle()
+    assert topic.window is not None
+    before = topic.window.first_index
+    assert before == 100 - 17
+    # All of it comes in one read.
+    place.log.replay_records = 1000
+    topic = await place.crash()
+    assert topic.window is not None
+    assert topic.window.first_index == before
+    again = place.send(b"0", b"90")
+    place.log.settle()
+    assert verdicts(again) == [NOT_DUP, DUP]
+    await topic.close("")
+
+
 async def test_a_window_that_the_store_has_lost_in_part_is_damage(place: Place, store: Store) -> None:
     place.send(b"a", b"b")
     place.log.settle()
