@@ -184,6 +184,12 @@ def _topic(
     tally = examine_log(folder, identity, loaded, found, replay, expects_snapshot=expects_snapshot)
     if not found.is_whole and not found.cures:
         found.cures.append(RESTORE)
+    by_id = tally is not None and tally.policy is not None and tally.policy.by_deduplication_id
+    if by_id and not found.is_whole:
+        found.notes.append(
+            "its messages have deduplication IDs: a salvage knows those of the messages that are left, and takes "
+            "copies of all others, also of those that retention has dropped, for new"
+        )
     if tally is not None:
         each(Examined(found, folder, identity, secret, loaded, tally, replay))
     return found

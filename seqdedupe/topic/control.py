@@ -198,7 +198,8 @@ def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list
     """Scanned records as runs: first the batches of each are to be merged, then its changes (change, term, index).
 
     All that merges by maximum may come in any order, so that there is one run of it. A reset is a run of its own, and a
-    policy: it says how far the window of what comes after it reaches. `place` is that of the log, for a person. Raises as `decode`, with where the record stands.
+    policy, which says how far the window of what comes after it reaches. `place` is that of the log, for a person.
+    Raises as `decode`, with where the record stands.
     """
     first = 0
     changes: list[tuple[Change, int, int]] = []

@@ -161,6 +161,13 @@ class LoggedTopic(TopicBase):
         """
         if self.window is None:
             self.window = IdWindow(self._random_bytes(SECRET_BYTES), index)
+            if index:
+                logger.error(
+                    "topic %s: nothing is left of the deduplication IDs of its first %d messages, which retention has "
+                    "dropped and the store has lost: copies of these are taken for new",
+                    self.name,
+                    index,
+                )
         return self.window
 
     def _apply(self, change: Change, index: int) -> None:

@@ -237,7 +237,7 @@ async def test_the_mode_is_kept_whatever_becomes_of_the_policy(place: Place) -> 
     assert place.topic.policy == Policy(by_deduplication_id=True)
 
 
-async def test_a_rebuilt_topic_knows_what_its_log_says(place: Place) -> None:
+async def test_a_rebuilt_topic_knows_what_its_log_says(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     """Also where retention has dropped what said first that it is one of deduplication IDs."""
     for one in (b"a", b"b", b"c"):
         place.send(one)
@@ -252,6 +252,7 @@ async def test_a_rebuilt_topic_knows_what_its_log_says(place: Place) -> None:
     assert verdicts(place.send(b"b", b"c")) == [DUP, DUP]
     assert place.topic.window is not None
     assert place.topic.window.first_index == 1
+    assert ["its first 1 messages" in one.message for one in caplog.records if one.levelname == "ERROR"] == [True]
     again = place.send(b"a")
     place.log.settle()
     assert receipt(again).verdicts is None
