@@ -9,6 +9,7 @@ answers.
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -30,6 +31,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.store.topics import TopicRecord
 from seqdedupe.topic.closed import Closed
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.finding import find
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.state import State
@@ -41,6 +43,10 @@ PIECE_BYTES = 1024 * 1024 - 1024
 """Of what a message holds."""
 ROUNDS = 20
 """So often what has come meanwhile is copied while the topic serves, until little is left."""
+SLOW_ROUND = 3
+"""From this one on those who publish wait every other TURN_SECONDS: where they take all that the machine has, what is
+copied would never catch up."""
+TURN_SECONDS = 0.25
 REST_BYTES = 4 * 1024 * 1024
 """So much is little."""
 MAX_REST_BYTES = 64 * 1024 * 1024
@@ -77,11 +83,18 @@ class Leaving:
                     found.append((record, to))
         return found
 
-    async def move(self, topic: Topic, to: str) -> str:
+    async def move(self, name: str, to: str) -> str:
         """Gives the topic to the sidecar at this address, which serves it on return. Goes on if the caller does not.
 
         Raises INVALID_ADDRESS, INVALID_REQUEST, DRAINING, MOVE_FAILED, and why the topic does not serve.
         """
+        try:
+            topic = await find(self._topics, name)
+        except SeqdedupeError as e:
+            if e.reason == "NOT_OWNER" and e.numbers.get("owner_address") == to:
+                # It has been done before.
+                return to
+            raise
         topic.check_serving()
         if (address := self._others.allowed(to)) is None:
             hint = (
@@ -121,7 +134,7 @@ class Leaving:
                 await giving.copy_while_it_serves(topic)
                 topic.check_serving()
                 term = topic.term
-                topic.hold(error("RECOVERING", f"topic {topic.name} is being moved to another sidecar"))
+                topic.hold(_moving(topic.name))
                 try:
                     await giving.copy_rest(topic)
                     if topic.state is not State.SERVING or topic.term != term:
@@ -221,6 +234,7 @@ class _Giving:
         self._call = call
         self._sent: dict[int, int] = {}
         """Of each segment, by its first index."""
+        self._slowed: Topic | None = None
 
     async def begin(self) -> str:
         """Which data directory takes it. Raises what that one refuses it for."""
@@ -242,18 +256,23 @@ class _Giving:
     async def copy_while_it_serves(self, topic: Topic) -> None:
         """Log and snapshot, until little of the log is left. Raises MOVE_FAILED if it grows faster than it is
         copied."""
-        await self._catch_up()
+        await self._catch_up(topic)
         await topic.snapshot()
         rows = self._store.scan(*records.snapshot_range(self._record.incarnation))
         pieces = _pieces(row_bytes(key, value) for key, value in rows)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             await self._send(snapshot=piece)
-        await self._catch_up()
+        await self._catch_up(topic)
 
-    async def _catch_up(self) -> None:
-        for _ in range(ROUNDS):
-            if (size_bytes := await self._copy_log()) <= REST_BYTES:
-                return
+    async def _catch_up(self, topic: Topic) -> None:
+        try:
+            for number in range(ROUNDS):
+                self._slowed = topic if number >= SLOW_ROUND else None
+                if (size_bytes := await self._copy_log()) <= REST_BYTES:
+                    return
+        finally:
+            self._slowed = None
+            topic.release()
         if size_bytes > MAX_REST_BYTES:
             raise error("MOVE_FAILED", f"its log grows faster than it is copied: {size_bytes} bytes came meanwhile")
 
@@ -287,6 +306,11 @@ class _Giving:
         return count
 
     async def _send_log(self, base_index: int, offset: int, data: bytes) -> None:
+        if self._slowed is not None:
+            if int(time.monotonic() / TURN_SECONDS) % 2:
+                self._slowed.hold(_moving(self._slowed.name))
+            else:
+                self._slowed.release()
         await self._send(log=admin_pb2.LogPart(base_index=base_index, offset=offset, data=data))
         self._sent[base_index] = offset + len(data)
 
@@ -311,6 +335,10 @@ class _Giving:
             raise error("MOVE_FAILED", "the other sidecar ended it without an answer")
         found: admin_pb2.ReceiveTopicResponse = answer
         return found
+
+
+def _moving(name: str) -> SeqdedupeError:
+    return error("RECOVERING", f"topic {name} is being moved to another sidecar")
 
 
 @asynccontextmanager

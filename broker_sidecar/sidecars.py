@@ -99,8 +99,7 @@ class Sidecars:
 
     async def _move(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:
         if self._leaving is not None and self._peers is None:
-            topic = await find(self._topics, request.topic)
-            return admin_pb2.MoveTopicResponse(owner_address=await self._leaving.move(topic, request.to))
+            return admin_pb2.MoveTopicResponse(owner_address=await self._leaving.move(request.topic, request.to))
         cluster = self._cluster
         topic = await find(self._topics, request.topic)
         address = await self._moves.move(topic, request.to, cluster.shared, cluster.neighbours)

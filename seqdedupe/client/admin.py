@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 _LIST_SIDECARS = admin_pb2.ListSidecarsRequest()
 
+MOVE_TIMEOUT_SECONDS = 24 * 3600.0
+"""For a topic to be moved, which may have a large log."""
+
 _ENTRY_FORMATS = {
     "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
     "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
@@ -291,14 +294,15 @@ class Admin:
 
     async def move_topic(self, topic: str, to: str = "") -> str:
         """Moves a topic to the sidecar at this address, or to whichever takes it first; returns the address of the one
-        that serves it now.
+        that serves it now. Where all of its log has to be copied that takes as long as it takes.
 
         Raises NotFoundError, InvalidRequestError; UnavailableError (MOVE_FAILED): then it stays where it was, or is
         taken again there.
         """
         with _making_a_request():
             request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
-        return (await self._calls.call(lambda sidecar: sidecar.admin.MoveTopic, request)).owner_address
+        moved = await self._calls.call(lambda sidecar: sidecar.admin.MoveTopic, request, MOVE_TIMEOUT_SECONDS)
+        return moved.owner_address
 
     async def statistics(
         self,

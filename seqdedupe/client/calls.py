@@ -88,14 +88,19 @@ class Calls:
         """That to the first address."""
         return self.connection(self._sidecars.addresses[0])
 
-    async def call(self, method: Callable[[Connection], Callable[..., Awaitable[T]]], request: Message) -> T:
+    async def call(
+        self,
+        method: Callable[[Connection], Callable[..., Awaitable[T]]],
+        request: Message,
+        timeout_seconds: float = CALL_TIMEOUT_SECONDS,
+    ) -> T:
         """Makes a unary call, of the request's topic or of the whole. A topic that recovers is waited for.
 
         Raises as `at`, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
         """
 
         def act(connection: Connection) -> Awaitable[T]:
-            return call(connection.address, method(connection), request)
+            return call(connection.address, method(connection), request, timeout_seconds)
 
         is_look = type(request).__name__.startswith(_LOOKS)
         return await self.at(getattr(request, "topic", ""), act, is_look=is_look)

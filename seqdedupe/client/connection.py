@@ -122,7 +122,12 @@ def new_channel(
     return AuthorizedChannel(channel, credentials) if credentials.has_token else channel
 
 
-async def call(address: SidecarAddress, method: Callable[..., Awaitable[T]], request: object) -> T:
+async def call(
+    address: SidecarAddress,
+    method: Callable[..., Awaitable[T]],
+    request: object,
+    timeout_seconds: float = CALL_TIMEOUT_SECONDS,
+) -> T:
     """Makes a unary call. While the answer is RECOVERING, it is made again after the delay that the answer asks for;
     once, if it is TOKEN_EXPIRED, with the token as it is then.
 
@@ -135,7 +140,7 @@ async def call(address: SidecarAddress, method: Callable[..., Awaitable[T]], req
     while True:
         try:
             with typed_errors(address):
-                return await method(request, timeout=CALL_TIMEOUT_SECONDS)
+                return await method(request, timeout=timeout_seconds)
         except UnavailableError as e:
             delay_seconds = max(e.retry_delay_ms / 1000, _SHORTEST_DELAY_SECONDS)
             helps = e.reason == "RECOVERING" or (e.reason == "TOKEN_EXPIRED" and not has_expired)
