@@ -22,7 +22,7 @@ from broker_sidecar.security.trail import Trail
 from broker_sidecar.sidecars import Sidecars
 from broker_sidecar.statistics import Statistics
 from broker_sidecar.streams import Streams
-from broker_sidecar.topics import entry_format_of, mode_of, partitioned_to_proto, policy_of, topic_to_proto
+from broker_sidecar.topics import entry_format_of, mode_of, partitioned_to_proto, policy_of, route_of, topic_to_proto
 from broker_sidecar.transfer import Transfer
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
@@ -107,6 +107,7 @@ class AdminService:
         by_id = mode_of(request, self._topics.kind.log)
         policy = policy_of(request.policy).check_has_effect(self._topics.kind.log)
         policy = replace(policy.check_fits(by_deduplication_id=by_id), by_deduplication_id=by_id)
+        policy = replace(policy, route=route_of(request))
         entry_format = entry_format_of(request.entry_format, self._topics.kind.log)
         partitions = max(1, request.partitions)
         self._permissions.check_creates(topic_name(request.topic), self._topics.taken_names(), partitions)

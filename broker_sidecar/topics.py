@@ -7,7 +7,7 @@ from seqdedupe.errors import error
 from seqdedupe.names import whole_of
 from seqdedupe.store.topics import LogKind
 from seqdedupe.topic.closed import Closed
-from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.policy import Applied, Policy, Route
 from seqdedupe.topic.state import State, TopicBase
 from seqdedupe.v1 import admin_pb2
 
@@ -54,14 +54,25 @@ def mode_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> bool:
                 "deduplication_mode can be DEDUPLICATION_ID only where the log is the sidecar's own, and here it is not"
             )
             raise error("INVALID_REQUEST", why)
-        if request.partitions:
-            raise error(
-                "INVALID_REQUEST", "a topic of deduplication IDs cannot have partitions", hint="Leave them out."
-            )
         return True
     if mode not in (admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED, admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID):
         raise error("INVALID_REQUEST", f"deduplication_mode is {mode}, which this version does not know")
     return False
+
+
+def route_of(request: admin_pb2.CreateTopicRequest) -> Route | None:
+    """By what messages are to find their partitions; None where nothing is to be found. Raises INVALID_REQUEST."""
+    by_id = request.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+    if by_id and request.partitions:
+        try:
+            return Route(request.deduplication_route or Route.ID.value)
+        except ValueError:
+            why = f"deduplication_route is {request.deduplication_route}, which this version does not know"
+            raise error("INVALID_REQUEST", why) from None
+    if request.deduplication_route != admin_pb2.DEDUPLICATION_ROUTE_UNSPECIFIED:
+        why = "deduplication_route is for topics of deduplication IDs with partitions, and this is none"
+        raise error("INVALID_REQUEST", why, hint="Leave it out.")
+    return None
 
 
 WORST_FIRST = (State.DAMAGED, State.RECOVERING, State.STANDBY, State.READ_ONLY, State.DRAINING)
@@ -83,6 +94,9 @@ _SUMMED = (
     "log_earlier",
     "may_lose_messages",
     "not_durable_messages",
+    "window_messages",
+    "window_forgotten",
+    "window_memory_bytes",
 )
 """Fields that a partitioned topic has as sums of those of its partitions."""
 
@@ -98,6 +112,8 @@ def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | N
     parts = [topic_to_proto(topic) for topic in partitions if topic is not None]
     for name in _SUMMED:
         setattr(message, name, sum(getattr(part, name) for part in parts))
+    for name in ("deduplication_mode", "deduplication_route"):
+        setattr(message, name, max((getattr(part, name) for part in parts), default=0))
     message.may_lose_ms = max((part.may_lose_ms for part in parts), default=0)
     message.entry_format = max((part.entry_format for part in parts), default=0)  # type: ignore[assignment]
     for state in WORST_FIRST:
@@ -172,6 +188,8 @@ def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
             message.deduplication_mode = admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID
         return
     message.deduplication_mode = admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+    if topic.policy.route is not None:
+        message.deduplication_route = topic.policy.route.value  # type: ignore[assignment]
     message.window_first_index = message.window_forgotten = window.first_index
     message.window_first_publish_time_ms = window.first_time_ms
     message.window_messages = len(window)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import click
 
 from seqdedupe.cli.options import common, connect, connect_to, is_alone, print_json, print_table
-from seqdedupe.client.admin import MODES
+from seqdedupe.client.admin import MODES, ROUTES
 from seqdedupe.command import echo, printable
 from seqdedupe.figures import state_name
 from seqdedupe.message_id import Position
@@ -54,6 +54,7 @@ def _topic_json(topic: admin_pb2.Topic) -> dict[str, Any]:
         "partition_of": topic.partition_of or None,
         "entry_format": _entry_format(topic) or None,
         "deduplication_mode": _mode(topic),
+        "deduplication_route": _route(topic),
         "window": _window_json(topic),
         "deduplication_enabled": topic.policy.deduplication_enabled if topic.HasField("policy") else None,
         "messages": _messages(topic),
@@ -116,6 +117,7 @@ def _of_whole(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
         ("partitions", f"{topic.partitions}, {topic.name}-partition-0 and on: each can be shown by its name"),
         *([("not used", unused)] if topic.unused_partitions else []),
         *([("entries", _entry_format(topic))] if topic.entry_format else []),
+        *([("deduplication", f"by deduplication ID; partitions by {_route(topic)}")] if _route(topic) else []),
     ]
 
 
@@ -138,6 +140,11 @@ def _mode(topic: admin_pb2.Topic) -> str | None:
     return next((name for name, mode in MODES.items() if name and mode == topic.deduplication_mode), None)
 
 
+def _route(topic: admin_pb2.Topic) -> str | None:
+    """By what its messages find their partitions; None if there is nothing to find."""
+    return next((name for name, route in ROUTES.items() if name and route == topic.deduplication_route), None)
+
+
 def _deduplication(topic: admin_pb2.Topic) -> str | None:
     on_off = _on_off(topic)
     is_by_id = topic.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
@@ -149,7 +156,7 @@ def _window_json(topic: admin_pb2.Topic) -> dict[str, Any] | None:
     if topic.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         return None
     return {
-        "first_index": topic.window_first_index,
+        "first_index": None if topic.partitions else topic.window_first_index,
         "first_publish_time_ms": topic.window_first_publish_time_ms or None,
         "messages": topic.window_messages,
         "forgotten": topic.window_forgotten,
@@ -270,6 +277,11 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
     type=click.Choice(("sequence-id", "deduplication-id")),
     help="What tells messages from each other, for good: a producer's sequence IDs, or an ID of each message's own.",
 )
+@click.option(
+    "--deduplication-route",
+    type=click.Choice(("id", "key")),
+    help="With partitions and deduplication IDs: by what a message finds its partition, for good. Default: id.",
+)
 @common
 def create(
     name: str,
@@ -277,6 +289,7 @@ def create(
     partitions: int | None,
     entry_format: str | None,
     deduplication_mode: str | None,
+    deduplication_route: str | None,
     address: str,
     as_json: bool,
 ) -> None:
@@ -286,6 +299,7 @@ def create(
             name,
             partitions=partitions or 0,
             deduplication_mode=deduplication_mode or "",
+            deduplication_route=deduplication_route or "",
             entry_format=entry_format or "",
             deduplication_enabled=deduplication,
         )

@@ -36,6 +36,14 @@ MODES = {
 """Deduplication modes by name."""
 
 
+ROUTES = {
+    "": admin_pb2.DEDUPLICATION_ROUTE_UNSPECIFIED,
+    "id": admin_pb2.DEDUPLICATION_ROUTE_ID,
+    "key": admin_pb2.DEDUPLICATION_ROUTE_KEY,
+}
+"""By what messages find their partitions, by name."""
+
+
 class PolicyState(NamedTuple):
     """A policy of a topic or a namespace."""
 
@@ -76,16 +84,20 @@ class Admin:
         partitions: int = 0,
         entry_format: str = "",
         deduplication_mode: str = "",
+        deduplication_route: str = "",
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
     ) -> admin_pb2.Topic:
         """With so many partitions, for good; 0: it is not partitioned. What its policy (of each partition) leaves out
         is inherited, and so is `deduplication_enabled` None. `entry_format` is `plain` or `packed`, where the log is a
         Pulsar cluster's; left out, it is the sidecar's default. `deduplication_mode` is `sequence-id`, the default, or
-        `deduplication-id`, for good. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        `deduplication-id`, for good; then `deduplication_route` says by what messages find their partitions: `id`, the
+        default, or `key`. Raises InvalidRequestError (TOPIC_EXISTS)."""
         if deduplication_mode not in MODES:
             why = f"{deduplication_mode!r} is no deduplication mode: sequence-id and deduplication-id are"
             raise error("INVALID_REQUEST", why)
+        if deduplication_route not in ROUTES:
+            raise error("INVALID_REQUEST", f"{deduplication_route!r} is no deduplication route: id and key are")
         if entry_format not in _ENTRY_FORMATS:
             raise error("INVALID_REQUEST", f"{entry_format!r} is no entry format: plain and packed are")
         given = admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
@@ -97,6 +109,7 @@ class Admin:
                 partitions=partitions,
                 entry_format=_ENTRY_FORMATS[entry_format],
                 deduplication_mode=MODES[deduplication_mode],
+                deduplication_route=ROUTES[deduplication_route],
             )
         return (await self._calls.call(lambda sidecar: sidecar.admin.CreateTopic, request)).topic
 

@@ -103,7 +103,7 @@ class Client:
 
     def publisher(self, topic: str, *, on_waiting: OnWaiting | None = None) -> Publisher:
         """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
-        return Publisher(self._sidecars, topic, on_waiting)
+        return Publisher(self._sidecars, topic, on_waiting, lambda: self.admin.topic(topic))
 
     def reader(
         self,

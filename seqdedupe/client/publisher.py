@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -33,11 +33,13 @@ from seqdedupe.client.outbox import Frame
 from seqdedupe.client.receipts import BatchResult, Published, Verdict
 from seqdedupe.client.route import Route
 from seqdedupe.client.sidecars import Sidecars
+from seqdedupe.client.spread_by_id import SpreadById
 from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES
 from seqdedupe.client.waiting import OnWaiting, Waiting
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
-from seqdedupe.names import topic_name
+from seqdedupe.names import partition_name, topic_name
+from seqdedupe.v1 import admin_pb2
 
 MAX_PENDING_BYTES = 64 * 1024 * 1024
 """What waits for receipts; whoever sends more waits until there is room."""
@@ -75,10 +77,22 @@ class Publisher:
     call that is made again with the same ID, by whoever, within the topic's window, is answered with DUP and the index
     and message ID of the original. There is no order between calls that are under way at the same time. Whatever breaks
     or is refused for now is sent again for as long as it takes. A call that is cancelled may have sent, or not.
+
+    In a partitioned topic each message goes to the partition of its ID, or of its key, as the topic was made; a call
+    that raises may have sent to some.
     """
 
-    def __init__(self, sidecars: Sidecars, topic: str, on_waiting: OnWaiting | None = None) -> None:
+    def __init__(
+        self,
+        sidecars: Sidecars,
+        topic: str,
+        on_waiting: OnWaiting | None = None,
+        describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
+    ) -> None:
         self.topic = topic_name(topic)
+        self._describe = describe
+        self._on_waiting = on_waiting
+        self._spread: SpreadById | None = None
         self._sidecars = sidecars
         self._route = Route(sidecars, self.topic)
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
@@ -94,6 +108,8 @@ class Publisher:
         self._room = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._failure: SeqdedupeError | None = None
+        self._passed_on: list[asyncio.Task[None]] = []
+        """Those that were made before it was known that the topic is partitioned."""
 
     async def __aenter__(self) -> Self:
         check_not_forked()
@@ -111,6 +127,9 @@ class Publisher:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._spread is not None:
+            await self._spread.close()
+            await asyncio.gather(*self._passed_on)
 
     async def send(
         self,
@@ -161,6 +180,12 @@ class Publisher:
             sequence_ids=NO_INT64S,
             deduplication_ids=_column(deduplication_ids, rows),
         )
+        return await self._send(batch)
+
+    async def _send(self, batch: Batch) -> BatchResult:
+        self._check_is_open()
+        if self._spread is not None:
+            return await self._spread.send(batch)
         size_bytes = BATCH_OVERHEAD_BYTES + sum(map(len, batch.encoded_parts()))
         if size_bytes > MAX_BATCH_BYTES:
             raise error("BATCH_TOO_LARGE", f"the batch has {size_bytes} bytes: at most {MAX_BATCH_BYTES} are accepted")
@@ -169,6 +194,8 @@ class Publisher:
                 lambda: not self._pending_bytes or self._pending_bytes + size_bytes <= MAX_PENDING_BYTES
             )
         self._check_is_open()
+        if self._spread is not None:
+            return await self._spread.send(batch)
         call = _Call(batch, size_bytes, asyncio.get_running_loop().create_future())
         self._pending_bytes += size_bytes
         self._ready.append(call)
@@ -189,9 +216,13 @@ class Publisher:
     # -- the stream ----------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        is_partitioned = False
         while True:
             await self._until_ready()
             try:
+                if is_partitioned:
+                    await self._spread_out()
+                    return
                 await self._connect()
             except UnavailableError as e:
                 moves_on = e.reason == "STREAM_IDLE" or self._route.moves_on(e)
@@ -200,6 +231,9 @@ class Publisher:
                 if not moves_on:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except SeqdedupeError as failure:
+                if failure.reason == "TOPIC_IS_PARTITIONED" and self._describe is not None and not is_partitioned:
+                    is_partitioned = True
+                    continue
                 doubted = self._route.doubted(failure)
                 if not isinstance(doubted, UnavailableError):
                     self._fail(failure)
@@ -209,6 +243,22 @@ class Publisher:
             except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
                 self._fail(error("INTERNAL", f"the publisher of {self.topic} has failed: {type(e).__name__}: {e}"))
                 return
+
+    async def _spread_out(self) -> None:
+        """The topic is partitioned: the publishers of its partitions do the rest."""
+        if self._describe is None:
+            raise error("TOPIC_IS_PARTITIONED", f"{self.topic} is partitioned")
+        found = await self._describe()
+        if not found.deduplication_route:
+            raise error("INVALID_BATCH", f"{self.topic} takes no deduplication IDs")
+        parts = [
+            Publisher(self._sidecars, partition_name(self.topic, k), self._on_waiting) for k in range(found.partitions)
+        ]
+        for part in parts:
+            await part.__aenter__()
+        self._spread = spread = SpreadById(parts, found.deduplication_route)
+        self._passed_on = [asyncio.create_task(_pass_on(call, spread)) for call in self._ready]
+        self._ready.clear()
 
     async def _connect(self) -> None:
         """Sends and takes answers until the stream ends; what has no receipt by then is sent again."""
@@ -308,6 +358,17 @@ class Publisher:
                 call.done.set_exception(why)
         self._out.clear()
         self._ready.clear()
+
+
+async def _pass_on(call: _Call, spread: SpreadById) -> None:
+    try:
+        result = await spread.send(call.batch)
+    except Exception as e:  # noqa: BLE001 (whatever it is, the call hears of it)
+        if not call.done.done():
+            call.done.set_exception(e)
+    else:
+        if not call.done.done():
+            call.done.set_result(result)
 
 
 def _column(ids: Ids | None, rows: int) -> Binary:

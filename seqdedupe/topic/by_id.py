@@ -19,6 +19,7 @@ def admit(
     window: IdWindow,
     *,
     applied: Applied,
+    wants_keys: bool,
     now_ms: int,
     check_log: Callable[[bytes], None],
 ) -> tuple[Frame | None, Receipt | Refusal]:
@@ -28,7 +29,7 @@ def admit(
     the receipt comes when that is stored. Nothing is raised for what is wrong with the frame. Raises OutOfStepError.
     """
     try:
-        frame = check_by_id(encoded)
+        frame = check_by_id(encoded, wants_keys=wants_keys)
         check_log(frame.encoded)
     except SeqdedupeError as e:
         return None, Refusal(number, e)

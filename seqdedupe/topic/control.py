@@ -18,7 +18,7 @@ from seqdedupe.format.jit import Int64s
 from seqdedupe.format.records import body_of, file_offset_of
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.topic import cursors
-from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.policy import Policy, Route
 
 STATED_A_RECORD = 8192
 """So many producers are stated again, or forgotten, at once. They always fit into a record."""
@@ -152,6 +152,8 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
     if isinstance(change, Policy):
         policy = control.policy_of_deduplication_ids if change.by_deduplication_id else control.policy
         change.fill(policy)
+        if change.route is not None:
+            policy.deduplication_route = change.route.value
         cursors.fill(change.cursors, policy.cursors)
         policy.SetInParent()
     else:
@@ -169,7 +171,8 @@ def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
 
 
 def _policy(stored: Any) -> Policy:
-    return replace(Policy.of(stored), cursors=cursors.of(stored.cursors))
+    route = Route(stored.deduplication_route) if stored.deduplication_route else None
+    return replace(Policy.of(stored), route=route, cursors=cursors.of(stored.cursors))
 
 
 def decode(body: bytes) -> tuple[Change, int]:

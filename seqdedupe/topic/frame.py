@@ -15,6 +15,8 @@ from seqdedupe.format.columns import (
     BAD,
     COLUMNS_END,
     DEDUPLICATION_ID_OFFSETS,
+    KEY_OFFSETS,
+    KEY_VALIDITY,
     NAME_OFFSETS,
     NAMES,
     PLACES,
@@ -123,8 +125,9 @@ def _laid_out(encoded: bytes) -> tuple[bytes, Uint8s, Int64s]:
     return encoded, view, places
 
 
-def check_by_id(encoded: bytes) -> Frame:
-    """The checked frame of an encoded batch for a topic of deduplication IDs. Raises `InvalidRequestError`."""
+def check_by_id(encoded: bytes, *, wants_keys: bool = False) -> Frame:
+    """The checked frame of an encoded batch for a topic of deduplication IDs. Raises `InvalidRequestError`, also where
+    every row has to have a key, and one has none."""
     encoded, view, places = _laid_out(encoded)
     at: list[int] = places.tolist()
     if at[PRODUCERS]:
@@ -134,9 +137,20 @@ def check_by_id(encoded: bytes) -> Frame:
         bounds = view[start(at, DEDUPLICATION_ID_OFFSETS) + 4 * row :][:8].view(np.int32)
         why = f"the deduplication ID of row {row} has {bounds[1] - bounds[0]} bytes"
         raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
+    if wants_keys and not _has_keys(view, at):
+        why = "by its key each message finds its partition in this topic, and some have none"
+        raise error("INVALID_BATCH", f"the batch is not valid: {why}")
     if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
     return Frame(encoded, view, places, _NO_PRODUCERS, at[ROWS], at[COLUMNS_END])
+
+
+def _has_keys(view: Uint8s, at: list[int]) -> bool:
+    """Whether every row has one."""
+    if not (validity := size(at, KEY_VALIDITY)):
+        return size(at, KEY_OFFSETS) > 0
+    begin = start(at, KEY_VALIDITY)
+    return bool(np.unpackbits(view[begin : begin + validity], count=at[ROWS], bitorder="little").all())
 
 
 def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:

@@ -85,6 +85,14 @@ class OverlapPolicy(Enum):
     """It is refused: retrying it never helps, its sender has to split it."""
 
 
+class Route(Enum):
+    """By what messages of deduplication IDs find their partitions. Values as on the wire (`DeduplicationRoute`)."""
+
+    ID = 1
+    KEY = 2
+    """Every message has to have one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What is set for one topic or one namespace, and changes as a whole. None: not set here, but inherited."""
@@ -104,6 +112,8 @@ class Policy:
     deduplication_window_max_minutes: int | None = None
     by_deduplication_id: bool = False
     """Whether the topic is one of deduplication IDs. It is no value: a topic has it from its beginning, for good."""
+    route: Route | None = None
+    """Of a partition of a topic of deduplication IDs; for good, too."""
     cursors: tuple[NamedCursor, ...] = ()
     """By name. No operator sets them as he sets the others (`NAMES`), but they are kept and change with them."""
 
@@ -164,7 +174,7 @@ class Policy:
         return Policy(**values)
 
 
-NAMES = tuple(item.name for item in fields(Policy) if item.name not in ("cursors", "by_deduplication_id"))
+NAMES = tuple(item.name for item in fields(Policy) if item.name not in ("cursors", "by_deduplication_id", "route"))
 
 
 @dataclass(frozen=True, slots=True)

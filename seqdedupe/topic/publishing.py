@@ -25,7 +25,7 @@ from seqdedupe.topic.flight import Admitted, Changing
 from seqdedupe.topic.frame import Frame, NumbersCache
 from seqdedupe.topic.keeping_away import KeepingAway
 from seqdedupe.topic.logged import LoggedTopic
-from seqdedupe.topic.policy import Applied, Policy
+from seqdedupe.topic.policy import Applied, Policy, Route
 from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.sessions import RANDOM_BYTES
 from seqdedupe.topic.standby import first_of, until_asked, until_free
@@ -331,7 +331,13 @@ class Topic(LoggedTopic):
         check_log = self.log.check
         if self.window is not None:
             return by_id.admit(
-                encoded, number, self.window, applied=self.applied, now_ms=self.now_ms(), check_log=check_log
+                encoded,
+                number,
+                self.window,
+                applied=self.applied,
+                wants_keys=self.policy.route is Route.KEY,
+                now_ms=self.now_ms(),
+                check_log=check_log,
             )
         return admission.admit(
             encoded,

@@ -142,6 +142,34 @@ DEDUPLICATION_MODE_DEDUPLICATION_ID: DeduplicationMode.ValueType  # 2
 """An ID of the message's own, in no order. There are no producers, sessions or links."""
 Global___DeduplicationMode: _TypeAlias = DeduplicationMode  # noqa: Y015
 
+class _DeduplicationRoute:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DeduplicationRouteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeduplicationRoute.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEDUPLICATION_ROUTE_UNSPECIFIED: _DeduplicationRoute.ValueType  # 0
+    """Of a topic: it has no partitions, or is one of sequence IDs, or that is not known yet."""
+    DEDUPLICATION_ROUTE_ID: _DeduplicationRoute.ValueType  # 1
+    """By its deduplication ID: a copy always meets its original, and there is no order by key. The default."""
+    DEDUPLICATION_ROUTE_KEY: _DeduplicationRoute.ValueType  # 2
+    """By its key, which every message has to have: what has one key is in one partition, and a copy has to carry the key
+    of its original, or it is new.
+    """
+
+class DeduplicationRoute(_DeduplicationRoute, metaclass=_DeduplicationRouteEnumTypeWrapper):
+    """By what a message of a partitioned topic of deduplication IDs finds its partition: chosen when it is created, for good."""
+
+DEDUPLICATION_ROUTE_UNSPECIFIED: DeduplicationRoute.ValueType  # 0
+"""Of a topic: it has no partitions, or is one of sequence IDs, or that is not known yet."""
+DEDUPLICATION_ROUTE_ID: DeduplicationRoute.ValueType  # 1
+"""By its deduplication ID: a copy always meets its original, and there is no order by key. The default."""
+DEDUPLICATION_ROUTE_KEY: DeduplicationRoute.ValueType  # 2
+"""By its key, which every message has to have: what has one key is in one partition, and a copy has to carry the key
+of its original, or it is new.
+"""
+Global___DeduplicationRoute: _TypeAlias = DeduplicationRoute  # noqa: Y015
+
 class _EntryFormat:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -413,6 +441,7 @@ class Topic(_message.Message):
     WINDOW_MESSAGES_FIELD_NUMBER: _builtins.int
     WINDOW_FORGOTTEN_FIELD_NUMBER: _builtins.int
     WINDOW_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_ROUTE_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     PARTITION_OF_FIELD_NUMBER: _builtins.int
     UNUSED_PARTITIONS_FIELD_NUMBER: _builtins.int
@@ -475,6 +504,8 @@ class Topic(_message.Message):
     """So many have been forgotten since the topic was created: copies of these are new."""
     window_memory_bytes: _builtins.int
     """The memory that the window takes."""
+    deduplication_route: Global___DeduplicationRoute.ValueType
+    """By what its messages find their partitions, for good; also of each partition."""
     partitions: _builtins.int
     """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
     stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
@@ -548,6 +579,7 @@ class Topic(_message.Message):
         window_messages: _builtins.int = ...,
         window_forgotten: _builtins.int = ...,
         window_memory_bytes: _builtins.int = ...,
+        deduplication_route: Global___DeduplicationRoute.ValueType = ...,
         partitions: _builtins.int = ...,
         partition_of: _builtins.str = ...,
         unused_partitions: _builtins.int = ...,
@@ -561,7 +593,7 @@ class Topic(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "deduplication_mode", b"deduplication_mode", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why", "window_first_index", b"window_first_index", "window_first_publish_time_ms", b"window_first_publish_time_ms", "window_forgotten", b"window_forgotten", "window_memory_bytes", b"window_memory_bytes", "window_messages", b"window_messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why", "window_first_index", b"window_first_index", "window_first_publish_time_ms", b"window_first_publish_time_ms", "window_forgotten", b"window_forgotten", "window_memory_bytes", b"window_memory_bytes", "window_messages", b"window_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -612,6 +644,7 @@ class CreateTopicRequest(_message.Message):
     PARTITIONS_FIELD_NUMBER: _builtins.int
     ENTRY_FORMAT_FIELD_NUMBER: _builtins.int
     DEDUPLICATION_MODE_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_ROUTE_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     partitions: _builtins.int
@@ -620,7 +653,11 @@ class CreateTopicRequest(_message.Message):
     """How its entries are laid out, for good. It can be chosen only where the log is Pulsar's: `INVALID_REQUEST` elsewhere."""
     deduplication_mode: Global___DeduplicationMode.ValueType
     """By what its messages are told from each other, for good; left out, by sequence IDs. Deduplication IDs only where the
-    log is the sidecar's own, and in a topic without partitions: `INVALID_REQUEST` elsewhere.
+    log is the sidecar's own: `INVALID_REQUEST` elsewhere.
+    """
+    deduplication_route: Global___DeduplicationRoute.ValueType
+    """By what messages find their partitions, for good; left out, by their IDs. Only of a topic of deduplication IDs with
+    partitions: `INVALID_REQUEST` elsewhere.
     """
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
@@ -636,10 +673,11 @@ class CreateTopicRequest(_message.Message):
         partitions: _builtins.int = ...,
         entry_format: Global___EntryFormat.ValueType = ...,
         deduplication_mode: Global___DeduplicationMode.ValueType = ...,
+        deduplication_route: Global___DeduplicationRoute.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_mode", b"deduplication_mode", "entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,13 @@ class Batch(_message.Message):
         "é" 269551495 5
         "日本語" 631534231 1
 
+    In one of deduplication IDs it is that of the ID, or, where `Topic.deduplication_route` says so, that of the key, which
+    every row then has to have (`INVALID_BATCH`). The same of some IDs:
+
+        "evt_1NG8Du2eZvKYlo2C" 2132699809 9
+        16 bytes of zeros 20237816 6
+        the bytes 00 ff 1565445780 0
+
     A producer of a partitioned topic has a session of the same name in each partition, and numbers its messages over all
     of them: in a partition there are gaps. Each partition has links, verdicts, refusals and resumes of its own. With
     every batch it says in `complete_up_to` up to which ID it will never again have to send anything, because everything
@@ -468,6 +475,7 @@ class ControlPolicy(_message.Message):
     DEDUPLICATION_WINDOW_MAX_BYTES_FIELD_NUMBER: _builtins.int
     DEDUPLICATION_WINDOW_MAX_MINUTES_FIELD_NUMBER: _builtins.int
     CURSORS_FIELD_NUMBER: _builtins.int
+    DEDUPLICATION_ROUTE_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
     """Whether `DUP` and `UNKNOWN` rows are left out."""
     overlap: _builtins.int
@@ -494,6 +502,8 @@ class ControlPolicy(_message.Message):
     """See `TopicPolicy`."""
     deduplication_window_max_minutes: _builtins.int
     """See `TopicPolicy`."""
+    deduplication_route: _builtins.int
+    """A `DeduplicationRoute`, of a partition of a topic of deduplication IDs, for good."""
     @_builtins.property
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ControlCursor]:
         """All named cursors that the topic keeps, by name."""
@@ -515,10 +525,11 @@ class ControlPolicy(_message.Message):
         deduplication_window_max_bytes: _builtins.int | None = ...,
         deduplication_window_max_minutes: _builtins.int | None = ...,
         cursors: _abc.Iterable[Global___ControlCursor] | None = ...,
+        deduplication_route: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "cursors", b"cursors", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled", "_deduplication_entries_interval", b"_deduplication_entries_interval", "_deduplication_producer_inactivity_timeout_minutes", b"_deduplication_producer_inactivity_timeout_minutes", "_deduplication_snapshot_interval_seconds", b"_deduplication_snapshot_interval_seconds", "_deduplication_window_max_bytes", b"_deduplication_window_max_bytes", "_deduplication_window_max_messages", b"_deduplication_window_max_messages", "_deduplication_window_max_minutes", b"_deduplication_window_max_minutes", "_gap", b"_gap", "_log_flush_interval_messages", b"_log_flush_interval_messages", "_log_flush_interval_ms", b"_log_flush_interval_ms", "_overlap", b"_overlap", "_retention_size_in_mb", b"_retention_size_in_mb", "_retention_time_in_minutes", b"_retention_time_in_minutes", "cursors", b"cursors", "deduplication_enabled", b"deduplication_enabled", "deduplication_entries_interval", b"deduplication_entries_interval", "deduplication_producer_inactivity_timeout_minutes", b"deduplication_producer_inactivity_timeout_minutes", "deduplication_route", b"deduplication_route", "deduplication_snapshot_interval_seconds", b"deduplication_snapshot_interval_seconds", "deduplication_window_max_bytes", b"deduplication_window_max_bytes", "deduplication_window_max_messages", b"deduplication_window_max_messages", "deduplication_window_max_minutes", b"deduplication_window_max_minutes", "gap", b"gap", "log_flush_interval_messages", b"log_flush_interval_messages", "log_flush_interval_ms", b"log_flush_interval_ms", "overlap", b"overlap", "retention_size_in_mb", b"retention_size_in_mb", "retention_time_in_minutes", b"retention_time_in_minutes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deduplication_enabled: _TypeAlias = _typing.Literal["deduplication_enabled"]  # noqa: Y015
     _WhichOneofArgType__deduplication_enabled: _TypeAlias = _typing.Literal["_deduplication_enabled", b"_deduplication_enabled"]  # noqa: Y015

@@ -191,7 +191,7 @@ def test_of_a_damaged_topic_nothing_is_shown_that_is_not_known(capsys: pytest.Ca
     _print_topic(damaged, as_json=True)
     shown = json.loads(capsys.readouterr().out)
     unknown = {"deduplication_enabled", "messages", "first_index", "last", "snapshot_index", "term", "producers"}
-    unknown |= {"log_bytes", "partition_of", "entry_format", "deduplication_mode", "window"}
+    unknown |= {"log_bytes", "partition_of", "entry_format", "deduplication_mode", "deduplication_route", "window"}
     assert {name for name, value in shown.items() if value is None} == unknown
     _print_topic(damaged, as_json=False)
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())

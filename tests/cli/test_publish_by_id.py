@@ -24,6 +24,19 @@ def test_a_file_is_published_once_by_its_ids(run: Run, tmp_path: Path) -> None:
     assert run("read", "t", "--where", "deduplication_id=new").stdout == b"new,y\n"
 
 
+def test_into_partitions(run: Run, tmp_path: Path) -> None:
+    by_id = ("--deduplication-mode", "deduplication-id", "--deduplication-route", "id")
+    assert b"partitions by id" in run("topics", "create", "p", "--partitions", "3", *by_id).stdout
+    (tmp_path / "p.csv").write_text("id,v\n" + "".join(f"e{k % 40},{k % 40}\n" for k in range(50)))
+    publish = ("publish", "p.csv", "--topic", "p", "--deduplication-id-column", "id")
+    assert run(*publish).stdout == b"50 records read: 40 NotDup, 10 Dup\n"
+    shown = json.loads(run("topics", "show", "p", "--json").stdout)
+    assert (shown["deduplication_route"], shown["window"]["messages"]) == ("id", 40)
+    found = [json.loads(line) for line in run("read", "p", "--json").stdout.splitlines()]
+    assert {one["deduplication_id"] for one in found} == {f"e{k}" for k in range(40)}
+    assert {one["partition"] for one in found} == {0, 1, 2}
+
+
 def test_what_cannot_be_is_refused(run: Run, tmp_path: Path) -> None:
     run("topics", "create", "u", "--deduplication-mode", "deduplication-id", "--json")
     (tmp_path / "a.csv").write_text("id,v\na,x\n,y\n")

@@ -19,6 +19,7 @@ from seqdedupe.client import (
 )
 from seqdedupe.client.publisher import new_id
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.routing import partition_of
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.client.fake_sidecar import fake_sidecar
@@ -69,8 +70,13 @@ async def test_columns(shared_sidecar: Sidecar, topic: str) -> None:
 
 async def test_bad_input(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
     async with Client(shared_sidecar.address) as client:
-        with pytest.raises(InvalidRequestError, match="partitions"):
-            await client.admin.create_topic(topic, deduplication_mode=MODE, partitions=3)
+        for more in (
+            {"deduplication_mode": MODE, "deduplication_route": "id"},
+            {"deduplication_route": "key", "partitions": 3},
+            {"deduplication_mode": MODE, "deduplication_route": "producer", "partitions": 3},
+        ):
+            with pytest.raises(InvalidRequestError, match="route"):
+                await client.admin.create_topic(topic, **more)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError, match="no deduplication mode"):
             await client.admin.create_topic(topic, deduplication_mode="both")
         for nothing in (
@@ -139,6 +145,70 @@ async def test_an_answer_that_is_none_ends_the_call(receipt: dict[str, list[int]
         async with Client(fake.address) as client, client.publisher("t") as publisher:
             with pytest.raises(SeqdedupeError, match="INTERNAL"):
                 await asyncio.wait_for(publisher.send_batch([b"x", b"y"], [b"a", b"b"]), 120)
+
+
+async def test_a_copy_meets_its_original_in_its_partition(shared_sidecar: Sidecar, topic: str) -> None:
+    ids = [b"id %d" % k for k in range(100)]
+    async with Client(shared_sidecar.address) as client:
+        made = await client.admin.create_topic(topic, deduplication_mode=MODE, partitions=3)
+        assert (made.deduplication_mode, made.deduplication_route) == (
+            admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID,
+            admin_pb2.DEDUPLICATION_ROUTE_ID,
+        )
+        async with client.publisher(topic) as publisher:
+            calls = [publisher.send(one, deduplication_id=one, key="k") for one in ids[:50]]
+            first = await asyncio.gather(*calls, publisher.send_batch(ids[50:], ids[50:]))
+            again = await publisher.send_batch(ids, ids, keys=["another"] * 100)
+        told = [*first[:50], *first[50]]  # type: ignore[misc]
+        assert {one.verdict for one in told} == {Verdict.NOT_DUP}
+        assert [one.partition for one in told] == [partition_of(one, b"", 3) for one in ids]
+        assert {one.verdict for one in again} == {Verdict.DUP}
+        assert [(one.partition, one.index, one.message_id) for one in again] == [
+            (one.partition, one.index, one.message_id) for one in told
+        ]
+        assert (await client.admin.topic(topic)).window_messages == 100
+        async with client.partitioned_reader(topic) as reader:
+            found = {message.deduplication_id: (message.partition, message.index) async for message in reader}
+        assert found == {one: (was.partition, was.index) for one, was in zip(ids, told, strict=True)}
+
+
+async def test_by_its_key_a_copy_meets_its_original_if_it_has_that(shared_sidecar: Sidecar, topic: str) -> None:
+    async with Client(shared_sidecar.address) as client:
+        await client.admin.create_topic(topic, deduplication_mode=MODE, partitions=3, deduplication_route="key")
+        assert partition_of(b"a", b"", 3) != partition_of(b"c", b"", 3)
+        async with client.publisher(topic) as publisher:
+            await publisher.send_batch([b"1", b"2"], ["x", "y"], keys=["a", "a"])
+            copies = await publisher.send_batch([b"1", b"1"], ["x", "x"], keys=["a", "c"])
+            assert copies.verdicts.tolist() == [Verdict.DUP, Verdict.NOT_DUP]
+            assert copies.partitions.tolist() == [partition_of(b"a", b"", 3), partition_of(b"c", b"", 3)]
+            with pytest.raises(InvalidRequestError, match="row 1 has no key"):
+                await publisher.send_batch([b"3", b"3"], ["z", "w"], keys=["a", None])
+            with pytest.raises(InvalidRequestError, match="row 0 has no key"):
+                await publisher.send(b"3")
+        part = f"{topic}-partition-1"
+        assert (await client.admin.topic(part)).deduplication_route == admin_pb2.DEDUPLICATION_ROUTE_KEY
+        await client.admin.remove_policy(part)
+        async with client.publisher(part) as publisher:
+            for keys in (None, ["a", None]):
+                with pytest.raises(InvalidRequestError, match="some have none"):
+                    await publisher.send_batch([b"3", b"3"], ["z", "w"], keys=keys)
+            assert (await publisher.send(b"3", deduplication_id="z", key=b"")).verdict is Verdict.NOT_DUP
+        await client.admin.create_topic(topic + "-sequence", partitions=2)
+        async with client.publisher(topic + "-sequence") as publisher:
+            with pytest.raises(InvalidRequestError, match="no deduplication IDs"):
+                await publisher.send(b"x")
+
+
+async def test_the_route_is_for_good(sidecar: Sidecar, topic: str) -> None:
+    async with Client(sidecar.address) as client:
+        await client.admin.create_topic(topic, deduplication_mode=MODE, partitions=2, deduplication_route="key")
+        async with client.publisher(topic) as publisher:
+            first = await publisher.send(b"x", deduplication_id="a", key="k")
+            await asyncio.to_thread(sidecar.kill)
+            await asyncio.to_thread(sidecar.start)
+            again = await publisher.send(b"x", deduplication_id="a", key="k")
+        assert (again.verdict, again.partition, again.index) == (Verdict.DUP, first.partition, first.index)
+        assert (await client.admin.topic(topic)).deduplication_route == admin_pb2.DEDUPLICATION_ROUTE_KEY
 
 
 def test_threads(shared_sidecar: Sidecar, topic: str) -> None:

@@ -19,7 +19,7 @@ from seqdedupe.topic.control import Purge, Sessions, decode, encode, runs
 from seqdedupe.topic.cursors import NamedCursor
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.opening import open_sessions
-from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, OverlapPolicy, Policy
+from seqdedupe.topic.policy import NAMES, Applied, GapPolicy, OverlapPolicy, Policy, Route
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
 from tests.batches import batch
@@ -200,7 +200,7 @@ def test_a_control_record_is_read_as_it_was_written() -> None:
         cursors=(NamedCursor("c", Position(2, MessageId(5, 6), 7), "note", 3),),
     )
     assert None not in [getattr(every, name) for name in NAMES]
-    by_id = replace(every, by_deduplication_id=True)
+    by_id = replace(every, by_deduplication_id=True, route=Route.KEY)
     for policy in (Policy(), Policy(deduplication_enabled=False), Policy(retention_time_in_minutes=-1), every, by_id):
         assert decode(encode(policy, term=3, record_id=9)) == (policy, 3)
     for persisted in (None, np.array([-1, 2**63 - 1])):

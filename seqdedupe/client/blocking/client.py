@@ -43,6 +43,7 @@ class Admin:
         partitions: int = 0,
         entry_format: str = "",
         deduplication_mode: str = "",
+        deduplication_route: str = "",
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
     ) -> admin_pb2.Topic:
@@ -52,6 +53,7 @@ class Admin:
                 partitions=partitions,
                 entry_format=entry_format,
                 deduplication_mode=deduplication_mode,
+                deduplication_route=deduplication_route,
                 deduplication_enabled=deduplication_enabled,
                 policy=policy,
             )
@@ -187,7 +189,7 @@ class Client:
 
     def publisher(self, topic: str, *, on_waiting: OnWaiting | None = None) -> Publisher:
         """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
-        return Publisher(self._sidecars, topic, on_waiting)
+        return Publisher(self._client, topic, on_waiting)
 
     def reader(
         self,

@@ -4,21 +4,21 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
+from seqdedupe.client import client as _client
 from seqdedupe.client import publisher as _publisher
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows
 from seqdedupe.client.publisher import Ids
 from seqdedupe.client.receipts import BatchResult, Published
-from seqdedupe.client.sidecars import Sidecars
 from seqdedupe.client.waiting import OnWaiting
 
 
 class Publisher:
     """As `seqdedupe.client.Publisher`, with calls that block. Threads may share it."""
 
-    def __init__(self, sidecars: Sidecars, topic: str, on_waiting: OnWaiting | None = None) -> None:
+    def __init__(self, client: _client.Client, topic: str, on_waiting: OnWaiting | None = None) -> None:
         async def made() -> _publisher.Publisher:
-            return _publisher.Publisher(sidecars, topic, on_waiting)
+            return client.publisher(topic, on_waiting=on_waiting)
 
         self._publisher = run(made)
 

@@ -1,0 +1,62 @@
+"""Sending messages with IDs of their own to all partitions of a topic: each has a publisher."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from seqdedupe.batch import Batch, Int64s
+from seqdedupe.client.receipts import BatchResult
+from seqdedupe.errors import error
+from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.routing import partition_of
+from seqdedupe.v1 import admin_pb2
+
+
+class Part(Protocol):
+    """The publisher of a partition."""
+
+    async def close(self) -> None: ...
+
+    async def _send(self, batch: Batch) -> BatchResult: ...
+
+
+class SpreadById:
+    """The calls of a publisher over those of the partitions, in order, which are open."""
+
+    def __init__(self, parts: Sequence[Part], route: int) -> None:
+        self._parts = parts
+        self._by_key = route == admin_pb2.DEDUPLICATION_ROUTE_KEY
+
+    async def send(self, batch: Batch) -> BatchResult:
+        """Returns when all of a batch is in the log; raises what the first partition has raised that failed: some of it
+        may be in the others, and is DUP when it is sent again. Raises INVALID_BATCH where a key is missing."""
+        if self._by_key:
+            self._check_keys(batch)
+        some = self._rows_by_partition(batch)
+        sent = await asyncio.gather(
+            *(self._parts[k]._send(batch.take(rows)) for k, rows in some), return_exceptions=True
+        )
+        result = BatchResult.undecided(np.full(len(batch), NO_SEQUENCE_ID, np.int64))
+        for (k, rows), outcome in zip(some, sent, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            result.put(rows, outcome)
+            result.partitions[rows] = k
+        return result
+
+    def _check_keys(self, batch: Batch) -> None:
+        for row in range(len(batch)):
+            if not batch.keys.is_there(row):
+                why = f"row {row} has no key, by which messages find their partitions in this topic"
+                raise error("INVALID_BATCH", why)
+
+    def _rows_by_partition(self, batch: Batch) -> list[tuple[int, Int64s]]:
+        column = batch.keys if self._by_key else batch.deduplication_ids
+        of_rows = np.array([partition_of(value, b"", len(self._parts)) for value in column.values()], np.int64)
+        return [(int(k), np.flatnonzero(of_rows == k)) for k in np.unique(of_rows)]
+
+    async def close(self) -> None:
+        """Ends all of them."""
+        await asyncio.gather(*(part.close() for part in self._parts))
