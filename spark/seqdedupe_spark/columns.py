@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -52,6 +53,11 @@ def plain(schema: pa.Schema) -> pa.Schema:
 
 def _plain_name(field: pa.Field) -> str:
     return str(field.name).removeprefix("__")
+
+
+def column_of(batch: pa.RecordBatch | pa.Table, name: str) -> Any:
+    """The column of messages, with the leading `__` or without it. Raises KeyError if there is none."""
+    return batch.column("__" + name if "__" + name in batch.schema.names else name)
 
 
 def to_arrow(stored: Sequence[StoredBatch], topic: str, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:

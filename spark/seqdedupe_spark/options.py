@@ -1,6 +1,5 @@
 """The options of the data source: text from a user, checked, as one value that can be pickled."""
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.settings import AUTHENTICATIONS, Cluster, Service
+from seqdedupe_spark.option_hints import advice
 from seqdedupe_spark.sidecar import Sidecar, path_of
 
 NAMES = (
@@ -43,20 +43,6 @@ NAMES = (
     "pulsar.client.tlsHostnameVerificationEnable",
 )
 """All options. Spark does not keep the case of their names."""
-
-_ELSEWHERE = {
-    "assign": "topics",
-    "endingoffsetsbytimestamp": "endingTime",
-    "endingtimestamp": "endingTime",
-    "kafka.bootstrap.servers": "service.url",
-    "maxmessagespertrigger": "maxOffsetsPerTrigger",
-    "path": "topic",
-    "startingoffsetsbytimestamp": "startingTime",
-    "startingtimestamp": "startingTime",
-    "subscribe": "topics",
-    "subscribepattern": "topicsPattern",
-}
-"""What says the same in other connectors."""
 
 _OF_TABLE = "option."
 """What Spark puts before the options of CREATE TABLE, which it gives together with properties of its own."""
@@ -224,12 +210,7 @@ class Given:
         self._values = of_table(said) or said
         known = {name.lower(): name for name in names}
         for name in self._values.keys() - known.keys():
-            near = difflib.get_close_matches(name, known, 1)
-            elsewhere = _ELSEWHERE.get(name)
-            instead = elsewhere if elsewhere in names else known[near[0]] if near else None
-            listed = ", ".join(one for one in names if not one.startswith("pulsar."))
-            advice = f"did you mean {instead}?" if instead else f"there are {listed}"
-            raise error("INVALID_OPTION", f"there is no option {name}: {advice}")
+            raise error("INVALID_OPTION", f"there is no option {name}: {advice(name, names)}")
 
     def one_of(self, *names: str) -> str | None:
         """The one of these that was said; None if none was."""

@@ -21,6 +21,7 @@ from seqdedupe.names import topic_name
 from seqdedupe_spark import options
 from seqdedupe_spark.command import run_command
 from seqdedupe_spark.failures import typed_failures
+from seqdedupe_spark.job.dead_letters import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.operations import positions_of, reset_position
 from seqdedupe_spark.job.progress import Progress, summary, text
 from seqdedupe_spark.job.range_task import Transform
@@ -151,6 +152,20 @@ def cli() -> None:
     show_default=True,
     help="What is committed at once: a topic's part of a round, or all of it.",
 )
+@click.option(
+    "--on-error",
+    type=click.Choice(["fail", "dead-letter"]),
+    default="fail",
+    show_default=True,
+    help="What becomes of a message that the transformation or the table refuses: it ends the job, or is put into the "
+    f"table TABLE{SUFFIX}.",
+)
+@click.option(
+    "--max-dead-letters",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"With --on-error dead-letter: more of them in one transaction end the job; default: {MAX_DEAD_LETTERS}.",
+)
 @click.option("--follow", is_flag=True, help="Go on when all is read, until SIGTERM or Ctrl-C.")
 @click.option(
     "--trigger-seconds",
@@ -170,6 +185,8 @@ def run(
     sql: str | None,
     deduplicate: bool,
     transaction: Any,
+    on_error: str,
+    max_dead_letters: int | None,
     follow: bool,
     trigger_seconds: float,
     checkpoint_location: str | None,
@@ -183,7 +200,13 @@ def run(
     database is.
     """
     given = _given(source)
-    config = JobConfig(job, options.parse(given), from_url(store_url), table, deduplicate, transaction)
+    if on_error == "dead-letter":
+        max_dead_letters = max_dead_letters or MAX_DEAD_LETTERS
+    elif max_dead_letters is not None:
+        raise click.UsageError("--max-dead-letters is for --on-error dead-letter.")
+    config = JobConfig(
+        job, options.parse(given), from_url(store_url), table, deduplicate, transaction, max_dead_letters
+    )
     function = _imported(transform) if transform else None
     reader = ReaderJob(None, config, function, frame=_text(sql) if sql else None)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -19,7 +19,7 @@ from seqdedupe_spark.columns import SCHEMA
 from seqdedupe_spark.job.range_task import Output, RangeTask, Step, Transform
 from seqdedupe_spark.options import Options, parse
 from seqdedupe_spark.ranges import Range
-from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory
+from seqdedupe_spark.stores.contract import Advance, Beside, Binding, OutputStore, Stored, StoreFactory
 from seqdedupe_spark.stores.postgres import PostgresStore
 from seqdedupe_spark.stores.sqlite import SqliteStore
 
@@ -182,14 +182,21 @@ class GatedStore(OutputStore):
     def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
         return self._inner.replace(job, topic, expected, new)
 
-    def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
+    def write(
+        self,
+        job: str,
+        table: str,
+        batches: Iterator[pa.RecordBatch],
+        advances: Sequence[Advance],
+        beside: Beside | None = None,
+    ) -> int:
         def gated() -> Iterator[pa.RecordBatch]:
             yield from batches
             self._gate.stop_once()
 
         if self._where == "before":
             self._gate.stop_once()
-        written = self._inner.write(job, table, gated() if self._where == "in" else batches, advances)
+        written = self._inner.write(job, table, gated() if self._where == "in" else batches, advances, beside)
         if self._where == "after":
             self._gate.stop_once()
         return written

@@ -16,7 +16,7 @@ MIDDLE, END = (Position(1, MessageId(1, index), index) for index in (39, 99))
 
 def a_round(written: int) -> Round:
     done = Round(standings={"t": Standing(Stored(MIDDLE, 2), END)})
-    done.count(Report(read=written + 1, written=written, duplicates=1))
+    done.count(Report(read=written + 1, written=written, duplicates=1, dead_letters=2))
     return done
 
 
@@ -56,14 +56,15 @@ def test_the_summary() -> None:
         "read": 11,
         "written": 10,
         "duplicates": 1,
+        "dead_letters": 2,
         "lag": 60,
         "seconds": 1.235,
         "topics": {"t": {"position": "1/1:39@39", "epoch": 2, "lag": 60}},
     }
-    assert (
-        text(a_round(10), 2)
-        == "11 messages read, 1 duplicates dropped, 10 rows written in 2.0 s; 60 left to read in 1 topics"
+    said = (
+        "11 messages read, 1 duplicates dropped, 2 dead letters, 10 rows written in 2.0 s; 60 left to read in 1 topics"
     )
+    assert text(a_round(10), 2) == said
 
 
 def test_of_a_run_that_has_not_looked_nothing_is_said_to_be_known() -> None:

@@ -1,4 +1,4 @@
-"""The data source in a declarative pipeline, whose session is one of Spark Connect."""
+"""The data source and the sink in a declarative pipeline, whose session is one of Spark Connect."""
 
 import os
 import subprocess
@@ -39,6 +39,14 @@ def followed():
 @pipelines.materialized_view
 def counted():
     return spark.read.format("seqdedupe").options(**options).load().groupBy("__producerName").count()
+
+
+pipelines.create_sink("copies", "seqdedupe", {{"service.url": "{address}", "topic": "{target}"}})
+
+
+@pipelines.append_flow(target="copies")
+def copied():
+    return spark.readStream.format("seqdedupe").options(**options).load()
 """
 
 
@@ -48,12 +56,15 @@ def rows(folder: Path, table: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_pipeline_follows_a_topic(client: blocking.Client, topic: str, tmp_path: Path) -> None:
+def test_a_pipeline_follows_a_topic_and_copies_it(client: blocking.Client, topic: str, tmp_path: Path) -> None:
     with client.producer(topic, "p") as producer:
         producer.send_batch([b"%d" % i for i in range(100)])
+    target = client.admin.create_topic(f"{topic}-target", deduplication_mode="deduplication-id").name
     (tmp_path / "spark-pipeline.yml").write_text(SPEC.format(folder=tmp_path.as_uri()))
     (tmp_path / "transformations").mkdir()
-    (tmp_path / "transformations" / "all.py").write_text(TRANSFORMATIONS.format(address=client.address, topic=topic))
+    (tmp_path / "transformations" / "all.py").write_text(
+        TRANSFORMATIONS.format(address=client.address, topic=topic, target=target)
+    )
     scripts = Path(sys.executable).parent
     done = subprocess.run(
         [scripts / "spark-pipelines", "run"],
@@ -72,4 +83,6 @@ def test_a_pipeline_follows_a_topic(client: blocking.Client, topic: str, tmp_pat
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(row["value"] for row in rows(tmp_path, "followed")) == sorted(b"%d" % i for i in range(100))
+    with client.reader(target) as reader:
+        assert sorted(message.payload or b"" for message in reader) == sorted(b"%d" % i for i in range(100))
     assert rows(tmp_path, "counted") == [{"__producerName": "p", "count": 100}]

@@ -55,6 +55,7 @@ def summary(total: Round, seconds: float) -> dict[str, object]:
         "read": total.read,
         "written": total.written,
         "duplicates": total.duplicates,
+        "dead_letters": total.dead_letters,
         "lag": total.lag if total.has_looked else None,
         "seconds": round(seconds, 3),
         "topics": {
@@ -69,6 +70,8 @@ def text(total: Round, seconds: float) -> str:
     if not total.has_looked:
         return f"nothing was read in {seconds:.1f} s: where the topics stand could not be found out"
     dropped = f", {total.duplicates:,} duplicates dropped" if total.duplicates else ""
+    if total.dead_letters:
+        dropped += f", {total.dead_letters:,} dead letters"
     return (
         f"{total.read:,} messages read{dropped}, {total.written:,} rows written in {seconds:.1f} s; "
         f"{total.lag:,} left to read in {len(total.standings)} topics"

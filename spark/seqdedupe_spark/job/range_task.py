@@ -15,12 +15,13 @@ import pyarrow.compute as pc
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster.settings import Service
-from seqdedupe_spark.columns import to_arrow
+from seqdedupe_spark.columns import column_of, to_arrow
 from seqdedupe_spark.dedupe import Deduplicator
+from seqdedupe_spark.job.dead_letters import SUFFIX, DeadLetters, Key
 from seqdedupe_spark.job.poison import first_failing, message_of_row, names_a_row, naming, naming_by_id
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.reading import joined, message_id_at, read_range, read_stored
-from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
+from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory, Watermarks
 
 Transform = Callable[[pa.RecordBatch], pa.RecordBatch | None]
 """Row by row: what it makes of a message may depend on that message alone. None stands for no rows."""
@@ -40,6 +41,7 @@ class Report:
     read: int = 0
     written: int = 0
     duplicates: int = 0
+    dead_letters: int = 0
     failure: SeqdedupeError | None = None
 
 
@@ -88,6 +90,8 @@ def _is_done(step: Step, stored: Stored | None) -> bool:
 
 @dataclass
 class _Tally:
+    dead: DeadLetters | None = None
+    """None: none are kept."""
     read: int = 0
     duplicates: int = 0
     handed: list[tuple[str, pa.Array, pa.Array]] = field(default_factory=list)
@@ -105,6 +109,8 @@ class RangeTask:
     transform: Transform | None
     deduplicate: bool
     read_timeout_seconds: float | None = None
+    max_dead_letters: int | None = None
+    """So many messages of a transaction that cannot be written are put aside; None: the first one is an error."""
 
     def run(self, steps: Sequence[Step]) -> Report:
         """Takes the steps in one transaction, unless they are taken already. The report carries what is raised."""
@@ -119,25 +125,42 @@ class RangeTask:
         found = [store.watermarks(job, step.range.topic) for step in steps]
         if all_done(steps, [stored for stored, _ in found]):
             return Report()
-        tally = _Tally()
+        dead = None if self.max_dead_letters is None else DeadLetters(job, self.max_dead_letters)
+        while True:
+            tally = _Tally(dead)
+            try:
+                return self._write(store, steps, [watermarks for _, watermarks in found], tally)
+            except SeqdedupeError as failure:
+                if not names_a_row(failure):
+                    raise
+                named, key = self._naming(failure, tally, [step.range for step in steps])
+                if dead is None or key is None or len(dead.refused) >= dead.most:
+                    raise named from failure
+                # Without it all is read and transformed again.
+                dead.refused[key] = named
+
+    def _write(
+        self, store: OutputStore, steps: Sequence[Step], watermarks: Sequence[Watermarks], tally: _Tally
+    ) -> Report:
         sources: list[Iterator[pa.RecordBatch]] = []
         advances: list[Advance] = []
-        for step, (_, watermarks) in zip(steps, found, strict=True):
+        for step, known in zip(steps, watermarks, strict=True):
             if self.deduplicate:
-                deduplicator = Deduplicator(watermarks)
+                deduplicator = Deduplicator(known)
                 sources.append(self._read_once_each(step.range, deduplicator, tally))
                 advances.append(Advance(step.range, step.epoch, deduplicator.changed))
             else:
                 sources.append(read_range(self.service, step.range, self.columns, self.read_timeout_seconds))
                 advances.append(Advance(*step))
         batches = (batch for source in sources for batch in source)
-        try:
-            written = store.write(job, self.output.table, self._transformed(batches, tally), advances)
-        except SeqdedupeError as failure:
-            if not names_a_row(failure):
-                raise
-            raise self._naming(failure, tally, [step.range for step in steps]) from failure
-        return Report(tally.read, written, tally.duplicates)
+        rows = self._transformed(batches, tally)
+        table = self.output.table
+        if tally.dead is None:
+            written = store.write(self.output.job, table, rows, advances)
+            return Report(tally.read, written, tally.duplicates)
+        tally.dead.begin()
+        written = store.write(self.output.job, table, rows, advances, Beside(table + SUFFIX, tally.dead.rows))
+        return Report(tally.read, written, tally.duplicates, len(tally.dead))
 
     def _read_once_each(self, span: Range, deduplicator: Deduplicator, tally: _Tally) -> Iterator[pa.RecordBatch]:
         """The range's messages but for those that are duplicates."""
@@ -160,38 +183,58 @@ class RangeTask:
     def _transformed(self, batches: Iterator[pa.RecordBatch], tally: _Tally) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             tally.read += len(batch)
-            rows = self._rows(batch)
-            if rows is not None and len(rows):
-                if rows.schema != self.output.schema:
-                    raise error("INVALID_OUTPUT", f"the transformation's columns vary: {_columns(rows.schema)}")
-                ids = column_of(batch, "messageId")
-                tally.handed.append((_value(batch, "topic", 0), column_of(batch, "index"), ids))
-                yield rows
+            for messages, rows in self._made_of(batch, tally):
+                if rows is not None and len(rows):
+                    if rows.schema != self.output.schema:
+                        raise error("INVALID_OUTPUT", f"the transformation's columns vary: {_columns(rows.schema)}")
+                    ids = column_of(messages, "messageId")
+                    tally.handed.append((_value(messages, "topic", 0), column_of(messages, "index"), ids))
+                    yield rows
+
+    def _made_of(
+        self, messages: pa.RecordBatch, tally: _Tally
+    ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch | None]]:
+        """Messages, and the rows that the transformation makes of them. Those that it fails on are put aside, if they
+        may be."""
+        if tally.dead is not None:
+            messages = tally.dead.bury_refused(messages)
+        while True:
+            try:
+                yield messages, self._rows(messages)
+                return
+            except SeqdedupeError as failure:
+                found = first_failing(self._rows, messages)
+                if found is None:
+                    raise
+                named = self._naming_one(failure, messages, found)
+                if tally.dead is None:
+                    raise named from failure
+                tally.dead.bury(messages, found, named)
+            before, messages = messages.slice(0, found), messages.slice(found + 1)
+            yield before, self._rows(before)
 
     def _rows(self, messages: pa.RecordBatch) -> pa.RecordBatch | None:
-        transform = self.transform
-        if transform is None:
-            return messages
-        try:
-            return transformed(transform, messages)
-        except SeqdedupeError as failure:
-            found = first_failing(lambda some: transformed(transform, some), messages)
-            if found is None:
-                raise
-            topic, incarnation, index = (_value(messages, name, found) for name in ("topic", "incarnation", "index"))
-            if index is None:
-                message_id = MessageId.from_bytes(_value(messages, "messageId", found))
-                raise naming_by_id(failure, topic, message_id, message_id) from failure
-            raise naming(failure, topic, incarnation, index, self._find_message_id) from failure
+        return messages if self.transform is None else transformed(self.transform, messages)
 
-    def _naming(self, failure: SeqdedupeError, tally: _Tally, ranges: Sequence[Range]) -> SeqdedupeError:
-        """A store's failure, which says which message the row was made of. That one is read again for it."""
+    def _naming_one(self, failure: SeqdedupeError, messages: pa.RecordBatch, row: int) -> SeqdedupeError:
+        topic, incarnation, index = (_value(messages, name, row) for name in ("topic", "incarnation", "index"))
+        if index is None:
+            message_id = MessageId.from_bytes(_value(messages, "messageId", row))
+            return naming_by_id(failure, topic, message_id, message_id)
+        return naming(failure, topic, incarnation, index, self._find_message_id)
+
+    def _naming(
+        self, failure: SeqdedupeError, tally: _Tally, ranges: Sequence[Range]
+    ) -> tuple[SeqdedupeError, Key | None]:
+        """A store's failure, which says which message the row was made of, and that message; None if it may be one of
+        several. It is read again for it."""
         batch, row = int(failure.numbers["batch"]), int(failure.numbers["row"])
         topic, indexes, ids = tally.handed[batch]
         if indexes.null_count:
             # Which of them a row was made of could be told by reading them again, up to the same indexes.
             first, last = (row, row) if self.transform is None else (0, len(ids) - 1)
-            return naming_by_id(failure, topic, *(MessageId.from_bytes(ids[n].as_py()) for n in (first, last)))
+            named = naming_by_id(failure, topic, *(MessageId.from_bytes(ids[n].as_py()) for n in (first, last)))
+            return named, (topic, ids[first].as_py()) if first == last else None
         incarnation = next(one.incarnation for one in ranges if one.topic == topic)
         found = row
         if self.transform is not None:
@@ -203,15 +246,11 @@ class RangeTask:
             there = pc.is_in(column_of(read, "index"), value_set=indexes)
             (messages,) = read.filter(there).combine_chunks().to_batches()
             found = message_of_row(lambda some: len(self._rows(some) or ()), messages, row)
-        return naming(failure, topic, incarnation, indexes[found].as_py(), self._find_message_id)
+        named = naming(failure, topic, incarnation, indexes[found].as_py(), self._find_message_id)
+        return named, (topic, ids[found].as_py())
 
     def _find_message_id(self, topic: str, incarnation: int, index: int) -> MessageId:
         return message_id_at(self.service, topic, incarnation, index, self.read_timeout_seconds)
-
-
-def column_of(batch: pa.RecordBatch | pa.Table, name: str) -> Any:
-    """The column of messages, with the leading `__` or without it. Raises KeyError if there is none."""
-    return batch.column("__" + name if "__" + name in batch.schema.names else name)
 
 
 def _value(batch: pa.RecordBatch, name: str, row: int) -> Any:

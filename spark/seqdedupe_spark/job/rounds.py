@@ -14,6 +14,8 @@ from seqdedupe.client.connection import Backoff
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe_spark.columns import SCHEMA, plain
+from seqdedupe_spark.job import dead_letters
+from seqdedupe_spark.job.dead_letters import SUFFIX
 from seqdedupe_spark.job.frames import DataFrameTransform, FrameTask, run_tasks, sql
 from seqdedupe_spark.job.positions import Positions, Standing
 from seqdedupe_spark.job.range_task import Output, RangeTask, Report, Step, Transform, output_schema
@@ -46,7 +48,8 @@ class JobConfig:
 
     `source` says what is read, as for the data source: topics, where the first start begins (earliest if it says
     nothing), how much a round takes at most, whether lost data is an error. With `transaction` "topic" each topic's
-    rows and position are one transaction, with "batch" a whole round's are.
+    rows and position are one transaction, with "batch" a whole round's are. A message that the transformation or the
+    table refuses is an error; with `max_dead_letters` so many of them in one transaction go into a table of their own.
     """
 
     job: str
@@ -55,6 +58,7 @@ class JobConfig:
     table: str
     deduplicate: bool = False
     transaction: Literal["topic", "batch"] = "topic"
+    max_dead_letters: int | None = None
 
 
 @dataclass
@@ -64,6 +68,7 @@ class Round:
     read: int = 0
     written: int = 0
     duplicates: int = 0
+    dead_letters: int = 0
     standings: dict[str, Standing] = field(default_factory=dict)
     has_looked: bool = True
     """Whether sidecar and database have said where the topics stand; else nothing is known of them."""
@@ -73,6 +78,7 @@ class Round:
         self.read += report.read
         self.written += report.written
         self.duplicates += report.duplicates
+        self.dead_letters += report.dead_letters
 
     @property
     def lag(self) -> int:
@@ -104,6 +110,9 @@ class ReaderJob:
         if frame is not None and (config.deduplicate or transform is not None):
             why = "transform" if transform is not None else "deduplicate"
             raise error("INVALID_OPTION", f"{why} cannot be used together with a DataFrame or SQL")
+        if frame is not None and config.max_dead_letters is not None:
+            what = "dead letters: of a DataFrame or SQL it cannot be told which message a row was made of"
+            raise error("INVALID_OPTION", what, hint="Use a transformation of Arrow batches, or none.")
         check_name("job", config.job)
         check_name("table", config.table)
         self.config = config
@@ -198,11 +207,20 @@ class ReaderJob:
         service = self._service
         timeout = self.config.source.read_timeout_seconds or READ_TIMEOUT_SECONDS
         if self._frame is not None:
-            task = FrameTask(service, self._columns, self._frame, timeout)
-            reports = task.run(spark, output, steps, one_transaction=is_one)
+            frames = FrameTask(service, self._columns, self._frame, timeout)
+            reports = frames.run(spark, output, steps, one_transaction=is_one)
         else:
-            run = RangeTask(output, service, self._columns, self._transform, self.config.deduplicate, timeout).run
-            reports = run_tasks(spark, run, groups)
+            config = self.config
+            task = RangeTask(
+                output,
+                service,
+                self._columns,
+                self._transform,
+                config.deduplicate,
+                timeout,
+                config.max_dead_letters,
+            )
+            reports = run_tasks(spark, task.run, groups)
         for group, report in zip(groups, reports, strict=True):
             if report.failure is None:
                 done.count(report)
@@ -254,10 +272,14 @@ class ReaderJob:
                 )
             if config.deduplicate and not store.keeps_watermarks:
                 raise error("UNSUPPORTED_STORE", "deduplicate: this store cannot hold watermarks")
+            if config.max_dead_letters is not None and not store.keeps_dead_letters:
+                raise error("UNSUPPORTED_STORE", "dead letters: this store cannot write to two tables at once")
             if config.deduplicate:
                 # Before the job is bound to it for good.
                 self._positions.check_have_producers(self._client, self._stopping.is_set)
             self._positions.bind(store, Binding(config.table, config.deduplicate), schema)
+            if config.max_dead_letters is not None:
+                store.prepare(config.table + SUFFIX, dead_letters.SCHEMA)
         self._output = Output(config.store, config.job, config.table, schema)
         return self._output
 

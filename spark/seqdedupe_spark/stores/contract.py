@@ -111,6 +111,14 @@ class Advance:
             raise error("POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {self.range}")
 
 
+class Beside(NamedTuple):
+    """Rows for another table of the same store, in the same transaction. `rows` is called when the last row of the
+    transaction has been taken."""
+
+    table: str
+    rows: Callable[[], pa.RecordBatch]
+
+
 class OutputStore(ABC):
     """A connection to where a job's rows and positions are kept. It belongs to one thread; enter it to use it.
 
@@ -121,6 +129,9 @@ class OutputStore(ABC):
     keeps_watermarks: bool = True
     """Whether it can hold the watermarks of a job that drops duplicates. If not, `watermarks` answers none of them, and
     `write` raises ConfigurationError (UNSUPPORTED_STORE), and writes nothing, if there are any to be stored."""
+
+    keeps_dead_letters: bool = True
+    """Whether one transaction can write to two tables. If not, `write` raises UNSUPPORTED_STORE if it is to."""
 
     is_local: bool = False
     """Whether only processes of one machine can use it."""
@@ -174,9 +185,16 @@ class OutputStore(ABC):
         """
 
     @abstractmethod
-    def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
-        """Writes all rows, then moves every position to its range's end and raises the watermarks: one durable
-        transaction. Returns how many rows.
+    def write(
+        self,
+        job: str,
+        table: str,
+        batches: Iterator[pa.RecordBatch],
+        advances: Sequence[Advance],
+        beside: Beside | None = None,
+    ) -> int:
+        """Writes all rows, and those `beside`, then moves every position to its range's end and raises the watermarks:
+        one durable transaction. Returns how many rows, without those beside.
 
         Raises UnavailableError (POSITION_CHANGED), and nothing of it is written, unless for every advance the stored
         position is its range's start and the stored epoch its epoch, when the transaction commits. What `batches`

@@ -22,6 +22,7 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
+    Beside,
     Binding,
     OutputStore,
     Stored,
@@ -63,6 +64,7 @@ class DeltaStore(OutputStore):
     """
 
     keeps_watermarks = False
+    keeps_dead_letters = False
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -131,8 +133,17 @@ class DeltaStore(OutputStore):
                 raise
         return True
 
-    def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
+    def write(
+        self,
+        job: str,
+        table: str,
+        batches: Iterator[pa.RecordBatch],
+        advances: Sequence[Advance],
+        beside: Beside | None = None,
+    ) -> int:
         self._check_name(table)
+        if beside is not None:
+            raise error("UNSUPPORTED_STORE", "a Delta table is one table: it cannot keep dead letters beside its rows")
         with self._errors():
             found = DeltaTable(self._uri)
             schema = _arrow_schema(found)

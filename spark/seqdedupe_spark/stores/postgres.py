@@ -15,6 +15,7 @@ from seqdedupe.errors import error
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
+    Beside,
     Binding,
     OutputStore,
     Stored,
@@ -207,7 +208,14 @@ class PostgresStore(OutputStore):
                 return False
         return True
 
-    def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
+    def write(
+        self,
+        job: str,
+        table: str,
+        batches: Iterator[pa.RecordBatch],
+        advances: Sequence[Advance],
+        beside: Beside | None = None,
+    ) -> int:
         parts = split_name(table)
         rows = 0
         with _errors():
@@ -224,6 +232,12 @@ class PostgresStore(OutputStore):
                         copy_in(connection, parts, batch, columns)
                     rows += len(batch)
             changed = [advance.changed_watermarks() for advance in advances]
+            if beside and len(others := beside.rows()):
+                with _errors():
+                    if connection.info.transaction_status is TransactionStatus.IDLE:
+                        connection.execute("BEGIN")
+                    other_parts = split_name(beside.table)
+                    copy_in(connection, other_parts, others, _columns_of(connection, other_parts))
             with _errors():
                 _move(connection, job, list(zip(advances, changed, strict=True)))
         finally:

@@ -15,6 +15,7 @@ from seqdedupe.errors import ConfigurationError, error
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
+    Beside,
     Binding,
     OutputStore,
     Stored,
@@ -185,10 +186,18 @@ class SqliteStore(OutputStore):
             self._connection.execute("DELETE FROM seqdedupe_watermarks WHERE job = ? AND topic = ?", (job, topic))
         return True
 
-    def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
+    def write(
+        self,
+        job: str,
+        table: str,
+        batches: Iterator[pa.RecordBatch],
+        advances: Sequence[Advance],
+        beside: Beside | None = None,
+    ) -> int:
         name = quoted(*split_name(table))
         collected = list(batches)
         changed = [advance.changed_watermarks() for advance in advances]
+        others = beside and beside.rows()
         with self._transaction():
             for advance in advances:
                 self._check(job, advance)
@@ -196,6 +205,8 @@ class SqliteStore(OutputStore):
                 if len(batch):
                     with in_batch(number):
                         self._insert(name, batch)
+            if beside and others:
+                self._insert(quoted(*split_name(beside.table)), others)
             for advance, watermarks in zip(advances, changed, strict=True):
                 topic = advance.range.topic
                 self._connection.executemany(

@@ -12,7 +12,7 @@ import pytest
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe_spark.ranges import Range
 from seqdedupe_spark.stores import postgres
-from seqdedupe_spark.stores.contract import Advance, OutputStore, Stored, StoreFactory
+from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory
 from seqdedupe_spark.stores.postgres import PostgresStore
 from seqdedupe_spark.stores.sqlite import SqliteStore
 from tests.spark.stores.conformance import INCARNATION, JOB, SCHEMA, TOPIC, StoreConformance, StoreHarness, at, over
@@ -49,26 +49,34 @@ class ComparesTheFirstOnly(SqliteStore):
 
 
 class CommitsRowsFirst(SqliteStore):
-    def write(self, job: str, table: str, batches: Batches, advances: Sequence[Advance]) -> int:
+    def write(
+        self, job: str, table: str, batches: Batches, advances: Sequence[Advance], beside: Beside | None = None
+    ) -> int:
         rows = super().write(job, table, batches, [])
         super().write(job, table, iter([]), advances)
         return rows
 
 
 class CommitsPositionsFirst(SqliteStore):
-    def write(self, job: str, table: str, batches: Batches, advances: Sequence[Advance]) -> int:
+    def write(
+        self, job: str, table: str, batches: Batches, advances: Sequence[Advance], beside: Beside | None = None
+    ) -> int:
         super().write(job, table, iter([]), advances)
         return super().write(job, table, batches, [])
 
 
 class ForgetsRangesWithoutRows(SqliteStore):
-    def write(self, job: str, table: str, batches: Batches, advances: Sequence[Advance]) -> int:
+    def write(
+        self, job: str, table: str, batches: Batches, advances: Sequence[Advance], beside: Beside | None = None
+    ) -> int:
         some = [batch for batch in batches if len(batch)]
         return super().write(job, table, iter(some), advances) if some else 0
 
 
 class WritesWhatCameBeforeAFailure(SqliteStore):
-    def write(self, job: str, table: str, batches: Batches, advances: Sequence[Advance]) -> int:
+    def write(
+        self, job: str, table: str, batches: Batches, advances: Sequence[Advance], beside: Beside | None = None
+    ) -> int:
         taken = []
         try:
             for batch in batches:
@@ -79,7 +87,9 @@ class WritesWhatCameBeforeAFailure(SqliteStore):
 
 
 class ReadsInTheTransaction(SqliteStore):
-    def write(self, job: str, table: str, batches: Batches, advances: Sequence[Advance]) -> int:
+    def write(
+        self, job: str, table: str, batches: Batches, advances: Sequence[Advance], beside: Beside | None = None
+    ) -> int:
         taken = []
         with self._transaction():
             for batch in batches:
@@ -88,7 +98,9 @@ class ReadsInTheTransaction(SqliteStore):
 
 
 class AsksForWatermarksFirst(SqliteStore):
-    def write(self, job: str, table: str, batches: Batches, advances: Sequence[Advance]) -> int:
+    def write(
+        self, job: str, table: str, batches: Batches, advances: Sequence[Advance], beside: Beside | None = None
+    ) -> int:
         early = [Advance(a.range, a.epoch, partial(dict, a.changed_watermarks())) for a in advances]
         return super().write(job, table, batches, early)
 
@@ -120,7 +132,9 @@ class KeepsWatermarksInAReset(SqliteStore):
 class LocksFirst(PostgresStore):
     """Takes the row's lock, and then reads."""
 
-    def write(self, job: str, table: str, batches: Batches, advances: Sequence[Advance]) -> int:
+    def write(
+        self, job: str, table: str, batches: Batches, advances: Sequence[Advance], beside: Beside | None = None
+    ) -> int:
         connection = self._connection()
         connection.execute("SET lock_timeout = '500ms'")
         connection.execute("BEGIN")
@@ -131,7 +145,9 @@ class LocksFirst(PostgresStore):
 class CommitsByItself(PostgresStore):
     """Sends the COMMIT when the position has moved."""
 
-    def write(self, job: str, table: str, batches: Batches, advances: Sequence[Advance]) -> int:
+    def write(
+        self, job: str, table: str, batches: Batches, advances: Sequence[Advance], beside: Beside | None = None
+    ) -> int:
         def commit(connection: psycopg.Connection, statements: str, values: Sequence[object]) -> None:
             psycopg.ClientCursor(connection).execute(statements.encode(), values)
             connection.execute("COMMIT")
@@ -141,7 +157,9 @@ class CommitsByItself(PostgresStore):
 
 
 class CommitsEachBatch(PostgresStore):
-    def write(self, job: str, table: str, batches: Batches, advances: Sequence[Advance]) -> int:
+    def write(
+        self, job: str, table: str, batches: Batches, advances: Sequence[Advance], beside: Beside | None = None
+    ) -> int:
         def committed() -> Batches:
             for batch in batches:
                 yield batch

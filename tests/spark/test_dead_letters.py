@@ -1,0 +1,211 @@
+"""Messages that cannot be written: in a table of their own, each once, in the transaction that moves over them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from seqdedupe.client.blocking import Client
+from seqdedupe.errors import ConfigurationError
+from seqdedupe.testing import Sidecar
+from seqdedupe_spark.job import dead_letters, rounds
+from seqdedupe_spark.job.range_task import RangeTask, Report, Step, Transform
+from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
+from seqdedupe_spark.stores.urls import from_url
+from tests.spark.jobs import (
+    JOB,
+    OUTPUT,
+    TABLE,
+    Database,
+    begin,
+    each_once,
+    postgres_database,
+    publish,
+    select,
+    source,
+    sqlite_database,
+    task,
+    whole,
+)
+from tests.spark.postgres import postgres_url as postgres_url
+
+MESSAGES = 300
+BAD = {7, 8, 150, 299}
+SESSION: Any = SimpleNamespace(conf={"spark.master": "local[2]"})
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with Sidecar(tmp_path_factory.mktemp("sidecar")) as sidecar:
+        publish(sidecar.address, "full", MESSAGES)
+        publish(sidecar.address, "other", MESSAGES)
+        yield sidecar.address
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
+    if request.param == "sqlite":
+        return sqlite_database(tmp_path / "out.db")
+    return postgres_database(request.getfixturevalue("postgres_url"))
+
+
+def burying(address: str, database: Database, transform: Transform, most: int = 10, **more: bool) -> RangeTask:
+    return replace(task(address, database.store, transform, **more), max_dead_letters=most)
+
+
+def prepared(database: Database, *steps: Step) -> None:
+    begin(database.store, steps)
+    with database.store() as store:
+        store.prepare(TABLE + dead_letters.SUFFIX, dead_letters.SCHEMA)
+
+
+def letters(database: Database) -> list[tuple[object, ...]]:
+    return database.query(
+        'SELECT topic, "index", message_id, reason, error, value, job, incarnation '
+        f'FROM {TABLE}{dead_letters.SUFFIX} ORDER BY topic, "index"'
+    )
+
+
+def failing(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Fails where one of its messages is bad, with a NUL in what it says."""
+    if bad := BAD.intersection(batch.column("__index").to_pylist()):
+        raise ValueError(f"what\0is {sorted(bad)}?")
+    return select(batch)
+
+
+def refused(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """None, one or two rows of a message; the table takes no null, which the last row of a bad one has."""
+    rows = []
+    for row in select(batch).to_pylist():
+        of_it = [row, row][: 2 if row["index"] in BAD else 1 + row["index"] % 2]
+        rows += [*of_it[:-1], row | {"value": None}] if row["index"] in BAD else of_it
+    return pa.RecordBatch.from_pylist(rows, OUTPUT)
+
+
+def takes_no_null(database: Database) -> None:
+    with database.store() as store:
+        if database.url.startswith("sqlite"):
+            connection = store._connection  # type: ignore[attr-defined]
+            connection.execute(f"DROP TABLE {TABLE}")
+            connection.execute(f'CREATE TABLE {TABLE} (topic TEXT, "index" INTEGER, value BLOB NOT NULL)')
+        else:
+            store._connection().execute(f"ALTER TABLE {TABLE} ALTER value SET NOT NULL")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+@pytest.mark.parametrize("transform", [failing, refused])
+def test_what_cannot_be_written_is_put_aside_once(
+    address: str, database: Database, transform: Transform, deduplicate: bool
+) -> None:
+    step = whole(address, "full")
+    prepared(database, step)
+    if transform is refused:
+        takes_no_null(database)
+    run = burying(address, database, transform, deduplicate=deduplicate).run
+    report = run([step])
+    assert report.failure is None
+    assert (report.read, report.dead_letters) == (MESSAGES, len(BAD))
+    good = [index for index in range(MESSAGES) if index not in BAD]
+    if transform is refused:
+        good = sorted(good + [index for index in good if index % 2])
+    assert database.indexes(step.range.topic) == good
+    assert report.written == len(good)
+    found = letters(database)
+    assert [(row[0], row[1]) for row in found] == [(step.range.topic, index) for index in sorted(BAD)]
+    for topic, index, message_id, reason, error, value, job, incarnation in found:
+        assert message_id == f"{step.range.incarnation}:{index}"
+        assert (reason, job, incarnation) == ("INVALID_OUTPUT", JOB, step.range.incarnation)
+        assert f"the message is {message_id}, index {index}, of {topic}" in str(error)
+        assert ("what\\0is" in str(error)) == (transform is failing)
+        assert value == f"value {index}".encode()
+    assert database.position(step.range.topic) == step.range.end
+    # Tried again it has been done.
+    assert run([step]) == Report()
+    assert letters(database) == found
+
+
+def test_too_many_are_an_error_and_nothing_is_written(address: str, database: Database) -> None:
+    step = whole(address, "full")
+    prepared(database, step)
+    for transform in (failing, refused):
+        if transform is refused:
+            takes_no_null(database)
+        failure = burying(address, database, transform, most=len(BAD) - 1).run([step]).failure
+        assert failure is not None
+        assert failure.reason == "INVALID_OUTPUT"
+        assert "index 299" in str(failure)
+        assert not database.indexes(step.range.topic)
+        assert not letters(database)
+        assert database.position(step.range.topic) == step.range.start
+
+
+def test_what_another_run_was_faster_with_is_not_doubled(address: str, database: Database) -> None:
+    step = whole(address, "full")
+    prepared(database, step)
+    others: list[Report] = []
+
+    def slow(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if not others:
+            others.append(burying(address, database, failing).run([step]))
+        return failing(batch)
+
+    failure = burying(address, database, slow).run([step]).failure
+    assert failure is not None
+    assert failure.reason == "POSITION_CHANGED"
+    assert others[0].dead_letters == len(letters(database)) == len(BAD)
+
+
+def test_topics_with_the_same_messages_are_told_apart(address: str, database: Database) -> None:
+    steps = [whole(address, "full"), whole(address, "other")]
+    prepared(database, *steps)
+    takes_no_null(database)
+
+    def some(batch: pa.RecordBatch) -> pa.RecordBatch:
+        return refused(batch) if batch.column("__topic")[0].as_py().endswith("full") else select(batch)
+
+    report = burying(address, database, some).run(steps)
+    assert report.failure is None
+    assert {row[0] for row in letters(database)} == {steps[0].range.topic}
+    each_once(database.indexes(steps[1].range.topic), MESSAGES)
+
+
+def test_a_job_puts_them_aside_round_after_round(
+    address: str, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "run_tasks", lambda _, run, groups: [run(group) for group in groups])
+    given = source(address, topic="full", maxOffsetsPerTrigger=60)
+    config = JobConfig(JOB, given, database.store, TABLE, max_dead_letters=2)
+    job = ReaderJob(SESSION, config, failing)
+    total = job.run()
+    assert (total.read, total.written, total.dead_letters) == (MESSAGES, MESSAGES - len(BAD), len(BAD))
+    assert len(letters(database)) == len(BAD)
+    with pytest.raises(ConfigurationError, match="dead letters: of a DataFrame or SQL"):
+        ReaderJob(SESSION, config, frame="SELECT * FROM messages")
+
+
+def test_a_delta_table_keeps_none(address: str, tmp_path: Path) -> None:
+    given = source(address, topic="full")
+    config = JobConfig(JOB, given, from_url(f"delta://{tmp_path}/{TABLE}"), TABLE, max_dead_letters=2)
+    with pytest.raises(ConfigurationError, match="UNSUPPORTED_STORE"):
+        ReaderJob(SESSION, config, failing).run()
+
+
+def test_without_the_option_the_first_one_ends_it(address: str, database: Database) -> None:
+    step = whole(address, "full")
+    prepared(database, step)
+    failure = task(address, database.store, failing).run([step]).failure
+    assert failure is not None
+    assert failure.numbers["index"] == "7"
+    assert letters(database) == []
+
+
+def test_topics_without_a_message_need_none(address: str, database: Database) -> None:
+    with Client(address) as client:
+        client.admin.create_topic(f"empty-{database.url[:6]}")
+    step = whole(address, f"empty-{database.url[:6]}")
+    prepared(database, step)
+    assert burying(address, database, failing).run([step]) == Report()
