@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seqdedupe.batch import Int64s
-from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.services.outbox.rows import Page, Route
+
+BEGINNING = -(2**63)
+"""Before all rows, those among them whose number cannot be published."""
 
 
 class State(NamedTuple):
@@ -158,7 +160,7 @@ class _Run:
         """Answers whether all is done."""
         state: State = yield ReadState()
         self._token = state.token
-        after = NO_SEQUENCE_ID
+        after = BEGINNING
         is_at_end = True
         while True:
             # Beside every page it would cost a tenth of what the page does.
@@ -173,12 +175,12 @@ class _Run:
             elif self._follow:
                 if (yield Wait()):
                     yield Settle()
-                    after = NO_SEQUENCE_ID
-            elif after == NO_SEQUENCE_ID:
+                    after = BEGINNING
+            elif after == BEGINNING:
                 return True
             else:
                 yield Settle()
-                after = NO_SEQUENCE_ID  # what is left has no NotDup receipt, or turned up meanwhile
+                after = BEGINNING  # what is left has no NotDup receipt, or turned up meanwhile
 
     def _rows(self, page: Page) -> Steps:
         """Publishes what is not published. Answers whether the run goes on."""
