@@ -29,4 +29,4 @@ def test_a_number_that_is_an_attribute(number: int, passes: bool) -> None:
 
 def test_a_driver_that_could_not_connect_has_no_code() -> None:
     assert passes_by_itself(InterfaceError("SELECT", {}, Exception("Can't create a connection to host")))
-    assert not passes_by_itself(ValueError("no error of a database"))  # type: ignore[arg-type]
+    assert not passes_by_itself(ValueError("no error of a database"))

@@ -194,7 +194,7 @@ class _Run:
         self._changed = asyncio.Condition()
         self._must_sweep = False
         self._swept_at = time.monotonic()
-        self._after = -1
+        self._after = steps.BEGINNING
         self._ahead: asyncio.Task[Page] | None = None
 
     async def drive(self, work: steps.Steps, only_topic: str | None) -> None:

@@ -129,6 +129,8 @@ class Page:
         found: dict[int, str] = {}
         for row in np.flatnonzero(self.sizes > MAX_PAYLOAD_BYTES).tolist():
             found[row] = f"a payload of {self.sizes[row]} bytes: at most {MAX_PAYLOAD_BYTES} are taken"
+        for row in np.flatnonzero(self.sequence_ids < 0).tolist():
+            found[row] = f"its {SEQUENCE_ID} is {self.sequence_ids[row]}: leave it out, and it gets one"
         for row in np.flatnonzero(~self.there[:, 0]).tolist():
             found[row] = "its id is NULL"
         if len(self.keys.data) + len(self.values.data) > MAX_REST_BYTES:

@@ -22,6 +22,9 @@ from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.routing import partition_of
 from seqdedupe.services.outbox.rows import Page, Route
 
+BEGINNING = -(2**63)
+"""Before all rows, those among them whose number cannot be published."""
+
 
 class State(NamedTuple):
     """What the database says of itself."""
@@ -185,7 +188,7 @@ class _Run:
         """Answers whether all is done."""
         state: State = yield ReadState()
         self._token = state.token
-        after = NO_SEQUENCE_ID
+        after = BEGINNING
         is_at_end = True
         while True:
             # Beside every page it would cost a tenth of what the page does.
@@ -200,12 +203,12 @@ class _Run:
             elif self._follow:
                 if (yield Wait()):
                     yield Settle()
-                    after = NO_SEQUENCE_ID
-            elif after == NO_SEQUENCE_ID:
+                    after = BEGINNING
+            elif after == BEGINNING:
                 return True
             else:
                 yield Settle()
-                after = NO_SEQUENCE_ID  # what is left has no NotDup receipt, or turned up meanwhile
+                after = BEGINNING  # what is left has no NotDup receipt, or turned up meanwhile
 
     def _rows(self, page: Page) -> Steps:
         """Publishes what is not published. Answers whether the run goes on."""

@@ -72,7 +72,7 @@ def test_the_relay_is_killed_while_writers_commit(shared_sidecar: Sidecar, topic
     try:
         for _ in range(KILLS):
             with running(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-                _until_a_row_goes(postgres)
+                _until_a_row_goes(postgres, process)
                 time.sleep(dice.random() * 0.3)  # killed at any moment
                 os.kill(process.pid, signal.SIGKILL)
     finally:
@@ -88,11 +88,12 @@ def test_the_relay_is_killed_while_writers_commit(shared_sidecar: Sidecar, topic
     assert (counters.tokens_replaced, counters.set_aside, postgres.rows()) == (0, 0, 0)
 
 
-def _until_a_row_goes(database: Database) -> None:
+def _until_a_row_goes(database: Database, relay: subprocess.Popen[bytes]) -> None:
     """So that each relay has done something."""
     first = database.value("SELECT coalesce(min(sequence_id), -1) FROM outbox")
     over_at = time.monotonic() + 120
     while database.value("SELECT coalesce(min(sequence_id), -1) FROM outbox") == first:
+        assert relay.poll() is None, relay.communicate()
         assert time.monotonic() < over_at
         time.sleep(0.02)
 

@@ -157,6 +157,17 @@ async def test_what_cannot_be_published_blocks_nobody(shared_sidecar: Sidecar, t
     assert database.value("SELECT min(length(payload)) FROM outbox_aside") == len(large)
 
 
+async def test_a_number_that_is_none_is_set_aside(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
+    """As an ORM writes it that fills every column."""
+    database.add(b"good")
+    columns = "sequence_id, id, aggregatetype, aggregateid, type, payload"
+    database.script(f"INSERT INTO outbox ({columns}) VALUES (-1, '{uuid.uuid4()}', 'order', '7', 'OrderPlaced', NULL)")
+    counters = await relay_all(shared_sidecar, database, topic)
+    assert (counters.published, counters.set_aside, counters.tokens_replaced, database.rows()) == (1, 1, 0, 0)
+    assert "sequence_id is -1" in database.value("SELECT reason FROM outbox_aside")
+    assert await payloads(shared_sidecar, topic) == [b"good"]
+
+
 async def test_only_the_relay_deletes(database: Database) -> None:
     database.add(b"one")
     for statement in ("DELETE FROM outbox", "UPDATE outbox SET type = 'x'"):
