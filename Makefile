@@ -59,13 +59,15 @@ bench-peers: $(READY)
 	$(BIN)/python -m bench.compare
 
 # What the suite has a small fixed share of: random histories of a topic, mutated bytes, kills in the middle of imports,
-# backups under load, webhooks through gateways that are killed, and faults of a real Pulsar broker, and of three sidecars
+# backups under load, webhooks through gateways that are killed, kills of services and their databases, and faults of a
+# real Pulsar broker, and of three sidecars
 # in front of one.
 CASES ?= 100000
 KILLS ?= 300
 BACKUPS ?= 100
 FAULTS ?= 300
 CRASHES ?= 100
+SERVICE_KILLS ?= 100
 BAD_SECONDS ?= 300
 EVENTS ?= 1000000
 SEED ?= $(shell date +%s)
@@ -77,6 +79,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.broker_sidecar.backup_campaign --backups $(BACKUPS) --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.bad_company --seconds $(BAD_SECONDS) --seed $(SEED)
 	$(BIN)/python -m tests.examples.webhooks --events $(EVENTS) --seed $(SEED)
+	$(BIN)/python -m tests.services.kill_campaign --kills $(SERVICE_KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.functions_campaign --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.crashes --faults $(CRASHES) --seed $(SEED)

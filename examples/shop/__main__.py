@@ -10,8 +10,8 @@ from pathlib import Path
 from examples.shop.check import Line, compare, sums
 from examples.shop.run import BROKEN, Shop
 
-ORDERS = 3000
-KILLS = 5
+ORDERS = 2000
+KILLS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,6 +44,7 @@ def main() -> None:
     for number in range(first, count):
         with engine.begin() as connection:
             (place_broken if number == count // 2 else place)(connection, number)
+    engine.dispose()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ async def serve(address: str, database: str) -> None:
     async with Client(address) as client, asyncio.TaskGroup() as group:
         for topic in TOPICS:
             inbox = Inbox("accounts", engine, book, versions=versions_of)
-            group.create_task(Consumer(client, topic, f"payments of {topic}", engine, inbox, config=CONFIG).run_async())
+            consumer = Consumer(client, topic, f"payments of {topic}", engine, inbox, in_batches=True, config=CONFIG)
+            group.create_task(consumer.run_async())
 
 
 if __name__ == "__main__":

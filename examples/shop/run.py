@@ -4,12 +4,11 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
-from sqlalchemy import Column, Engine, func, select
+from sqlalchemy import func, select
 from sqlalchemy.exc import OperationalError
 
 from examples.shop.payments import TOPICS
@@ -19,13 +18,37 @@ from seqdedupe.testing import Sidecar
 
 PYTHON = sys.executable
 TIMEOUT_SECONDS = 600.0
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.02
 BROKEN = 1
 """Of all messages, so many are booked by nobody."""
 
 
+LAST_KILL_AT = 0.9
+"""The part of all orders that is placed, or booked, then."""
+
+
+class Progress(NamedTuple):
+    """How many orders there are, and how many of them are booked."""
+
+    ordered: int
+    booked: int
+
+
+class Fault(NamedTuple):
+    """Whom to kill, and when: the order service by what is ordered, all others by what is booked."""
+
+    victim: str
+    at: int
+
+    def is_due(self, progress: Progress) -> bool:
+        """Whether it has come so far."""
+        return (progress.ordered if self.victim == "order service" else progress.booked) >= self.at
+
+
 class Shop:
     """`with Shop(folder, orders_url, payments_url, count) as shop`: no process of it is left afterwards."""
+
+    victims: tuple[str, ...] = ("order service", "relay", "payment service 1", "payment service 2", "sidecar")
 
     def __init__(self, folder: Path, orders_url: str, payments_url: str, count: int) -> None:
         self.sidecar = Sidecar(folder)
@@ -35,6 +58,7 @@ class Shop:
         self._urls = orders_url, payments_url
         self._engines = connect(orders_url), connect(payments_url)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._progress = Progress(0, 0)
         self._began = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -67,8 +91,11 @@ class Shop:
         with self._log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(self._command(name), stdin=subprocess.DEVNULL, stderr=log)
 
-    def run(self, kills: int) -> None:
-        """Until all is booked. Each process is killed so many times. Raises RuntimeError if one ends by itself."""
+    def run(self, kills: int, seed: int = 0) -> None:
+        """Until all is booked. Each process is killed so many times while it works; of the seed is when.
+
+        Raises RuntimeError if one ends by itself.
+        """
         orders_url, payments_url = self._urls
         make_orders_database(orders_url)
         make_payments_database(payments_url)
@@ -79,16 +106,31 @@ class Shop:
         # Of two payment services one works, and the other one takes over.
         for name in ("order service", "relay", "payment service 1", "payment service 2"):
             self._start(name)
-        faults = self._faults(kills)
+        faults = self._faults(kills, random.Random(seed))
         self._began = time.monotonic()
-        while faults or self._done(BOOKINGS.c.place) < self._count - BROKEN:
-            self._check()
+        while faults or self._progress.booked < self._count - BROKEN:
+            self._look()
             if time.monotonic() - self._began > TIMEOUT_SECONDS:
                 raise RuntimeError(f"not all is booked after {TIMEOUT_SECONDS:.0f} s, {len(faults)} kills to go")
-            for fault in [fault for fault in faults if fault[0]()]:
+            for fault in [fault for fault in faults if fault.is_due(self._progress)]:
                 faults.remove(fault)
-                self._kill(fault[1])
+                self._kill(fault.victim)
             time.sleep(POLL_SECONDS)
+
+    def _faults(self, kills: int, dice: random.Random) -> list[Fault]:
+        parts = [(victim, (kill + dice.random()) / kills) for victim in self.victims for kill in range(kills)]
+        return [Fault(victim, int(self._count * part * LAST_KILL_AT)) for victim, part in parts]
+
+    def _look(self) -> None:
+        self._check()
+        counts = []
+        for engine, column in zip(self._engines, (ORDERS.c.number, BOOKINGS.c.place), strict=True):
+            try:
+                with engine.connect() as connection:
+                    counts.append(int(connection.execute(select(func.count(column))).scalar_one()))
+            except OperationalError:
+                return  # busy: somebody puts the file in order after a kill
+        self._progress = Progress(*counts)
 
     def _check(self) -> None:
         self.sidecar.check_running()
@@ -96,27 +138,6 @@ class Shop:
             if process.poll():
                 said = self._log(name).read_text()[-2000:]
                 raise RuntimeError(f"the {name} ended with {process.returncode}: \n{said}")
-
-    def _faults(self, kills: int) -> list[tuple[Callable[[], bool], str]]:
-        """When to kill whom: the order service by what is ordered, the others by what is booked."""
-        dice = random.Random(0)
-        faults: list[tuple[Callable[[], bool], str]] = []
-        for name in ("order service", "relay", "payment service 1", "payment service 2", "sidecar"):
-            column = ORDERS.c.number if name == "order service" else BOOKINGS.c.place
-            for kill in range(kills):
-                at = int(self._count * 0.9 * (kill + dice.random()) / kills)
-                faults.append((lambda column=column, at=at: self._done(column) >= at, name))  # type: ignore[misc]
-        return faults
-
-    def _done(self, column: Column[int]) -> int:
-        engine: Engine = self._engines[column.table is BOOKINGS]
-        try:
-            with engine.connect() as connection:
-                return int(connection.execute(select(func.count(column))).scalar_one())
-        except OperationalError:
-            if engine.dialect.name != "sqlite":
-                raise
-            return 0  # busy: somebody puts the file in order after a kill
 
     def _kill(self, name: str) -> None:
         if name == "sidecar":
@@ -128,6 +149,6 @@ class Shop:
             process.wait()
             self._start(name)
         self.kills[name] = self.kills.get(name, 0) + 1
-        ordered, booked = self._done(ORDERS.c.number), self._done(BOOKINGS.c.place)
+        ordered, booked = self._progress
         said = f"{time.monotonic() - self._began:5.1f} s  {ordered:>6,} ordered  {booked:>6,} booked"
         print(f"{said}  killed the {name} (-9), and started it again", flush=True)

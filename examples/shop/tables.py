@@ -6,6 +6,8 @@ from sqlalchemy import BigInteger, Column, Engine, Integer, MetaData, String, Ta
 
 from seqdedupe.services.outbox import ddl
 
+BUSY_TIMEOUT_SECONDS = 120
+
 CUSTOMERS = ("ada", "ben", "cleo", "dora", "emil", "fay", "gus")
 
 ORDERS_DATABASE = MetaData()
@@ -42,10 +44,12 @@ BOOKINGS = Table(
 
 def connect(url: str) -> Engine:
     """The database at a URL, `sqlite:///path` or `postgresql+psycopg://…`."""
-    engine = create_engine(url)
-    if engine.dialect.name == "sqlite":
-        # Readers and a writer then do not wait for each other; a commit is durable, as it is without.
-        event.listen(engine, "connect", lambda raw, _: raw.executescript("PRAGMA journal_mode = WAL"))
+    if not url.startswith("sqlite:"):
+        return create_engine(url)
+    # One writes at a time, and the others wait for as long as it takes.
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_SECONDS})
+    # Readers and a writer then do not wait for each other; a commit is durable, as it is without.
+    event.listen(engine, "connect", lambda raw, _: raw.executescript("PRAGMA journal_mode = WAL"))
     return engine
 
 

@@ -7,8 +7,14 @@ import pytest
 from sqlalchemy import text
 
 from examples.shop import __main__ as shop
-from examples.shop.check import Line, compare
-from examples.shop.tables import connect
+from examples.shop import orders, payments
+from examples.shop.check import Line, compare, sums
+from examples.shop.tables import connect, make_orders_database, make_payments_database
+from seqdedupe.client.blocking import Client
+from seqdedupe.services.consumer import Consumer
+from seqdedupe.services.inbox import Inbox
+from seqdedupe.services.outbox import run_relay
+from seqdedupe.testing import Sidecar
 from tests.spark.postgres import postgres_url as postgres_url
 
 ORDERS = 120
@@ -67,8 +73,19 @@ def _change(url: str, statement: str) -> Callable[[], None]:
     return undo
 
 
-def test_in_postgresql(postgres_url: str) -> None:
-    """Both services in one database."""
+def test_in_postgresql(postgres_url: str, shared_sidecar: Sidecar, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both services in one database, in this process."""
     url = postgres_url.replace("postgresql://", "postgresql+psycopg://")
-    flags = [f"--{name}-database={url}" for name in ("orders", "payments")]
-    assert shop.main(["--orders=60", "--kills=0", *flags]) == 0
+    make_orders_database(url)
+    make_payments_database(url)
+    monkeypatch.setattr("sys.argv", ["orders", url, "30"])
+    orders.main()
+    run_relay(shared_sidecar.address, url, f"{topic}-{{aggregatetype}}", "shop", follow=False)
+    engine = connect(url)
+    with Client(shared_sidecar.address) as client:
+        for kind in ("order", "refund", "order"):
+            inbox = Inbox("accounts", engine, payments.book, versions=payments.versions_of)
+            Consumer(client, f"{topic}-{kind}", kind, engine, inbox, config=payments.CONFIG).run(follow=False)
+    engine.dispose()
+    ordered, booked = sums(url, url)
+    assert ordered == booked != 0

@@ -1,7 +1,10 @@
 """PostgreSQL servers whose data is put back to an older state, or to a replica's."""
 
+import os
 import shutil
 import signal
+from contextlib import suppress
+from pathlib import Path
 
 import psycopg
 
@@ -20,6 +23,17 @@ class Restorable(PostgresServer):
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)
             self._process.wait(START_TIMEOUT_SECONDS)
+
+    def kill(self) -> None:
+        """kill -9 of all its processes: it is not asked, and its children find out by themselves."""
+        process = self._process
+        if process is None:
+            return
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in (process.pid, *map(int, children)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
     def save(self) -> None:
         """A copy of the data as a crash leaves it, which is what a snapshot of a disk is."""

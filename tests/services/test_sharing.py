@@ -28,11 +28,17 @@ from tests.services.killed import dead_letters, live_and_die
 
 ROOT = Path(__file__).parents[2]
 PARTITIONS = 4
+KILLS = 2
+"""Of each database, in the suite; a campaign has more."""
 KEYS = [f"k{n}" for n in range(8)]
 
 
 @pytest.fixture
 def publish(client: Client, topic: str) -> Callable[[int, int], None]:
+    return publishing(client, topic)
+
+
+def publishing(client: Client, topic: str) -> Callable[[int, int], None]:
     """Numbers from one on, so many, to a topic of four partitions, by turns with each of the keys."""
     client.admin.create_topic(topic, partitions=PARTITIONS)
 
@@ -131,25 +137,32 @@ def test_killed_processes(
     publish: Callable[[int, int], None],
     kind: str,
 ) -> None:
-    url = url_of(request, kind)
+    kill_sharers(url_of(request, kind), shared_sidecar, topic, publish, KILLS, random.Random(3))
+
+
+def kill_sharers(
+    url: str, sidecar: Sidecar, topic: str, publish: Callable[[int, int], None], kills: int, dice: random.Random
+) -> None:
+    """Of two processes that share the partitions one is killed so often while both work; the last one has all."""
     engine = create_engine(url)
     make_table(engine)
-    dice = random.Random(3)
-    command = [sys.executable, "-m", "tests.services.worker", shared_sidecar.address, topic, url]
+    command = [sys.executable, "-m", "tests.services.worker", sidecar.address, topic, url]
     with ExitStack() as stack:
         processes = [stack.enter_context(running(command, cwd=ROOT)) for _ in range(2)]
-        publish(0, 100)
-        until(lambda: shares(engine) == [2, 2])
-        for kill in range(2):
-            publish(100 + kill * 2000, 2000)
-            until(lambda: len(written(engine)) > 100 + kill * 2000 + dice.randrange(1000))  # noqa: B023
-            processes[kill].kill()
-            processes[kill].wait()
-            if not kill:
-                processes.append(stack.enter_context(running(command, cwd=ROOT)))
-        until(lambda: len(written(engine)) >= 4100)
+        count = 100
+        publish(0, count)
+        for kill in range(kills):
+            until(lambda: shares(engine) == [2, 2])
+            publish(count, 2000)
+            until(lambda: len(written(engine)) > count + dice.randrange(1000))  # noqa: B023
+            count += 2000
+            processes[kill % 2].kill()
+            processes[kill % 2].wait()
+            if kill < kills - 1:
+                processes[kill % 2] = stack.enter_context(running(command, cwd=ROOT))
+        until(lambda: len(written(engine)) >= count)
         until(lambda: shares(engine) == [4])
-    assert sorted(map(int, effects(engine))) == list(range(4100))
+    assert sorted(map(int, effects(engine))) == list(range(count))
     engine.dispose()
 
 

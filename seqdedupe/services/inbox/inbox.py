@@ -25,7 +25,10 @@ MAX_NAME_LENGTH = 100
 
 
 class Inbox:
-    """A handler in front of a handler, for a `Consumer` of single messages: `Consumer(…, Inbox(…, handle=…))`.
+    """A handler in front of a handler: `Consumer(client, topic, name, engine, Inbox(…), in_batches=True)`.
+
+    With `in_batches` all keys of a batch are locked at once; its handler gets single messages all the same. Without,
+    consumers that share the inbox may meet in deadlocks, which cost time.
 
     `key(message)` is what has versions, and `version(message)` which of them a message is; or `versions(message)` says
     it of several keys at once (`{"X": 4, "Y": 7}`: a transfer between two accounts). `order` is
@@ -81,9 +84,17 @@ class Inbox:
         except Away as e:
             raise e.failure from e
 
-    def __call__(self, connection: Connection, message: Message) -> None:
-        """The handler of a consumer."""
-        wanted = self._of(message)
+    def __call__(self, connection: Connection, message: Message | list[Message]) -> None:
+        """The handler of a consumer, of single messages or of batches."""
+        messages = message if isinstance(message, list) else [message]
+        each = [(one, self._of(one)) for one in messages]
+        if len(each) > 1:
+            # All at once: two batches that locked the same keys in another order would wait for each other.
+            self._lock(connection, {key for _, wanted in each for key in wanted})
+        for one, wanted in each:
+            self._take(connection, one, wanted)
+
+    def _take(self, connection: Connection, message: Message, wanted: Mapping[str, int]) -> None:
         applied = self._lock(connection, wanted)
         decision = decide(self._order, wanted, applied)
         if decision.verdict is Verdict.DROP:

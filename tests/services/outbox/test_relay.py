@@ -244,6 +244,22 @@ async def test_text_for_a_column_of_bytes_is_refused(postgres: Database) -> None
         Outbox(connection).add("order", "7", "OrderPlaced", "a\\\\b")
 
 
+async def test_what_is_no_json_is_refused_in_the_service_s_own_transaction(
+    shared_sidecar: Sidecar, topic: str, postgres: Database
+) -> None:
+    """Where the column is JSON; in one of bytes a payload is whatever it is."""
+    for table in ("outbox", "outbox_aside"):
+        postgres.script(f"ALTER TABLE {table} ALTER payload TYPE jsonb USING NULL")
+    for payload in ("no JSON", b"{", float("nan")):
+        with postgres.engine.begin() as connection, pytest.raises((DBAPIError, TypeError, ValueError)):
+            Outbox(connection).add("order", "7", "OrderPlaced", payload)  # type: ignore[arg-type]
+    assert postgres.rows() == 0
+    with postgres.engine.begin() as connection:
+        Outbox(connection).add("order", "7", "OrderPlaced", {"amount": 7})
+    await relay_all(shared_sidecar, postgres, topic)
+    assert [json.loads(one) for one in await payloads(shared_sidecar, topic)] == [{"amount": 7}]
+
+
 async def test_ids_of_bytes(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
     if database.kind == "postgresql":
         for table in ("outbox", "outbox_aside"):

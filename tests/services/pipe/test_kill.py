@@ -20,7 +20,11 @@ STEPS = 40
 
 @pytest.mark.timeout(300)
 def test_killed_while_it_runs_each_output_is_there_once(start_sidecar: Callable[..., Sidecar]) -> None:
-    sidecar = start_sidecar()
+    kill_pipes(start_sidecar(), KILLS)
+
+
+def kill_pipes(sidecar: Sidecar, kills: int) -> None:
+    """A pipe is killed so often; some of the time there are two, or the sidecar is killed beside it."""
     pipe = [sys.executable, "-m", "tests.services.pipe.scene", sidecar.address, "in", "out"]
     total = 0
 
@@ -37,7 +41,7 @@ def test_killed_while_it_runs_each_output_is_there_once(start_sidecar: Callable[
             await client.admin.create_topic("out") if not total else None
             await publish(client, "in", total, count, rows=50)
 
-    for k in range(KILLS):
+    for k in range(kills):
         asyncio.run(more(2000))
         before, total = total, total + 2000
         # It is killed when some of it has come; two of them at once are no worse.
