@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import seqdedupe.files
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import Failure, LogName, Retention
+from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.past_damage import look_past
@@ -78,6 +80,35 @@ async def test_what_arrives_during_a_sync_is_one_group(make_logs: MakeLogs, monk
     await owner.until_stored(101)
     assert (syncs.calls, writes.calls, owner.calls) == (2, 2, 2)
     await log.close()
+
+
+async def writes_of_one_turn(logs: EmbeddedLogs, monkeypatch: pytest.MonkeyPatch, then: Callable[[Gate], None]) -> int:
+    """In how many calls three batches are written that come in one turn of the event loop, with this after each."""
+    log = await new_log(logs)
+    owner = await Owner(log, 1).open()
+    writes = Gate(monkeypatch, "pwritev")
+    for i in range(3):
+        owner.append(i, 1)
+        then(writes)
+    await owner.until_stored(3)
+    await log.close()
+    return writes.calls
+
+
+async def test_what_comes_in_one_turn_of_the_event_loop_is_one_group(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await writes_of_one_turn(make_logs(), monkeypatch, lambda writes: time.sleep(0.02)) == 1
+
+
+async def test_control_what_is_handed_over_at_once_is_a_group_each(
+    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_written(writes: Gate) -> None:
+        assert writes.arrived.acquire(timeout=LIMIT_SECONDS)
+
+    monkeypatch.setattr(Committer, "hand_over", lambda self, work: self.queue.put(work))
+    assert await writes_of_one_turn(make_logs(), monkeypatch, is_written) == 3
 
 
 async def test_a_backlog_is_written_in_groups(make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch) -> None:
