@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import seqdedupe.files
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import Failure, LogName, Retention
-from seqdedupe.log.embedded.commit import Committer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.past_damage import look_past
@@ -82,35 +80,6 @@ async def test_what_arrives_during_a_sync_is_one_group(make_logs: MakeLogs, monk
     await log.close()
 
 
-async def writes_of_one_turn(logs: EmbeddedLogs, monkeypatch: pytest.MonkeyPatch, then: Callable[[Gate], None]) -> int:
-    """In how many calls three batches are written that come in one turn of the event loop, with this after each."""
-    log = await new_log(logs)
-    owner = await Owner(log, 1).open()
-    writes = Gate(monkeypatch, "pwritev")
-    for i in range(3):
-        owner.append(i, 1)
-        then(writes)
-    await owner.until_stored(3)
-    await log.close()
-    return writes.calls
-
-
-async def test_what_comes_in_one_turn_of_the_event_loop_is_one_group(
-    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert await writes_of_one_turn(make_logs(), monkeypatch, lambda writes: time.sleep(0.02)) == 1
-
-
-async def test_control_what_is_handed_over_at_once_is_a_group_each(
-    make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def is_written(writes: Gate) -> None:
-        assert writes.arrived.acquire(timeout=LIMIT_SECONDS)
-
-    monkeypatch.setattr(Committer, "hand_over", lambda self, work: self.queue.put(work))
-    assert await writes_of_one_turn(make_logs(), monkeypatch, is_written) == 3
-
-
 async def test_a_backlog_is_written_in_groups(make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the event loop is told of at once is bounded, and fits into one write."""
     logs = make_logs()
@@ -148,8 +117,6 @@ async def test_a_backlog_that_is_left_when_its_log_is_closed(
     for i in range(1, 3_000):
         owner.append(i, 1)
     closing = asyncio.create_task(log.close())
-    # Each is handed over at the end of a turn of the event loop: the backlog of this one, the closing of the next.
-    await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert logs.committer.queue.qsize() == 2
     syncs.open.set()
