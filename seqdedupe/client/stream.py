@@ -24,6 +24,9 @@ FULL_MESSAGE_BYTES = 160 * 1024
 """Frames that are ready together go out in one message until it is as large as this. More gains nothing, and keeps
 the sidecar waiting. With the largest batch after it, it stays well below what the sidecar takes."""
 
+SMALL_MESSAGE_BYTES = FULL_MESSAGE_BYTES // 2
+"""One that has more does not wait for what may come: it costs more than the company would save."""
+
 MAX_FRAMES = 256
 """In one message."""
 
@@ -166,15 +169,15 @@ class PublishStream:
     async def _frames_to_send(self) -> Sequence[Frame]:
         """The next ones for a message; waits until there are any.
 
-        While others are on their way it waits for as long as each turn of the event loop brings more, too: whoever
-        sends several one after the other is not done with the first.
+        While others are on their way a small message waits for as long as each turn of the event loop brings more:
+        whoever sends several batches one after the other is not done with the first.
         """
         parts: list[Part[Sender]] = []
         while not self._add_ready(parts):
             self._work.clear()
             await self._work.wait()
         is_more_likely = len(self._out) > 0
-        while is_more_likely:
+        while is_more_likely and _size_bytes(parts) < SMALL_MESSAGE_BYTES:
             await asyncio.sleep(0)
             is_more_likely = self._add_ready(parts)
         return [self._frame_of(some) for some in parts_of(parts)]
@@ -184,7 +187,7 @@ class PublishStream:
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
         before = len(parts)
-        size_bytes = sum(part.frame.size_bytes for part in parts)
+        size_bytes = _size_bytes(parts)
         while self._ready and size_bytes < FULL_MESSAGE_BYTES and len(parts) < MAX_FRAMES:
             sender = self._ready.popleft()
             self._is_ready.discard(sender)
@@ -277,6 +280,10 @@ def _send_away(leaving: asyncio.Future[None], why: Exception) -> None:
         leaving.set_exception(why)
         # It may be cancelled before it is told.
         leaving.exception()
+
+
+def _size_bytes(parts: list[Part[Sender]]) -> int:
+    return sum(part.frame.size_bytes for part in parts)
 
 
 def _put_back(parts: list[Part[Sender]], told: dict[Sender, Answers]) -> None:

@@ -1,5 +1,6 @@
 """Receipts made by hand, as a log may give them whose message IDs do not follow from the indexes."""
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.client import awaited, blocking
 from seqdedupe.client.frames import decode_answer, receipt_columns
-from seqdedupe.client.receipts import PendingBatch, Verdict
+from seqdedupe.client.receipts import BatchResult, PendingBatch, Verdict
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import batch_pb2, publish_pb2
@@ -56,6 +57,16 @@ def answer(first: tuple[int, int, int], **columns: Any) -> bytes:
         **columns,
     )
     return publish_pb2.PublishStreamResponse(receipts=[receipt]).SerializeToString()
+
+
+@pytest.mark.parametrize("first", [(7, 41, -1), (7, 41, 3)])
+def test_a_receipt_of_new_rows_is_the_same_with_their_verdicts_and_without(first: tuple[int, int, int]) -> None:
+    """Without them all columns are made at once; with them they are merged."""
+    at_once = answered(4, answer(first)).result()
+    merged = answered(4, answer(first, verdicts=[NOT_DUP] * 4)).result()
+    for column in fields(BatchResult):
+        one, other = getattr(at_once, column.name), getattr(merged, column.name)
+        assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())
 
 
 def test_a_ledger_that_rolled_over_in_mid_frame() -> None:

@@ -108,6 +108,39 @@ async def test_what_is_ready_at_the_same_time_shares_a_frame(fake: FakeSidecar) 
     assert len(set(shared.batch.epochs)) == len(shared.batch.epochs)
 
 
+async def messages_behind_one_that_is_out(fake: FakeSidecar, count: int) -> int:
+    """In how many messages so many batches go out that one task sends while another batch waits for its answer."""
+    fake.on_frame = lambda frame: []
+    async with Client(fake.address) as client:
+        producer = client.producer("t", "p")
+        await producer.open()
+        await producer.send_batch([b"x"])
+        await until(lambda: len(fake.frames) == 1)
+        before = len(fake.messages)
+        for _ in range(count):
+            await producer.send_batch([b"x"])
+        await until(lambda: len(fake.frames) == 1 + count)
+        await producer.abort()
+    return len(fake.messages) - before
+
+
+async def test_batches_that_one_task_sends_share_a_message(fake: FakeSidecar) -> None:
+    assert await messages_behind_one_that_is_out(fake, 9) == 1
+
+
+async def test_control_who_does_not_wait_a_turn_sends_the_first_alone(
+    fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def frames_to_send(self: PublishStream) -> Any:
+        while not self._add_ready(parts := []):
+            self._work.clear()
+            await self._work.wait()
+        return [self._frame_of([part]) for part in parts]
+
+    monkeypatch.setattr(PublishStream, "_frames_to_send", frames_to_send)
+    assert await messages_behind_one_that_is_out(fake, 9) > 1
+
+
 async def test_a_connection_lasts_as_long_as_a_producer_needs_it(shared_sidecar: Sidecar, topic: str) -> None:
     async with Proxy(shared_sidecar.address) as proxy:
         async with Client(proxy.address) as client:

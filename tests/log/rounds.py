@@ -35,8 +35,6 @@ def gate_of_rounds(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         return work + [self.queue.get() for _ in range(self.queue.qsize())]
 
     monkeypatch.setattr(Committer, "_wait", wait)
-    # At once: the gate says what belongs together, and no turn of the event loop.
-    monkeypatch.setattr(Committer, "hand_over", lambda self, work: self.queue.put(work))
     return gate
 
 

@@ -101,7 +101,6 @@ async def who_hears_after_one_that_raises(logs: EmbeddedLogs, monkeypatch: pytes
         syncs = Gate(patch, "fdatasync")
         for log in made:
             log.append(*encoded_batch(0, 1))
-        await asyncio.sleep(0)  # then they are handed over
         # The loop stands still meanwhile: by the last sync the thread has told of the first two.
         for _ in range(3):
             assert syncs.arrived.acquire(timeout=LIMIT_SECONDS)

@@ -117,8 +117,6 @@ async def test_a_backlog_that_is_left_when_its_log_is_closed(
     for i in range(1, 3_000):
         owner.append(i, 1)
     closing = asyncio.create_task(log.close())
-    # Each is handed over at the end of a turn of the event loop: the backlog of this one, the closing of the next.
-    await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert logs.committer.queue.qsize() == 2
     syncs.open.set()

@@ -106,18 +106,10 @@ class Committer:
         self._thread.start()
         self._timer = self._loop.call_later(IDLE_SECONDS, self._tick)
 
-    def hand_over(self, work: Work) -> None:
-        """Gives the thread something to do, in the order of the calls, when this turn of the event loop is over.
-
-        So the frames of one message are one group. At once, the thread would be woken by the first of them, to wait
-        for the interpreter until the last.
-        """
-        self._loop.call_soon(self.queue.put, work)
-
     async def close(self) -> None:
         """Ends the thread when it has done what was handed over."""
         self._timer.cancel()
-        self.hand_over(Signal.END)
+        self.queue.put(Signal.END)
         await self._loop.run_in_executor(None, self._thread.join)
 
     def _run(self) -> None:
@@ -171,8 +163,6 @@ class Committer:
             except FatalError as e:
                 self._fail(str(e))
                 continue
-            if item.has_more:
-                self.queue.put(item)
             if news is not None:
                 written.append(news)
             elif item.writer.is_due:

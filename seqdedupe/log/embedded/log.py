@@ -150,7 +150,7 @@ class EmbeddedLog:
         """Everything is taken that a frame may hold."""
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
-        self._opening = opening = Opening(self._writer, self._shared.committer().hand_over, term, token, settle)
+        self._opening = opening = Opening(self._writer, self._shared.committer().queue.put, term, token, settle)
         await opening.ready
         return 0
 
@@ -332,7 +332,7 @@ class EmbeddedLog:
         if self._flush_due is not None:
             self._flush_due.cancel()
         closing = Closing(self._writer, asyncio.get_running_loop().create_future())
-        self._shared.committer().hand_over(closing)
+        self._shared.committer().queue.put(closing)
         self._reader.close()
         await self.trimming_rests()
         await closing.closed

@@ -28,11 +28,14 @@ MAX_LATE_APPENDS = 1024
 
 
 Append = tuple[bytes, int, int]
-"""What is handed over: an encoded batch, its rows and column bytes; without rows, an encoded control record."""
+"""What is handed over: an encoded batch, its rows and column bytes; without rows, an encoded control record.
+
+A plain tuple, as there is one for every batch.
+"""
 
 
 class Opening:
-    """One opening for writing. Made on the event loop, and handed over; the thread has `marked`, `failed`, `has_more`.
+    """One opening for writing. Made on the event loop, and handed over; `marked` and `failed` belong to the thread.
 
     `hand_over` gives it to the commit thread, which takes what there is.
     """
@@ -55,7 +58,6 @@ class Opening:
         """Whether the event loop knows that the marker is durable."""
         self.marked = False
         self.failed = False
-        self.has_more = False  # whether the thread has to come back
         self._appends: deque[Append] = deque()
         self._hand_over = hand_over
         self._queued = False
@@ -80,16 +82,15 @@ class Opening:
         self._wake()
 
     def take(self) -> tuple[list[Append], bool]:
-        """What has been appended, up to a group, and whether it was asked for a sync of it. What is appended from now
-        on wakes the thread again; where it left some (`has_more`) it comes by itself."""
+        """What has been appended, up to a group, and whether it was asked for a sync of it. The rest, and what is
+        appended from now on, wakes the thread again."""
         self._queued = False
         # In this order: what was appended before it was asked is taken now, or left over.
         flushes = self._flushes
         taken = [self._appends.popleft() for _ in range(min(len(self._appends), GROUP_APPENDS))]
         is_due = flushes > self._flushed
-        self.has_more = len(self._appends) > 0
-        if self.has_more:
-            self._queued = True
+        if self._appends:
+            self._wake()
         else:
             self._flushed = flushes
         return taken, is_due
