@@ -30,6 +30,8 @@ from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.sessions import RANDOM_BYTES
 from seqdedupe.topic.standby import first_of, until_asked, until_free
 from seqdedupe.topic.state import State
+from seqdedupe.topic.window_memory import WindowMemory
+from seqdedupe.topic.window_runs import LookedUp
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -46,6 +48,7 @@ class Topic(LoggedTopic):
 
     `on_state` is told each change of state, with one line why. While another sidecar owns the log, the topic is taken
     when somebody asks for it; with `is_standby` as soon as nobody owns it, and meanwhile it learns all that comes.
+    `window_memory` is shared by topics of deduplication IDs; without it their windows stay in memory.
     """
 
     def __init__(
@@ -60,9 +63,18 @@ class Topic(LoggedTopic):
         random_bytes: Callable[[int], bytes],
         on_state: Callable[[Any], None] = lambda topic: None,
         is_standby: bool = False,
+        window_memory: WindowMemory | None = None,
     ) -> None:
         super().__init__(
-            name, log, store, snapshots, loaded, applied=applied, random_bytes=random_bytes, on_state=on_state
+            name,
+            log,
+            store,
+            snapshots,
+            loaded,
+            applied=applied,
+            random_bytes=random_bytes,
+            on_state=on_state,
+            window_memory=window_memory,
         )
         self.next_index = self.confirmed_index
         log.flush_every(self.applied.flush_interval)
@@ -273,12 +285,14 @@ class Topic(LoggedTopic):
         *,
         lone: bool = False,
         when_durable: Callable[[], None] | None = None,
+        looked_up: LookedUp | None = None,
     ) -> None:
         """Decides about a frame and hands what is new to the log. `reply` is called once, now or when that settles.
 
         With `when_durable` the receipt may be given before that, when it is written, where the policy is so. It says
         so, and this is called when it is durable. Should the log lose it, the streams are ended.
-        `lone`: links may be left out, as in a unary call. Nothing is raised: what is wrong is a `Refusal`.
+        `lone`: links may be left out, as in a unary call. `looked_up` is what `look_up` has just answered; without it
+        everybody may have to wait for a disk. Nothing is raised: what is wrong is a `Refusal`.
         """
         try:
             self.check_serving()
@@ -299,7 +313,13 @@ class Topic(LoggedTopic):
             )
         else:
             new, answer = by_id.admit(
-                encoded, frame, self.window, applied=self.applied, now_ms=self.now_ms(), check_log=self.log.check
+                encoded,
+                frame,
+                self.window,
+                applied=self.applied,
+                now_ms=self.now_ms(),
+                check_log=self.log.check,
+                older=lambda checked: self.window_runs.older(checked, looked_up),
             )
         if isinstance(answer, Refusal):
             self.counters.refused += 1
