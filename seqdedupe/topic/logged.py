@@ -24,7 +24,7 @@ from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.recovery import RunsOf, Table
 from seqdedupe.topic.state import TopicBase
 from seqdedupe.topic.window_memory import WindowMemory
-from seqdedupe.topic.window_runs import WindowRuns
+from seqdedupe.topic.window_runs import LookedUp, WindowRuns
 
 
 class LoggedTopic(TopicBase):
@@ -63,7 +63,6 @@ class LoggedTopic(TopicBase):
             applied=applied,
             on_state=on_state,
         )
-        self.look_up = self.window_runs.look_up
         self.snapshotter.on_stored = self._window_may_have_grown
         self.flight = Flight()
         self._streams: dict[int, Callable[[SeqdedupeError], None]] = {}
@@ -157,6 +156,17 @@ class LoggedTopic(TopicBase):
             window = self._has_window(index)
             window.fail()
             window.replay(view, places, index, int(places[PUBLISH_TIME_MS]), self.applied.window)
+
+    async def look_up(self, encoded: bytes) -> LookedUp | None:
+        """To be awaited before a frame of a topic of deduplication IDs is admitted, in the step that follows.
+
+        Waits while the windows have more memory than they are to have, and reads what has to be read.
+        """
+        if self.window is None:
+            return None
+        if self._window_memory is not None:
+            await self._window_memory.room()
+        return await self.window_runs.look_up(encoded)
 
     def _window_may_have_grown(self) -> None:
         if self.window is None or self._window_memory is None:

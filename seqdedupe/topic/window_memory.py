@@ -5,10 +5,14 @@ import logging
 
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.topic.broadcast import Broadcast
 from seqdedupe.topic.window_runs import WindowRuns
 
 MIN_MEMORY_IN_MB = 4
 """Less has no room for a chunk: what moves to a run, or is forgotten, at once."""
+
+EXCESS = 4
+"""One in so many of the limit may be taken more before publishers wait."""
 
 logger = logging.getLogger("seqdedupe.windows")
 
@@ -16,7 +20,8 @@ logger = logging.getLogger("seqdedupe.windows")
 class WindowMemory:
     """Has the largest window move its oldest IDs to a run while all together take more than `limit_bytes`.
 
-    One run is made at a time. What comes meanwhile may take more, and so may a window that is read from the log.
+    One run is made at a time. What comes meanwhile may take a part more (`EXCESS`); a window that is read from the log
+    takes what it needs. While the store cannot be written all stays in memory.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -25,6 +30,12 @@ class WindowMemory:
         self._windows: dict[WindowRuns, IdWindow] = {}
         self._total = 0
         self._moving: asyncio.Task[None] | None = None
+        self._progress = Broadcast()
+
+    async def room(self) -> None:
+        """Returns when more may come: memory has room, or will not get any now."""
+        while self._moving is not None and self._total > self.limit_bytes + self.limit_bytes // EXCESS:
+            await self._progress.wait()
 
     def measure(self, runs: WindowRuns, window: IdWindow) -> None:
         """This window may have grown."""
@@ -51,6 +62,7 @@ class WindowMemory:
                     while await runs.merge():
                         pass
                     self._measure_again(runs)
+                    self._progress.tell()
                     break
             else:
                 return
@@ -62,6 +74,7 @@ class WindowMemory:
 
     def _moved(self, task: "asyncio.Task[None]") -> None:
         self._moving = None
+        self._progress.tell()
         if task.cancelled() or (e := task.exception()) is None:
             return
         if isinstance(e, SeqdedupeError):

@@ -203,7 +203,7 @@ async def test_a_run_that_is_damaged_is_an_error(place: SmallPlace, store: Store
         change.put(page, value[:-1] + bytes([value[-1] ^ 1]))
     store.write(change)
     if damage in ("head", "index"):
-        with pytest.raises(SeqdedupeError, match="missing|do not fit") as raised:
+        with pytest.raises(SeqdedupeError, match=r"missing|do not fit") as raised:
             Snapshots(store, INCARNATION).load()
         assert raised.value.reason == "STORE_DAMAGED"
     else:
