@@ -38,6 +38,7 @@ FIGURES = (
     "bulk_reader",
     "decisions",
     "window",
+    "window_on_disk",
     "snapshot_pause",
     "start",
     "opening",

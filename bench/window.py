@@ -57,15 +57,16 @@ def frames(first: int) -> list[bytes]:
     return [ids_from(first + k * new, new) + ids_from(first + k * new - 50_000, COPIES) for k in range(FRAMES)]
 
 
-class _Rocks:
-    """Copies known by RocksDB."""
+class Rocks:
+    """Copies known by RocksDB, of the newest `messages`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, messages: int, cache_bytes: int = 512 * 1024 * 1024) -> None:
+        self._messages = messages
         options = Options(raw_mode=True)
         options.create_if_missing(True)
         tables = BlockBasedOptions()
         tables.set_bloom_filter(10, False)
-        tables.set_block_cache(Cache(512 * 1024 * 1024))
+        tables.set_block_cache(Cache(cache_bytes))
         options.set_block_based_table_factory(tables)
         options.set_write_buffer_size(64 * 1024 * 1024)
         self.db: Any = Rdict(str(folder), options, access_type=AccessType.read_write())
@@ -81,7 +82,7 @@ class _Rocks:
                 batch.put(key, number)
                 batch.put(b"n" + number, key)
                 self.next += 1
-        left = self.next - IDS - self.first
+        left = self.next - self._messages - self.first
         if left > 0:
             from_key = b"n" + self.first.to_bytes(8, "big")
             expired = 0
@@ -99,7 +100,7 @@ class _Rocks:
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
     limits = WindowLimits(IDS)
-    window, rocks = IdWindow(KEY, 0), _Rocks(folder / "rocks")
+    window, rocks = IdWindow(KEY, 0), Rocks(folder / "rocks", IDS)
     for first in range(0, IDS, 50_000):
         new, *_ = window.decide(*frame(ids_from(first, 50_000)), True, limits, 0)
         window.confirm(new)

@@ -112,6 +112,9 @@ class Config:
     deduplication_window_max_minutes: int = _key(
         -1, "Or until so many minutes after its original was published. -1: no limit."
     )
+    deduplication_window_memory_in_mb: int = _key(
+        1024, "Of all topics of deduplication IDs together: memory for IDs. What is more lies on disk, and is slower."
+    )
     scrub_bytes_per_second: int = _key(
         524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
     )

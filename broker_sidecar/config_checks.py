@@ -11,6 +11,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.shards import from_text
 from seqdedupe.store.directories import CLUSTER_ID, MAX_WORKERS
 from seqdedupe.topic import policy
+from seqdedupe.topic.window_memory import MIN_MEMORY_IN_MB
 
 _WORDS = {
     "authentication": ("token", "none"),
@@ -27,7 +28,13 @@ _OF_POLICIES = {
 }
 """Keys that a policy has too, with its bounds, and their least values."""
 
-_LEAST = {**_OF_POLICIES, "admission_timeout_seconds": 1, "max_topics": 1, "max_streams": 1}
+_LEAST = {
+    **_OF_POLICIES,
+    "admission_timeout_seconds": 1,
+    "deduplication_window_memory_in_mb": MIN_MEMORY_IN_MB,
+    "max_topics": 1,
+    "max_streams": 1,
+}
 """Of all other numbers it is 0."""
 
 _NEEDS = (

@@ -25,10 +25,11 @@ from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.fetching import Fetching
 from seqdedupe.topic.of_brokers import BrokersTopics
-from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy
+from seqdedupe.topic.policy import BYTES_A_MB, Applied, GapPolicy, OverlapPolicy
 from seqdedupe.topic.published import PublishedTopics
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State
+from seqdedupe.topic.window_memory import WindowMemory
 
 if TYPE_CHECKING:
     from broker_sidecar.cluster import Cluster
@@ -117,7 +118,13 @@ class Data:
         self.topics = Topics(
             store,
             lambda told: PublishedTopics(
-                store, logs, log=kind, on_state=told, rebuild_store=rebuild_store, stands_by=self._stands_by
+                store,
+                logs,
+                log=kind,
+                on_state=told,
+                rebuild_store=rebuild_store,
+                stands_by=self._stands_by,
+                window_memory=WindowMemory(config.deduplication_window_memory_in_mb * BYTES_A_MB),
             ),
             on_state=on_state,
             rebuild_store=rebuild_store,

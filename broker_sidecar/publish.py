@@ -33,6 +33,7 @@ from seqdedupe.topic.partitioned import check_gap_policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.sessions import encoded_names
 from seqdedupe.topic.state import State
+from seqdedupe.topic.window_runs import LookedUp
 from seqdedupe.v1 import publish_pb2
 
 logger = logging.getLogger("broker_sidecar.publish")
@@ -81,8 +82,8 @@ class _Publishing:
         """Whether something is durable by now that a receipt was given early of."""
         self.news = asyncio.Event()
 
-    def admit(self, frame: int, batch: bytes) -> None:
-        """Hands a frame to the topic; the answer comes to `unsent`."""
+    def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:
+        """Hands a frame to the topic; the answer comes to `unsent`. `looked_up`: as of `Topic.admit`."""
         size = FRAME_BYTES + len(batch)
         self.stream.share.take(size)
         self.stream.frames_in_flight += 1
@@ -100,7 +101,7 @@ class _Publishing:
             self.stream.share.give_back(size - len(encoded))
 
         try:
-            self.topic.admit(batch, frame, reply, self.cache, when_durable=self._when_durable)
+            self.topic.admit(batch, frame, reply, self.cache, when_durable=self._when_durable, looked_up=looked_up)
         except Exception:
             # Nothing of it was admitted, and nobody answers.
             self.stream.frames_in_flight -= 1
@@ -253,6 +254,8 @@ class PublishService:
             shares.check_rate(use := shares.of(caller().name), len(data), time.monotonic())
             self._permissions.check_disk(use, self._log_bytes, time.monotonic())
             topic = await find(self._topics, name)
+            self._check_unnamed(topic)
+            looked_up = await topic.look_up(batch)
             share = Share(self._streams.budget, use)
             why = f"topic {topic.name}, or all clients together, have too much in flight"
             share.check((1 + ANSWER_FACTOR) * len(batch), why)
@@ -266,9 +269,8 @@ class PublishService:
                 if not done.done():
                     done.set_result(answer)
 
-            self._check_unnamed(topic)
             cache = NumbersCache(allowing=self._permissions.allowing(topic.name, topic.producers))
-            topic.admit(batch, 0, reply, cache, lone=True)
+            topic.admit(batch, 0, reply, cache, lone=True, looked_up=looked_up)
             answer = await done
             if isinstance(answer, Refusal):
                 raise answer.error
@@ -319,9 +321,10 @@ class PublishService:
             self._permissions.check_disk(publishing.stream.use, self._log_bytes, time.monotonic())
             self._check_unnamed(topic)
             for number, batch in frames:
+                looked_up = await topic.look_up(batch)
                 if not publishing.has_room(len(batch)):
                     await publishing.wait_for_room(len(batch))
-                publishing.admit(number, batch)
+                publishing.admit(number, batch, looked_up)
             if not publishing.has_room(0):
                 await publishing.wait_for_room(0)
             data = await publishing.stream.read()

@@ -194,6 +194,7 @@ def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
     message.window_first_publish_time_ms = window.first_time_ms
     message.window_messages = len(window)
     message.window_memory_bytes = window.memory_bytes
+    message.window_messages_on_disk = window.on_disk
 
 
 def replay_left_messages(topic: TopicBase | Closed) -> int:

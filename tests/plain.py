@@ -6,7 +6,19 @@ from types import ModuleType
 
 MODULES = {
     "seqdedupe.format": ("columns", "layout", "taking", "crc", "tag", "records"),
-    "seqdedupe.core": ("rule", "ranges", "recent", "replay", "names", "producers", "patterns", "id_table", "id_window"),
+    "seqdedupe.core": (
+        "rule",
+        "ranges",
+        "recent",
+        "replay",
+        "names",
+        "producers",
+        "patterns",
+        "id_table",
+        "id_runs",
+        "id_older",
+        "id_window",
+    ),
 }
 
 

@@ -39,6 +39,7 @@ _NOW_BY_TOPIC = {
     "log_bytes": ("seqdedupe_log_bytes", "Size of the logs of open topics."),
     "producers": ("seqdedupe_producers", "Producer names that open topics hold."),
     "window_messages": ("seqdedupe_window_messages", "Deduplication IDs of stored messages that are known."),
+    "window_messages_on_disk": ("seqdedupe_window_messages_on_disk", "Those of them that lie on disk, not in memory."),
     "window_forgotten": ("seqdedupe_window_forgotten_messages", "Messages whose deduplication IDs were forgotten."),
     "window_bytes": ("seqdedupe_window_bytes", "Memory that the windows of deduplication IDs take."),
     "max_window_age_seconds": (

@@ -73,6 +73,7 @@ class Now:
     damaged_places: int = 0
     damaged_messages: int = 0
     window_messages: int = 0
+    window_messages_on_disk: int = 0
     window_forgotten: int = 0
     window_bytes: int = 0
     max_window_age_seconds: float = 0.0
@@ -171,6 +172,7 @@ def _look_at(topic: TopicBase, now: Now) -> None:
     now.replay_left_messages += replay_left_messages(topic)
     if (window := topic.window) is not None:
         now.window_messages += len(window)
+        now.window_messages_on_disk += window.on_disk
         now.window_forgotten += window.first_index
         now.window_bytes += window.memory_bytes
         age_seconds = time.time() - window.first_time_ms / 1000 if len(window) else 0.0

@@ -159,6 +159,7 @@ def _window_json(topic: admin_pb2.Topic) -> dict[str, Any] | None:
         "first_index": None if topic.partitions else topic.window_first_index,
         "first_publish_time_ms": topic.window_first_publish_time_ms or None,
         "messages": topic.window_messages,
+        "messages_on_disk": topic.window_messages_on_disk,
         "forgotten": topic.window_forgotten,
         "memory_bytes": topic.window_memory_bytes,
     }
@@ -172,7 +173,9 @@ def _window(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
     if topic.window_first_publish_time_ms:
         since = f" since {datetime.fromtimestamp(topic.window_first_publish_time_ms / 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
     reach = f"{topic.window_messages:,} IDs, from index {topic.window_first_index} on{since}"
-    return [("window", f"{reach}; {topic.window_forgotten:,} forgotten; {topic.window_memory_bytes:,} bytes")]
+    on_disk = f", {topic.window_messages_on_disk:,} on disk" if topic.window_messages_on_disk else ""
+    memory = f"{topic.window_memory_bytes:,} bytes"
+    return [("window", f"{reach}{on_disk}; {topic.window_forgotten:,} forgotten; {memory}")]
 
 
 def _entry_format(topic: admin_pb2.Topic) -> str:

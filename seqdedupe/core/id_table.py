@@ -67,7 +67,7 @@ def _slot(hashed: int, at: int) -> int:
 
 
 @for_kernels
-def _same(raw: Bytes, begin: int, ids: Uint8s, other: int, size: int) -> bool:
+def same(raw: Bytes, begin: int, ids: Uint8s, other: int, size: int) -> bool:
     at = 0
     while at + 8 <= size:
         if load64(raw, begin + at) != load64(ids, other + at):
@@ -103,7 +103,7 @@ def _find(slots: Int64s, hashed: int, raw: Bytes, begin: int, size: int, ids: Ui
         found = int(slots[at])
         if found & ~_PLACE == tag:
             row = found & _PLACE
-            if _size(offsets, row) == size and _same(raw, begin, ids, _begin(offsets, row), size):
+            if _size(offsets, row) == size and same(raw, begin, ids, _begin(offsets, row), size):
                 return at
         at = (at + 1) & mask
     return at
@@ -178,13 +178,15 @@ def decide(
     verdicts: Uint8s,
     found: Int64s,
     replaced: Int64s2,
+    older: Int64s,
 ) -> int:
     """The verdicts of rows of a batch, which the current chunk has room for; new ones are in flight from now on.
 
     `frame_index` is the index that the first new row of the whole frame has got: a copy of such a row is DUP, since
     the receipt comes when both have settled. `found` gets the index of each DUP's original. With `deduplicate` off
     every row is new; for one whose ID was known `replaced` gets where it lies now, and where it did (else NOWHERE).
-    Returns how many rows are new.
+    `older` has the index of each row's ID in what lies elsewhere (else NOWHERE), all of it in the log and before what
+    the table has; it is empty where there is nothing elsewhere. Returns how many rows are new.
     """
     row_offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     blob = start(places, DEDUPLICATION_IDS)
@@ -213,6 +215,10 @@ def decide(
                 else:
                     verdicts[row] = UNKNOWN
                 continue
+        if deduplicate and before == NOWHERE and len(older) > 0 and older[row] >= state[WINDOW]:
+            verdicts[row] = DUP
+            found[row] = older[row]
+            continue
         end = int(offsets[base + here])
         copy(ids, current * CHUNK_BYTES + end, raw, begin, size)
         offsets[base + here + 1] = end + size

@@ -45,6 +45,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+BEHIND_SECONDS = 0.01
+"""After so long it is looked again whether RocksDB has worked off what was written."""
+
 _NO_ROOM = os.strerror(errno.ENOSPC)
 
 
@@ -211,6 +214,12 @@ class Store:
             # An error ends the iteration like the end does.
             rows.status()
 
+    def get(self, keys: list[bytes]) -> list[bytes | None]:
+        """The values of these keys; None where there is none. Blocks, and lets other threads run."""
+        opening = self._current()
+        with self._failures(opening):
+            return opening.db[keys]  # type: ignore[index, return-value]
+
     def write(self, batch: WriteBatch) -> int:
         """Writes a batch whole, unsynced; `await flush()` with the number returned makes it durable.
 
@@ -221,6 +230,17 @@ class Store:
             opening.check_writable()
             rocksdb.write(opening.db, batch)
         return opening.number
+
+    async def write_when_idle(self, batch: WriteBatch) -> int:
+        """`write`, of what can wait until RocksDB has worked off what was written before."""
+        while True:
+            opening = self._current()
+            with self._failures(opening):
+                is_behind = rocksdb.is_behind(opening.db)
+            if not is_behind:
+                return self.write(batch)
+            # RocksDB tells nobody when it is done.
+            await asyncio.sleep(BEHIND_SECONDS)
 
     async def flush(self, opening: int) -> None:
         """All that was written before, in this opening of RocksDB, is durable on return.

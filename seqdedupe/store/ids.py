@@ -1,42 +1,53 @@
 """The window of deduplication IDs in a snapshot: a record of its own, and the IDs in pieces. docs/formats-store.md.
 
 All of them are written in the one write of the snapshot that they belong to: pieces that have come to the window since
-the one before, and that those before the window are gone.
+the one before, and that those are gone which lie before the window or in runs. Runs are there before (`id_runs`), and
+count once the record names them.
 """
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from rocksdict import WriteBatch
 
 from seqdedupe.core.id_chunks import Piece
+from seqdedupe.core.id_runs import Run
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.format.tag import SECRET_BYTES
+from seqdedupe.store import id_runs
 from seqdedupe.store.db import Store
 from seqdedupe.store.records import IDS, MAX_NUMBER, WINDOW, damaged, other_format, part_key, part_number, seal, unseal
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of the two kinds of records."""
 
-_WINDOW = struct.Struct(f"<B{SECRET_BYTES}sQQ")
+_WINDOW = struct.Struct(f"<B{SECRET_BYTES}sQQI")
+_NUMBER_BYTES = 4
+"""Of a run that it names."""
 _PIECE = struct.Struct("<BQqqI")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredIds:
     """A window as of a snapshot: from `first_index` up to, not including, `next_index`.
 
-    `pieces` are those that the durable snapshot before it lacks. `moved_from` is where that one began; None if it began
-    where this one does.
+    `runs` have the oldest, and pieces what follows. `pieces` are those that the durable snapshot before it lacks.
+    `moved_from` is where the pieces of that one began; None if they began where those of this one do.
     """
 
     key: bytes
     first_index: int
     next_index: int
-    pieces: list[Piece]
+    runs: tuple[Run, ...] = ()
+    pieces: list[Piece] = field(default_factory=list)
     moved_from: int | None = None
+
+    @property
+    def pieces_index(self) -> int:
+        """Where its pieces begin."""
+        return max(self.first_index, self.runs[-1].end_index if self.runs else 0)
 
 
 def whole(window: IdWindow) -> StoredIds:
@@ -48,9 +59,10 @@ def whole(window: IdWindow) -> StoredIds:
 def put(batch: WriteBatch, incarnation: int, ids: StoredIds) -> int:
     """Adds a window to what a snapshot writes. Returns the bytes of its pieces."""
     if ids.moved_from is not None:
-        batch.delete_range(part_key(incarnation, IDS, ids.moved_from), part_key(incarnation, IDS, ids.first_index))
+        batch.delete_range(part_key(incarnation, IDS, ids.moved_from), part_key(incarnation, IDS, ids.pieces_index))
     key = part_key(incarnation, WINDOW, 0)
-    batch.put(key, seal(key, _WINDOW.pack(FORMAT_VERSION, ids.key, ids.first_index, ids.next_index)))
+    fixed = _WINDOW.pack(FORMAT_VERSION, ids.key, ids.first_index, ids.next_index, len(ids.runs))
+    batch.put(key, seal(key, fixed + b"".join(run.number.to_bytes(_NUMBER_BYTES, "little") for run in ids.runs)))
     size_bytes = 0
     for piece in ids.pieces:
         key = part_key(incarnation, IDS, piece.first_index)
@@ -71,18 +83,33 @@ def load(store: Store, incarnation: int, next_index: int) -> IdWindow | None:
     at = part_key(incarnation, WINDOW, 0)
     for key, value in store.scan(at, at + b"\0"):
         body = _checked(key, value, _WINDOW)
-        if len(body) != _WINDOW.size:
-            raise damaged(key, f"it is {len(body)} bytes long")
-        _, secret, first_index, end_index = _WINDOW.unpack(body)
+        _, secret, first_index, end_index, count = _WINDOW.unpack_from(body)
+        if len(body) != _WINDOW.size + _NUMBER_BYTES * count:
+            raise damaged(key, f"it is {len(body)} bytes long, and names {count} runs")
         if end_index != next_index or first_index > end_index:
             raise damaged(key, f"the window goes from {first_index} to {end_index}, and the snapshot to {next_index}")
+        numbers = np.frombuffer(body, "<u4", count, _WINDOW.size).tolist()
+        runs = tuple(id_runs.load(store, incarnation, number) for number in numbers)
+        pieces_index = _checked_end(key, runs, first_index, end_index)
         window = IdWindow(secret, first_index)
         try:
-            window.load(_pieces(store, incarnation, first_index, end_index))
+            window.load(_pieces(store, incarnation, pieces_index, end_index), runs)
         except ValueError as e:
             raise damaged(key, str(e)) from e
         return window
     return None
+
+
+def _checked_end(key: bytes, runs: tuple[Run, ...], first_index: int, end_index: int) -> int:
+    """Where the pieces begin that follow on these runs of a window."""
+    index = None
+    for run in runs:
+        if index not in (None, run.first_index) or not max(first_index, run.first_index) < run.end_index <= end_index:
+            raise damaged(key, f"the run {run.number}, from {run.first_index} to {run.end_index}, is not of its window")
+        index = run.end_index
+    if runs and runs[0].first_index > first_index:
+        raise damaged(key, f"the IDs from index {first_index} on are in no run")
+    return first_index if index is None else index
 
 
 def _pieces(store: Store, incarnation: int, first_index: int, end_index: int) -> Iterator[Piece]:
@@ -113,8 +140,8 @@ def _piece(key: bytes, value: bytes) -> Piece:
 def _checked(key: bytes, value: bytes, form: struct.Struct) -> bytes:
     """The body of a record of either kind."""
     body = unseal(key, value)
+    if body and body[0] != FORMAT_VERSION:
+        raise other_format(f"the record {key.hex()}", body[0], FORMAT_VERSION)
     if len(body) < form.size:
         raise damaged(key, f"it is {len(body)} bytes long")
-    if body[0] != FORMAT_VERSION:
-        raise other_format(f"the record {key.hex()}", body[0], FORMAT_VERSION)
     return body

@@ -32,6 +32,7 @@ PAGE = b"P"
 DELTA = b"D"
 WINDOW = b"W"
 IDS = b"I"
+RUN = b"R"
 
 MAX_NUMBER = 2**64 - 1
 
@@ -52,7 +53,7 @@ def namespace_key(namespace: str) -> bytes:
 
 def part_key(incarnation: int, part: bytes, number: int) -> bytes:
     """Where a part of a snapshot is: header and window (0), names and pages by producer number, deltas by theirs, IDs
-    by the index of the first."""
+    by the index of the first, runs by their number and what it is of it."""
     return _PART.pack(b"S", incarnation, part, number)
 
 

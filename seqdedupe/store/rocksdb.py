@@ -32,6 +32,10 @@ MEMTABLES = 4
 
 BLOCK_CACHE_BYTES = 4 * 1024 * 1024
 BACKGROUND_JOBS = 2
+BEHIND_MEMTABLES = 2
+BEHIND_FILES = 12
+"""From so many on that RocksDB has not worked off, what can wait is not written. It holds writers up at 4 and at 20."""
+
 INFO_LOG_BYTES = 1024 * 1024
 INFO_LOGS = 2
 
@@ -81,6 +85,13 @@ def write(db: Rdict, batch: WriteBatch) -> None:
     options = WriteOptions()
     options.no_slowdown = True
     db.write(batch, options)
+
+
+def is_behind(db: Rdict) -> bool:
+    """Whether what can wait had better not be written now."""
+    if (db.property_int_value("rocksdb.num-immutable-mem-table") or 0) >= BEHIND_MEMTABLES:
+        return True
+    return (db.property_int_value("rocksdb.num-files-at-level0") or 0) >= BEHIND_FILES
 
 
 def sync(db: Rdict) -> int:

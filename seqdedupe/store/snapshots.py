@@ -7,6 +7,7 @@ still there, and whose last one says the same.
 """
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,10 +16,10 @@ from rocksdict import WriteBatch
 
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.names import Names
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
-from seqdedupe.store import ids
+from seqdedupe.store import id_runs, ids
 from seqdedupe.store.compaction import compact
 from seqdedupe.store.db import Store
 from seqdedupe.store.ids import StoredIds
@@ -42,12 +43,15 @@ from seqdedupe.store.records import (
     MAX_NUMBER,
     NAMES,
     PAGE,
+    RUN,
     damaged,
     part_key,
     part_number,
     seal,
     snapshot_range,
 )
+
+logger = logging.getLogger("seqdedupe.snapshots")
 
 MAX_DELTAS = 1024
 """More of them since the last compaction, and the next one is due."""
@@ -263,6 +267,20 @@ class Snapshots:
         self._position, self._delta_bytes = stored.position, 0
         return opening
 
+    def has_left_over(self, window: IdWindow) -> bool:
+        """Whether something is stored of runs that the window does not have. Blocks, in any thread."""
+        return id_runs.has_gaps(self._store, self._incarnation, window.older.numbers)
+
+    def drop_left_over(self, window: IdWindow, *, end: int = id_runs.MAX_RUN) -> None:
+        """Nothing is left of runs below this number that the window does not have. What cannot be removed now is at the
+        next start."""
+        batch = WriteBatch(raw_mode=True)
+        id_runs.put_gaps(batch, self._incarnation, window.older.numbers, end)
+        try:
+            self._store.write(batch)
+        except SeqdedupeError as e:
+            logger.warning("what is left of runs of deduplication IDs cannot be removed now: %s", e)
+
     def remove(self) -> int:
         """There is no snapshot any more: one write, unsynced, as of `write_delta`. Raises STORE_UNAVAILABLE."""
         batch = WriteBatch(raw_mode=True)
@@ -276,7 +294,10 @@ class Snapshots:
         for column, values in zip(columns, (stored.persisted, stored.epochs, stored.stated), strict=True):
             overwrite(column, stored.slots, values)
         batch = WriteBatch(raw_mode=True)
-        batch.delete_range(*snapshot_range(self._incarnation))
+        # Runs are whole by themselves: the window that comes with this names them.
+        all_keys = snapshot_range(self._incarnation)
+        batch.delete_range(all_keys[0], self._key(RUN, 0))
+        batch.delete_range(self._key(RUN, MAX_NUMBER), all_keys[1])
         self._put(batch, HEADER, 0, header.encode())
         for first in range(0, len(names), PAGE_PRODUCERS):
             page = slice(first, first + PAGE_PRODUCERS)

@@ -25,6 +25,8 @@ from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.recovery import RunsOf, Table
 from seqdedupe.topic.state import TopicBase
+from seqdedupe.topic.window_memory import WindowMemory
+from seqdedupe.topic.window_runs import LookedUp, WindowRuns
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -46,10 +48,14 @@ class LoggedTopic(TopicBase):
         applied: Applied,
         random_bytes: Callable[[int], bytes],
         on_state: Callable[[Any], None],
+        window_memory: WindowMemory | None = None,
     ) -> None:
         self.log = log
         self.window: IdWindow | None = loaded.window if loaded is not None else None
         """Of a topic of deduplication IDs."""
+        self.window_runs = WindowRuns(store, log.incarnation, lambda: self.window, self.snapshot)
+        self._window_memory = window_memory
+        self._window_seen = (0, 0)
         super().__init__(
             name,
             log.incarnation,
@@ -61,6 +67,7 @@ class LoggedTopic(TopicBase):
             applied=applied,
             on_state=on_state,
         )
+        self.snapshotter.on_stored = self._window_may_have_grown
         self.flight = Flight()
         self._streams: dict[int, Callable[[SeqdedupeError], None]] = {}
         self._random_bytes = random_bytes
@@ -153,6 +160,30 @@ class LoggedTopic(TopicBase):
             window = self._has_window(index)
             window.fail()
             window.replay(view, places, index, int(places[PUBLISH_TIME_MS]), self.applied.window)
+
+    async def look_up(self, encoded: bytes) -> LookedUp | None:
+        """To be awaited before a frame of a topic of deduplication IDs is admitted, in the step that follows.
+
+        Waits while the windows have more memory than they are to have, and reads what has to be read.
+        """
+        if self.window is None:
+            return None
+        if self._window_memory is not None:
+            await self._window_memory.room()
+        return await self.window_runs.look_up(encoded)
+
+    def _window_may_have_grown(self) -> None:
+        if self.window is None or self._window_memory is None:
+            return
+        seen = (self.window.chunks_opened, self.snapshotter.taken)
+        if seen != self._window_seen:
+            self._window_seen = seen
+            self._window_memory.measure(self.window_runs, self.window)
+
+    async def _end_tasks(self) -> None:
+        if self._window_memory is not None:
+            await self._window_memory.forget(self.window_runs)
+        await super()._end_tasks()
 
     def _has_window(self, index: int) -> IdWindow:
         """The window of this topic, which is one of deduplication IDs; one that begins with this index if it had none.

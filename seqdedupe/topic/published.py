@@ -13,6 +13,7 @@ from seqdedupe.topic.control import decode_policy
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.publishing import Topic
 from seqdedupe.topic.state import State, TopicBase
+from seqdedupe.topic.window_memory import WindowMemory
 
 
 class PublishedTopics:
@@ -29,6 +30,7 @@ class PublishedTopics:
         on_state: Callable[[Topic], None],
         rebuild_store: bool = False,
         stands_by: Callable[[str], bool] = lambda topic: False,
+        window_memory: WindowMemory | None = None,
     ) -> None:
         self.log = log
         self._store = store
@@ -36,6 +38,7 @@ class PublishedTopics:
         self._on_state = on_state
         self._rebuild_store = rebuild_store
         self._stands_by = stands_by
+        self._window_memory = window_memory
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
         return await self._logs.list(without)
@@ -56,6 +59,9 @@ class PublishedTopics:
         loaded = await asyncio.to_thread(snapshots.load)
         if loaded is not None and loaded.window is None and loaded.policy:
             _check_needs_none(record, decode_policy(loaded.policy))
+        window = loaded.window if loaded is not None else None
+        if window is not None and await asyncio.to_thread(snapshots.has_left_over, window):
+            snapshots.drop_left_over(window)
         covered_index, place = (loaded.next_index, loaded.opaque) if loaded else (0, b"")
         log = await self._logs.open(record.incarnation, covered_index, record.secret or None, place)
         if loaded is None and log.first_index > 0 and not (self._rebuild_store or without_snapshot):
@@ -80,6 +86,7 @@ class PublishedTopics:
             random_bytes=secrets.token_bytes,
             on_state=self._on_state,
             is_standby=self._stands_by(record.name),
+            window_memory=self._window_memory,
         )
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:

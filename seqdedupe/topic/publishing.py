@@ -30,6 +30,8 @@ from seqdedupe.topic.retry import again_until
 from seqdedupe.topic.sessions import RANDOM_BYTES
 from seqdedupe.topic.standby import first_of, until_asked, until_free
 from seqdedupe.topic.state import State
+from seqdedupe.topic.window_memory import WindowMemory
+from seqdedupe.topic.window_runs import LookedUp
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -46,6 +48,7 @@ class Topic(LoggedTopic):
 
     `on_state` is told each change of state, with one line why. While another sidecar owns the log, the topic is taken
     when somebody asks for it; with `is_standby` as soon as nobody owns it, and meanwhile it learns all that comes.
+    `window_memory` is shared by topics of deduplication IDs; without it their windows stay in memory.
     """
 
     def __init__(
@@ -60,9 +63,18 @@ class Topic(LoggedTopic):
         random_bytes: Callable[[int], bytes],
         on_state: Callable[[Any], None] = lambda topic: None,
         is_standby: bool = False,
+        window_memory: WindowMemory | None = None,
     ) -> None:
         super().__init__(
-            name, log, store, snapshots, loaded, applied=applied, random_bytes=random_bytes, on_state=on_state
+            name,
+            log,
+            store,
+            snapshots,
+            loaded,
+            applied=applied,
+            random_bytes=random_bytes,
+            on_state=on_state,
+            window_memory=window_memory,
         )
         self.next_index = self.confirmed_index
         log.flush_every(self.applied.flush_interval)
@@ -293,12 +305,14 @@ class Topic(LoggedTopic):
         *,
         lone: bool = False,
         when_durable: Callable[[], None] | None = None,
+        looked_up: LookedUp | None = None,
     ) -> None:
         """Decides about a frame and hands what is new to the log. `reply` is called once, now or when that settles.
 
         With `when_durable` the receipt may be given before that, when it is written, where the policy is so. It says
         so, and this is called when it is durable. Should the log lose it, the streams are ended.
-        `lone`: links may be left out, as in a unary call. Nothing is raised: what is wrong is a `Refusal`.
+        `lone`: links may be left out, as in a unary call. `looked_up` is what `look_up` has just answered; without it
+        everybody may have to wait for a disk. Nothing is raised: what is wrong is a `Refusal`.
         """
         try:
             self.check_serving()
@@ -307,7 +321,7 @@ class Topic(LoggedTopic):
             reply(Refusal(frame, e))
             return
         try:
-            new, answer = self._decided(encoded, frame, cache, lone)
+            new, answer = self._decided(encoded, frame, cache, lone, looked_up)
         except OutOfStepError as e:
             self.counters.refused += 1
             reply(Refusal(frame, self._out_of_step(e.__cause__)))
@@ -325,7 +339,7 @@ class Topic(LoggedTopic):
                 self.log.flush()
 
     def _decided(
-        self, encoded: bytes, number: int, cache: NumbersCache, lone: bool
+        self, encoded: bytes, number: int, cache: NumbersCache, lone: bool, looked_up: LookedUp | None
     ) -> tuple[Frame | None, Receipt | Refusal]:
         """By sequence IDs or by deduplication IDs."""
         check_log = self.log.check
@@ -338,6 +352,7 @@ class Topic(LoggedTopic):
                 wants_keys=self.policy.route is Route.KEY,
                 now_ms=self.now_ms(),
                 check_log=check_log,
+                older=lambda frame: self.window_runs.older(frame, looked_up),
             )
         return admission.admit(
             encoded,

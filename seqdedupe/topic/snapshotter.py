@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from seqdedupe.core.id_runs import Run
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
@@ -19,7 +20,7 @@ logger = logging.getLogger("seqdedupe.snapshots")
 
 
 class Snapshotter:
-    """Takes snapshots of a topic's producers: when asked to, and by itself when there is news (`stored`).
+    """Takes snapshots of a topic's numbers: when asked to, and by itself when there is news (`stored`).
 
     `describe` gives, at that moment, the term, the position of the last confirmed message, the policy's bytes and those
     of the position in a broker's own log. That and the numbers are copied in one step of the event loop, so that
@@ -58,8 +59,10 @@ class Snapshotter:
         loaded = window()
         self._ids_stored = loaded.confirmed_index if loaded is not None else 0
         """The IDs of messages below this index are in the last durable snapshot, those that are still known."""
-        self._window_stored = loaded.first_index if loaded is not None else 0
-        """And it begins there."""
+        self._pieces_stored = loaded.memory_index if loaded is not None else 0
+        """And begin there, but for those in runs."""
+        self.on_stored: Callable[[], None] = lambda: None
+        """Is told when the window may have grown, and when a snapshot is durable."""
         self._names_stored = len(producers)
         self._is_renumbered = False
         """Whether producers have other numbers than the last durable snapshot gives them."""
@@ -87,6 +90,7 @@ class Snapshotter:
     def stored(self, entries: int) -> None:
         """So many more batches are confirmed."""
         self._entries += entries
+        self.on_stored()
         if self._entries >= self._every_entries and self._next is None:
             self._entries = 0
             self._take_by_itself()
@@ -168,6 +172,8 @@ class Snapshotter:
         forgets = forgotten is not None and len(forgotten) > 0
         has_forgotten = self._producers.has_forgotten or forgets
         ids = self._ids()
+        window = self._window()
+        clears = window.older.clears if window is not None else 0
         try:
             delta = Delta(
                 term=term,
@@ -199,11 +205,14 @@ class Snapshotter:
         self._names_stored = known
         self._is_renumbered = False
         if ids is not None:
-            self._ids_stored, self._window_stored = ids.next_index, ids.first_index
+            self._ids_stored, self._pieces_stored = ids.next_index, ids.pieces_index
+            if window is not None and window.older.clears == clears:
+                self._named(window, ids.runs)
         self.next_index, self.opaque = position.index + 1, opaque
         self.taken += 1
         self.durable_at = asyncio.get_running_loop().time()
         self._on_durable()
+        self.on_stored()
         if self._compaction is None or self._compaction.done():
             self._compaction = asyncio.ensure_future(self._compact())
 
@@ -213,8 +222,18 @@ class Snapshotter:
             return None
         stored = 0 if self._is_renumbered else self._ids_stored
         first_index, next_index = window.first_index, window.confirmed_index
-        moved_from = self._window_stored if first_index > self._window_stored else None
-        return StoredIds(window.key, first_index, next_index, window.pieces(max(stored, first_index)), moved_from)
+        ids = StoredIds(window.key, first_index, next_index, window.older.to_name(first_index))
+        if ids.pieces_index > self._pieces_stored:
+            ids.moved_from = self._pieces_stored
+        ids.pieces = window.pieces(max(stored, ids.pieces_index))
+        return ids
+
+    def _named(self, window: IdWindow, runs: tuple[Run, ...]) -> None:
+        """The runs that a durable snapshot names are in force; others are not needed any more."""
+        generation = window.older.generation
+        window.named(runs)
+        if window.older.generation != generation:
+            self._snapshots.drop_left_over(window, end=window.older.next_number)
 
     async def _compact(self) -> None:
         try:

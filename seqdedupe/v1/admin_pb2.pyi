@@ -442,6 +442,7 @@ class Topic(_message.Message):
     WINDOW_FORGOTTEN_FIELD_NUMBER: _builtins.int
     WINDOW_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     DEDUPLICATION_ROUTE_FIELD_NUMBER: _builtins.int
+    WINDOW_MESSAGES_ON_DISK_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     PARTITION_OF_FIELD_NUMBER: _builtins.int
     UNUSED_PARTITIONS_FIELD_NUMBER: _builtins.int
@@ -506,6 +507,8 @@ class Topic(_message.Message):
     """The memory that the window takes."""
     deduplication_route: Global___DeduplicationRoute.ValueType
     """By what its messages find their partitions, for good; also of each partition."""
+    window_messages_on_disk: _builtins.int
+    """So many of the IDs that are known lie on disk, and not in memory."""
     partitions: _builtins.int
     """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
     stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
@@ -580,6 +583,7 @@ class Topic(_message.Message):
         window_forgotten: _builtins.int = ...,
         window_memory_bytes: _builtins.int = ...,
         deduplication_route: Global___DeduplicationRoute.ValueType = ...,
+        window_messages_on_disk: _builtins.int = ...,
         partitions: _builtins.int = ...,
         partition_of: _builtins.str = ...,
         unused_partitions: _builtins.int = ...,
@@ -593,7 +597,7 @@ class Topic(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "policy", b"policy", "set_policy", b"set_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why", "window_first_index", b"window_first_index", "window_first_publish_time_ms", b"window_first_publish_time_ms", "window_forgotten", b"window_forgotten", "window_memory_bytes", b"window_memory_bytes", "window_messages", b"window_messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_messages", b"damaged_messages", "damaged_places", b"damaged_places", "deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "dup", b"dup", "entry_format", b"entry_format", "first_index", b"first_index", "incarnation", b"incarnation", "last", b"last", "log_bytes", b"log_bytes", "log_earlier", b"log_earlier", "log_foreign", b"log_foreign", "log_repeats", b"log_repeats", "log_void", b"log_void", "may_lose_messages", b"may_lose_messages", "may_lose_ms", b"may_lose_ms", "name", b"name", "not_dup", b"not_dup", "not_durable_messages", b"not_durable_messages", "partition_of", b"partition_of", "partitions", b"partitions", "policy", b"policy", "producers", b"producers", "purged", b"purged", "refused", b"refused", "resets", b"resets", "resumed_after_purge", b"resumed_after_purge", "set_policy", b"set_policy", "snapshot_index", b"snapshot_index", "state", b"state", "term", b"term", "unknown", b"unknown", "unused_partitions", b"unused_partitions", "why", b"why", "window_first_index", b"window_first_index", "window_first_publish_time_ms", b"window_first_publish_time_ms", "window_forgotten", b"window_forgotten", "window_memory_bytes", b"window_memory_bytes", "window_messages", b"window_messages", "window_messages_on_disk", b"window_messages_on_disk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -235,7 +235,7 @@ def _at_once_beyond(self: Any, limits: WindowLimits, now_ms: int) -> None:
 
 
 PLANTED: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "a hash that meets is a copy": ("id_table", "_same", lambda real: lambda *arguments: True),
+    "a hash that meets is a copy": ("id_table", "same", lambda real: lambda *arguments: True),
     "a prefix is a copy": ("id_table", "_size", lambda real: lambda offsets, at: min(real(offsets, at), 2)),
     "what is accepted again goes with its old chunk": ("id_window", "take_out", _taken_out_whatever_lies_there),
     "clearing leaves holes": ("id_window", "take_out", lambda real: _hole_is_left),
@@ -247,7 +247,11 @@ PLANTED: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
         "confirm",
         lambda real: lambda self, rows: real(self, self.next_index - self.confirmed_index),
     ),
-    "never forgets, and says so": ("id_window.IdWindow", "_is_beyond", lambda real: lambda *a: a[2] > 0),
+    "never forgets, and says so": (
+        "id_window.IdWindow",
+        "_is_beyond",
+        lambda real: lambda self, chunk, *_: chunk.end_index > 0,
+    ),
 }
 
 

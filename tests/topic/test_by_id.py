@@ -25,7 +25,7 @@ from seqdedupe.message_id import MessageId
 from seqdedupe.store import ids as stored_ids
 from seqdedupe.store.db import Store
 from seqdedupe.store.records import IDS, part_key
-from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.topic import logged
 from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache, check_by_id
@@ -59,10 +59,7 @@ class Place:
         self.topic: Topic
 
     async def start(self) -> Topic:
-        snapshots = Snapshots(self.store, INCARNATION)
-        self.topic = Topic(
-            "t", self.log, self.store, snapshots, snapshots.load(), applied=APPLIED, random_bytes=random.randbytes
-        )
+        self.topic = self.opened(Snapshots(self.store, INCARNATION))
         self.topic.now_ms = lambda: self.now_ms
         await self.topic.recover()
         if self.topic.window is None:
@@ -72,10 +69,22 @@ class Place:
             await setting
         return self.topic
 
+    def opened(self, snapshots: Snapshots) -> Topic:
+        return self.topic_of(snapshots, snapshots.load())
+
+    def topic_of(self, snapshots: Snapshots, loaded: Loaded | None, **more: Any) -> Topic:
+        return Topic(
+            "t", self.log, self.store, snapshots, loaded, applied=APPLIED, random_bytes=random.randbytes, **more
+        )
+
     async def crash(self, lands: int | None = 0) -> Topic:
         self.log = self.log.crash(lands)
         await self.topic.close("crash")
         return await self.start()
+
+    async def go_on(self) -> None:
+        """Between two steps of a history."""
+        await asyncio.sleep(0)
 
     def send(self, *ids: bytes) -> list[Receipt | Refusal]:
         answers: list[Receipt | Refusal] = []
@@ -378,7 +387,7 @@ async def history(place: Place, seed: int) -> None:
                     await place.topic.snapshot()
             case 6:
                 place.log.store(1)
-        await asyncio.sleep(0)
+        await place.go_on()
         if place.topic.state is not State.SERVING:
             await until_serving(place.topic)
     while sender.left:

@@ -1,0 +1,83 @@
+"""What the windows of deduplication IDs of all topics of a sidecar may take in memory; what is more goes to runs."""
+
+import asyncio
+import logging
+
+from seqdedupe.core.id_window import IdWindow
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.topic.broadcast import Broadcast
+from seqdedupe.topic.window_runs import WindowRuns
+
+MIN_MEMORY_IN_MB = 4
+"""Less has no room for a chunk: what moves to a run, or is forgotten, at once."""
+
+EXCESS = 4
+"""One in so many of the limit may be taken more before publishers wait."""
+
+logger = logging.getLogger("seqdedupe.windows")
+
+
+class WindowMemory:
+    """Has the largest window move its oldest IDs to a run while all together take more than `limit_bytes`.
+
+    One run is made at a time. What comes meanwhile may take a part more (`EXCESS`); a window that is read from the log
+    takes what it needs. While the store cannot be written all stays in memory.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._bytes: dict[WindowRuns, int] = {}
+        self._windows: dict[WindowRuns, IdWindow] = {}
+        self._total = 0
+        self._moving: asyncio.Task[None] | None = None
+        self._progress = Broadcast()
+
+    async def room(self) -> None:
+        """Returns when more may come: memory has room, or will not get any now."""
+        while self._moving is not None and self._total > self.limit_bytes + self.limit_bytes // EXCESS:
+            await self._progress.wait()
+
+    def measure(self, runs: WindowRuns, window: IdWindow) -> None:
+        """This window may have grown."""
+        self._windows[runs] = window
+        self._total -= self._bytes.get(runs, 0)
+        self._bytes[runs] = window.needed_bytes
+        self._total += self._bytes[runs]
+        if self._total > self.limit_bytes and self._moving is None:
+            self._moving = asyncio.ensure_future(self._make_room())
+            self._moving.add_done_callback(self._moved)
+
+    async def forget(self, runs: WindowRuns) -> None:
+        """The topic of this window is closed: nothing of it is moved any more."""
+        self._windows.pop(runs, None)
+        self._total -= self._bytes.pop(runs, 0)
+        if self._moving is not None:
+            self._moving.cancel()
+            await asyncio.wait({self._moving})
+
+    async def _make_room(self) -> None:
+        while self._total > self.limit_bytes:
+            for runs in sorted(self._bytes, key=lambda runs: self._bytes[runs], reverse=True):
+                if await runs.move_out():
+                    while await runs.merge():
+                        pass
+                    self._measure_again(runs)
+                    self._progress.tell()
+                    break
+            else:
+                return
+
+    def _measure_again(self, runs: WindowRuns) -> None:
+        if (window := self._windows.get(runs)) is not None:
+            self._total += window.needed_bytes - self._bytes[runs]
+            self._bytes[runs] = window.needed_bytes
+
+    def _moved(self, task: "asyncio.Task[None]") -> None:
+        self._moving = None
+        self._progress.tell()
+        if task.cancelled() or (e := task.exception()) is None:
+            return
+        if isinstance(e, SeqdedupeError):
+            logger.warning("deduplication IDs stay in memory for now: %s", e)
+        else:
+            logger.error("deduplication IDs stay in memory", exc_info=e)

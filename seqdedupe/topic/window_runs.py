@@ -1,0 +1,217 @@
+"""The runs of a topic's window of deduplication IDs: looked through for its frames, made of what leaves memory, merged.
+
+Runs are built beside serving: in threads, by kernels that leave other threads alone, and written bit by bit.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from seqdedupe.core.id_chunks import Piece
+from seqdedupe.core.id_runs import Entries, Run, entries_in, entries_of, find, parts_of
+from seqdedupe.core.id_table import NOWHERE
+from seqdedupe.core.id_window import IdWindow
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.format.jit import Int64s
+from seqdedupe.store.db import Store
+from seqdedupe.store.id_runs import RunWriter, read_pages
+from seqdedupe.topic.frame import Frame, check_by_id
+
+MOVED_PART = 8
+"""A run has one in so many of the IDs in memory, or a chunk."""
+MAX_RUNS = 8
+"""From more on the smallest neighbours are merged: every new ID is looked for in the filters of all."""
+PAGES_A_PART = 64
+"""Of a run, merged at once."""
+READ_AT_ONCE = 1024
+"""Pages, for a frame."""
+TIDIED_AT_ONCE = 4096
+"""IDs, in one step of the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """Where the IDs of a frame are in the runs of a generation: each one's index, NOWHERE for others."""
+
+    generation: int
+    indexes: Int64s
+
+
+class WindowRuns:
+    """`take_snapshot` returns when one is durable that began after the call, or raises why there is none."""
+
+    def __init__(
+        self,
+        store: Store,
+        incarnation: int,
+        window: Callable[[], IdWindow | None],
+        take_snapshot: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._incarnation = incarnation
+        self._window = window
+        self._take_snapshot = take_snapshot
+        self._building = asyncio.Lock()
+
+    # -- looking up ----------------------------------------------------------------------------------------------
+
+    async def look_up(self, encoded: bytes) -> LookedUp | None:
+        """Reads for a frame what is to be decided next, without holding up others; None if nothing has to be read.
+
+        What it answers is for the step of the event loop that follows: later the runs may be others.
+        """
+        window = self._window()
+        if window is None or not window.older.runs:
+            return None
+        try:
+            frame = check_by_id(encoded)
+            while True:
+                generation = window.older.generation
+                wanted = self._candidates(window, frame)
+                try:
+                    found = await asyncio.to_thread(self._found, frame, wanted) if wanted else self._found(frame, ())
+                except SeqdedupeError:
+                    # A run that was dropped meanwhile cannot be read.
+                    if window.older.generation == generation:
+                        raise
+                    continue
+                if window.older.generation == generation:
+                    return LookedUp(generation, found)
+        except SeqdedupeError:
+            # Whoever decides about the frame finds the same, and says so.
+            return None
+
+    def older(self, frame: Frame, looked_up: LookedUp | None) -> Int64s:
+        """The index of each ID of a frame in the runs there are now: as it was looked up, or read at once.
+
+        Raises STORE_DAMAGED, STORE_UNAVAILABLE.
+        """
+        window = self._window()
+        if window is None or not window.older.runs:
+            return np.zeros(0, np.int64)
+        if looked_up is not None and looked_up.generation == window.older.generation:
+            return looked_up.indexes
+        return self._found(frame, self._candidates(window, frame))
+
+    def _candidates(self, window: IdWindow, frame: Frame) -> list[tuple[Run, int, int]]:
+        """Rows that a filter lets through: in which run, and in which of its pages."""
+        found = window.older.candidates(frame.view, frame.places, window.hash_key, window.first_index)
+        return [(run, row, page) for run, row, pages in found for page in pages]
+
+    def _found(self, frame: Frame, wanted: "list[tuple[Run, int, int]] | tuple[()]") -> Int64s:
+        """The highest index of each row, of those that these pages have with its very bytes. Blocks, in any thread."""
+        indexes = np.full(frame.rows, NOWHERE, np.int64)
+        for at in range(0, len(wanted), READ_AT_ONCE):
+            some = wanted[at : at + READ_AT_ONCE]
+            pages = read_pages(self._store, self._incarnation, [(run.number, page) for run, _, page in some])
+            for (run, row, _), page in zip(some, pages, strict=True):
+                delta = find(np.frombuffer(page, np.uint8), frame.view, frame.places, row)
+                if delta != NOWHERE:
+                    indexes[row] = max(indexes[row], run.first_index + delta)
+        return indexes
+
+    # -- out of memory -------------------------------------------------------------------------------------------
+
+    async def move_out(self) -> bool:
+        """The oldest IDs in memory lie in a run from now on. Whether there were any that could.
+
+        Raises STORE_UNAVAILABLE, and what `take_snapshot` raises: they are in memory then, and nothing is lost.
+        """
+        window = self._window()
+        if window is None:
+            return False
+        async with self._building:
+            if window.older.offered is None:
+                clears = window.older.clears
+                pieces = await self._oldest(window)
+                if not pieces:
+                    return False
+                run = await self._made(window, pieces)
+                if window.older.clears != clears:
+                    return False
+                window.older.offer(run)
+            await self._name(window)
+        while window.tidy(TIDIED_AT_ONCE):  # noqa: ASYNC110 (this is what gets it done)
+            await asyncio.sleep(0)
+        return True
+
+    async def merge(self) -> bool:
+        """Two runs are one from now on, if there are too many. Whether there were. Raises as `move_out`."""
+        window = self._window()
+        if window is None:
+            return False
+        async with self._building:
+            older = window.older
+            pair, clears, generation = older.smallest_pair(MAX_RUNS), older.clears, older.generation
+            if pair is None or older.offered is not None:
+                return False
+            try:
+                run = await self._merged(window, pair)
+            except SeqdedupeError:
+                # A run that is dropped meanwhile cannot be read.
+                if older.generation == generation:
+                    raise
+                return False
+            if run is None or older.clears != clears:
+                return False
+            older.offer(run)
+            await self._name(window)
+        return True
+
+    async def _name(self, window: IdWindow) -> None:
+        """A snapshot that names what is offered; if that is forgotten by now it is given up."""
+        offered = window.older.offered
+        await self._take_snapshot()
+        if window.older.offered is offered:
+            window.older.offered = None
+
+    async def _oldest(self, window: IdWindow) -> list[Piece]:
+        """Copies of the oldest chunks in memory, which follow one another."""
+        pieces: list[Piece] = []
+        for first_index in window.oldest_chunks(MOVED_PART):
+            piece = window.whole_chunk(first_index)
+            if piece is None:
+                # It is forgotten by now, and with it all that are older.
+                pieces.clear()
+            else:
+                pieces.append(piece)
+            await asyncio.sleep(0)
+        return pieces
+
+    async def _made(self, window: IdWindow, pieces: list[Piece]) -> Run:
+        first_index, end_index = pieces[0].first_index, pieces[-1].end_index
+        entries = await asyncio.to_thread(entries_of, pieces, first_index, window.hash_key)
+        chunks = [
+            (piece.first_index, len(piece.sizes), len(piece.ids), piece.first_time_ms, piece.last_time_ms)
+            for piece in pieces
+        ]
+        writer = RunWriter(
+            self._store, self._incarnation, window.older.next_number, first_index, end_index - first_index
+        )
+        await writer.begin()
+        await writer.add(entries)
+        return await writer.finish(end_index, np.array(chunks, np.int64))
+
+    async def _merged(self, window: IdWindow, pair: tuple[Run, Run]) -> Run | None:
+        """One run with all of these that is not forgotten; None if all of it is."""
+        chunks = np.concatenate([run.chunks for run in pair])
+        chunks = chunks[chunks[:, 0] + chunks[:, 1] > window.first_index]
+        if not len(chunks):
+            return None
+        first_index, end_index = int(chunks[0, 0]), pair[-1].end_index
+        writer = RunWriter(
+            self._store, self._incarnation, window.older.next_number, first_index, end_index - first_index
+        )
+        await writer.begin()
+        for low, high in parts_of(list(pair), PAGES_A_PART):
+            wanted = [(run, page) for run in pair for page in run.pages_between(low, high)]
+            entries = await asyncio.to_thread(self._entries, wanted, first_index, window.hash_key)
+            await writer.add(entries, low, high)
+        return await writer.finish(end_index, chunks)
+
+    def _entries(self, wanted: list[tuple[Run, int]], first_index: int, key: Int64s) -> Entries:
+        pages = read_pages(self._store, self._incarnation, [(run.number, page) for run, page in wanted])
+        based = [(page, run.first_index - first_index) for (run, _), page in zip(wanted, pages, strict=True)]
+        return entries_in(based, key)

@@ -1,0 +1,371 @@
+"""A topic of deduplication IDs with memory for a few of them: runs are built, named, merged and dropped all the time.
+
+About 25 s, one process.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rocksdict import WriteBatch
+
+from seqdedupe.core.id_older import Older
+from seqdedupe.core.rule import DUP
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.store import id_runs as stored_runs
+from seqdedupe.store import ids as stored_ids
+from seqdedupe.store.db import Store
+from seqdedupe.store.records import RUN, part_key
+from seqdedupe.store.snapshots import Snapshots
+from seqdedupe.topic import window_runs
+from seqdedupe.topic.answers import Receipt, Refusal
+from seqdedupe.topic.frame import NumbersCache
+from seqdedupe.topic.publishing import Topic
+from seqdedupe.topic.window_memory import WindowMemory
+from seqdedupe.topic.window_runs import WindowRuns
+from tests.topic.test_by_id import INCARNATION, Place, frame, history, originals, receipt, verdicts
+
+MEMORY_BYTES = 8 * 1024 + 100
+"""The smallest table, and a few IDs."""
+
+
+@pytest.fixture(autouse=True)
+def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_runs, "MAX_RUNS", 2)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path / "store")
+    yield store
+    store.close()
+
+
+class SmallPlace(Place):
+    """Its windows have memory for a few IDs."""
+
+    def __init__(self, store: Store, memory_bytes: int = MEMORY_BYTES, **policy: Any) -> None:
+        super().__init__(store, **policy)
+        self.memory = WindowMemory(memory_bytes)
+        self.random = random.Random(7)
+
+    def opened(self, snapshots: Snapshots) -> Topic:
+        loaded = snapshots.load()
+        if loaded is not None and loaded.window is not None and snapshots.has_left_over(loaded.window):
+            snapshots.drop_left_over(loaded.window)
+        return self.topic_of(snapshots, loaded, window_memory=self.memory)
+
+    async def go_on(self) -> None:
+        """Something moves to runs, now and then until all has, and frames come meanwhile."""
+        await super().go_on()
+        if self.random.random() < 0.4 and self.topic.window is not None:
+            self.memory.measure(self.topic.window_runs, self.topic.window)
+        if self.memory._moving is not None and self.random.random() < 0.4:
+            await asyncio.wait({self.memory._moving})
+
+    async def store_each(self, *ids: bytes) -> None:
+        for one in ids:
+            answers = self.send(one)
+            self.log.settle()
+            assert receipt(answers).verdicts is None
+
+    async def to_a_run(self) -> None:
+        """All that is in the log lies in runs."""
+        while await self.topic.window_runs.move_out():
+            while await self.topic.window_runs.merge():
+                pass
+
+    def run_keys(self) -> list[bytes]:
+        first, end = part_key(INCARNATION, RUN, 0), part_key(INCARNATION, RUN, 2**64 - 1)
+        return [key for key, _ in self.store.scan(first, end)]
+
+    def run_numbers(self) -> set[int]:
+        return {int.from_bytes(key[-8:-4], "big") for key in self.run_keys()}
+
+
+@pytest.fixture
+async def place(store: Store) -> Any:
+    place = SmallPlace(store, 10**9)
+    await place.start()
+    yield place
+    await place.topic.close("")
+
+
+def window_of(place: Place) -> Any:
+    assert place.topic.window is not None
+    return place.topic.window
+
+
+async def test_copies_of_what_lies_in_runs_are_known_over_restarts(place: SmallPlace) -> None:
+    ids = [b"a", b"a\0", bytes(16), b"x" * 255, b"id-1"]
+    await place.store_each(*ids)
+    await place.to_a_run()
+    assert window_of(place).on_disk == 5
+    assert originals(place, place.send(*ids)) == dict(enumerate(range(5)))
+    await place.crash()
+    assert window_of(place).on_disk == 5
+    assert originals(place, place.send(*reversed(ids))) == dict(enumerate(reversed(range(5))))
+    again = place.send(b"a\0\0", b"x" * 254)
+    place.log.settle()
+    assert receipt(again).verdicts is None
+
+
+async def test_runs_are_merged_and_dropped_as_the_window_moves(store: Store) -> None:
+    place = SmallPlace(store, 10**9, deduplication_window_max_messages=64)
+    await place.start()
+    for k in range(400):
+        await place.store_each(b"%d" % k)
+        if k % 5 == 0:
+            await place.to_a_run()
+    window = window_of(place)
+    assert len(window.older.runs) <= 2
+    assert window.older.next_number > 20
+    assert place.run_numbers() == set(window.older.numbers)
+    assert 64 <= len(window) <= 69
+    first = window.first_index + 5
+    assert verdicts(place.send(b"%d" % first, b"399")) == [DUP, DUP]
+    forgotten = place.send(b"%d" % (first - 10))
+    place.log.settle()
+    assert receipt(forgotten).verdicts is None
+    await place.topic.close("")
+
+
+async def test_a_look_up_beside_the_loop_is_of_the_runs_at_the_decision(place: SmallPlace) -> None:
+    """What is looked up in memory's stead, and moves to a run before the decision, is looked up again."""
+    await place.store_each(b"a")
+    await place.to_a_run()
+    await place.store_each(b"b")
+    looked_up = await place.topic.look_up(frame(b"b"))
+    await place.to_a_run()
+    answers: list[Receipt | Refusal] = []
+    place.topic.admit(frame(b"b"), 1, answers.append, NumbersCache(), looked_up=looked_up)
+    assert verdicts(answers) == [DUP]
+
+
+async def test_runs_that_go_while_they_are_read_are_looked_up_again(
+    place: SmallPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.store_each(b"a", b"b", b"c")
+    await place.to_a_run()
+    real = window_runs.read_pages
+    loop = asyncio.get_running_loop()
+
+    def read_pages(*arguments: Any) -> Any:
+        monkeypatch.setattr(window_runs, "read_pages", real)
+        asyncio.run_coroutine_threadsafe(merged(), loop).result(60)
+        return real(*arguments)
+
+    async def merged() -> None:
+        monkeypatch.setattr(window_runs, "MAX_RUNS", 0)
+        await place.store_each(b"d")
+        await place.to_a_run()
+
+    monkeypatch.setattr(window_runs, "read_pages", read_pages)
+    looked_up = await place.topic.look_up(frame(b"a", b"d", b"new"))
+    assert looked_up is not None
+    assert looked_up.indexes.tolist() == [0, 3, -1]
+    assert looked_up.generation == window_of(place).older.generation
+
+
+async def test_what_cannot_be_read_is_an_error_and_nothing_is_stored(
+    place: SmallPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await place.store_each(b"a")
+    await place.to_a_run()
+
+    def cannot(*_: Any) -> Any:
+        raise error("STORE_UNAVAILABLE", "the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "get", cannot)
+        assert await place.topic.look_up(frame(b"a")) is None
+        (answer,) = place.send(b"a")
+        assert isinstance(answer, Refusal)
+        assert answer.error.reason == "STORE_UNAVAILABLE"
+    assert verdicts(place.send(b"a")) == [DUP]
+    assert place.stored() == [b"a"]
+
+
+@pytest.mark.parametrize("damage", ["page", "head", "index", "a byte"])
+async def test_a_run_that_is_damaged_is_an_error(place: SmallPlace, store: Store, damage: str) -> None:
+    await place.store_each(b"a", b"b")
+    await place.to_a_run()
+    head, index, page = place.run_keys()
+    change = WriteBatch(raw_mode=True)
+    key = {"page": page, "head": head, "index": index, "a byte": page}[damage]
+    change.delete(key)
+    if damage == "a byte":
+        [value] = [value for _, value in store.scan(page, page + b"\0")]
+        change.put(page, value[:-1] + bytes([value[-1] ^ 1]))
+    store.write(change)
+    if damage in ("head", "index"):
+        with pytest.raises(SeqdedupeError, match=r"missing|do not fit") as raised:
+            Snapshots(store, INCARNATION).load()
+        assert raised.value.reason == "STORE_DAMAGED"
+    else:
+        (answer,) = place.send(b"a")
+        assert isinstance(answer, Refusal)
+        assert answer.error.reason == "STORE_DAMAGED"
+        assert place.stored() == [b"a", b"b"]
+
+
+async def test_what_no_snapshot_names_goes_at_the_next_start(place: SmallPlace, store: Store) -> None:
+    await place.store_each(b"a")
+    await place.to_a_run()
+    named = place.run_keys()
+    left = WriteBatch(raw_mode=True)
+    for number in (0, 2, 3, 70):
+        left.put(stored_runs.key_of(INCARNATION, number, 5), b"left")
+    store.write(left)
+    await place.crash()
+    assert place.run_keys() == named
+    assert verdicts(place.send(b"a")) == [DUP]
+
+
+async def test_a_deleted_topic_leaves_no_run(place: SmallPlace, store: Store) -> None:
+    await place.store_each(b"a")
+    await place.to_a_run()
+    assert place.run_keys()
+    await store.remove_topic(INCARNATION)
+    assert not place.run_keys()
+
+
+async def test_the_largest_window_gives_way(store: Store) -> None:
+    """Two topics share the memory; the table of one that has moved out is made smaller."""
+    place = SmallPlace(store, 600_000)
+    await place.start()
+    ids = [b"%d" % k for k in range(20_000)]
+    for first in range(0, len(ids), 1000):
+        place.send(*ids[first : first + 1000])
+        place.log.settle()
+    window = window_of(place)
+    async with asyncio.timeout(60):
+        await place.topic.snapshot()
+        while place.memory._moving is not None:
+            await asyncio.wait({place.memory._moving})
+        assert window.needed_bytes <= 600_000
+    assert window.on_disk > 5_000
+    looked_up = await place.topic.look_up(frame(*ids[:1000]))
+    assert looked_up is not None
+    assert looked_up.indexes.tolist() == list(range(1000))
+    await place.topic.close("")
+    assert not place.memory._bytes
+
+
+# -- histories -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_each_message_stands_there_once_whatever_fails(
+    store: Store, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[int] = []
+    real = Older.offer
+
+    def offer(self: Older, run: Any) -> None:
+        offered.append(run.number)
+        real(self, run)
+
+    monkeypatch.setattr(Older, "offer", offer)
+    await history(SmallPlace(store), seed)
+    assert offered
+
+
+@pytest.mark.parametrize("is_merge", [False, True])
+async def test_a_kill_at_any_write_loses_and_doubles_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_merge: bool
+) -> None:
+    """Writes of the store become durable in their order: what is there after a power cut is what was written before one
+    of them."""
+    ids = [b"id-%d" % k for k in range(30)]
+    for last in range(1000):
+        place = SmallPlace(store, 10**9)
+        place.storage.records.clear()
+        await place.start()
+        await place.store_each(*ids[:10])
+        if is_merge:
+            for part in (ids[10:15], ids[15:20], ids[20:25]):
+                await place.topic.window_runs.move_out()
+                await place.store_each(*part)
+        await place.topic.snapshot()
+        done = await _cut_after(place, store, last, monkeypatch)
+        await place.crash(None)
+        stored = place.stored()
+        assert verdicts(place.send(*stored)) == [DUP] * len(stored)
+        await place.topic.snapshot()
+        await place.to_a_run()
+        assert originals(place, place.send(*stored)) == dict(enumerate(range(len(stored))))
+        assert place.run_numbers() == set(window_of(place).older.numbers)
+        await place.topic.close("")
+        await store.flush(Snapshots(store, INCARNATION).remove())
+        if done:
+            assert last > 4
+            return
+
+
+async def _cut_after(place: SmallPlace, store: Store, writes: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Moves all to runs, of which the store gets so many writes; whether that was all."""
+    left = writes
+
+    def write(self: Store, batch: WriteBatch) -> int:
+        nonlocal left
+        if left <= 0:
+            raise error("STORE_UNAVAILABLE", "the power is gone")
+        left -= 1
+        return real(self, batch)
+
+    real = Store.write
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "write", write)
+        try:
+            await place.to_a_run()
+        except SeqdedupeError:
+            return False
+    return True
+
+
+def _names_before_it_is_whole(real: Callable[..., Any]) -> Callable[..., Any]:
+    async def made(self: WindowRuns, window: Any, pieces: Any) -> Any:
+        run = await real(self, window, pieces)
+        batch = WriteBatch(raw_mode=True)
+        key = stored_runs.key_of(INCARNATION, run.number, 0)
+        batch.delete(key)
+        self._store.write(batch)
+        return run
+
+    return made
+
+
+PLANTED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "what was looked up before counts": (
+        WindowRuns,
+        "older",
+        lambda real: lambda self, frame, looked_up: np.full(frame.rows, -1, np.int64),
+    ),
+    "snapshots name no runs": (stored_ids.StoredIds, "pieces_index", lambda real: property(lambda self: 10**6)),
+    "a run is named before it is whole": (WindowRuns, "_made", _names_before_it_is_whole),
+    "runs that are in use are dropped": (Older, "numbers", lambda real: property(lambda self: [])),
+    "what is offered is not named": (
+        Older,
+        "to_name",
+        lambda real: lambda self, first: (self.offered,) if self.offered else self.runs,
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+async def test_control_a_planted_bug_doubles_or_loses(store: Store, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, planted = PLANTED[bug]
+    monkeypatch.setattr(where, name, planted(getattr(where, name)))
+    with pytest.raises((AssertionError, SeqdedupeError, IndexError, ValueError, TimeoutError)):
+        await _histories(store)
+
+
+async def _histories(store: Store) -> None:
+    for seed in range(12):
+        await asyncio.wait_for(history(SmallPlace(store), seed), 60)
+        await store.flush(Snapshots(store, INCARNATION).remove())
