@@ -39,6 +39,7 @@ from seqdedupe_spark.stores import kinds
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
+    Beside,
     Binding,
     OutputStore,
     Stored,
@@ -229,9 +230,17 @@ class SqlStore(OutputStore):
                 return False
         return True
 
-    def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
+    def write(
+        self,
+        job: str,
+        table: str,
+        batches: Iterator[pa.RecordBatch],
+        advances: Sequence[Advance],
+        beside: Beside | None = None,
+    ) -> int:
         collected = list(batches)
         changed = [advance.changed_watermarks() for advance in advances]
+        others = beside and beside.rows()
         # In the same order by all: of two that move the same positions neither holds what the other waits for.
         moves = sorted(zip(advances, changed, strict=True), key=lambda one: one[0].range.topic)
         with self._errors(), self._engine.begin() as connection:
@@ -239,6 +248,8 @@ class SqlStore(OutputStore):
                 if len(batch):
                     with in_batch(number):
                         _insert(connection, table, batch)
+            if beside and others:
+                _insert(connection, beside.table, others)
             for advance, watermarks in moves:
                 start, end, topic = advance.range.start, advance.range.end, advance.range.topic
                 if not _move(connection, job, topic, Stored(start, advance.epoch), Stored(end, advance.epoch)):
