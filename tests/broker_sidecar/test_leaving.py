@@ -150,8 +150,10 @@ async def moved(
         await reviving
         try:
             await the_owner(two, seconds)
-        finally:
-            stopping.set()
+        except BaseException:
+            sending.cancel()
+            raise
+        stopping.set()
         return BEFORE + await asyncio.wait_for(sending, LIMIT_SECONDS), why
 
 
