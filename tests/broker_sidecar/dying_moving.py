@@ -19,7 +19,7 @@ FILE = "SEQDEDUPE_TEST_DIES_AT"
 PLANTED = ".planted"
 
 STEPS = (
-    "broker_sidecar.leaving._Giving._answer",
+    "broker_sidecar.giving.Giving._answer",
     "broker_sidecar.leaving.Leaving._let_go",
     "seqdedupe.log.embedded.moved.leave",
     "seqdedupe.log.embedded.moved.has_left",

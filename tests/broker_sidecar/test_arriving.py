@@ -15,8 +15,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from broker_sidecar import arriving, leaving
-from broker_sidecar.leaving import _Giving
+from broker_sidecar import arriving, giving, leaving
+from broker_sidecar.giving import Giving
 from seqdedupe.client import Client, Verdict
 from seqdedupe.client.cursor import Kept
 from seqdedupe.doctor.examine import examine
@@ -227,7 +227,7 @@ async def test_who_cannot_have_it(two: Pair, monkeypatch: pytest.MonkeyPatch) ->
     for field in ("log_format_version", "store_format_version"):
         for version in (1, 99):
             with monkeypatch.context() as m:
-                m.setattr(_Giving, "begin", with_version(_Giving.begin, field, version))
+                m.setattr(Giving, "begin", with_version(Giving.begin, field, version))
                 assert "format version" in (await stays(two)).message
     with monkeypatch.context() as m:
         m.setattr(two.new.arriving, "_logs", None)
@@ -246,7 +246,7 @@ async def test_who_cannot_have_it(two: Pair, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def with_version(begin: Any, field: str, version: int) -> Any:
-    async def other(self: _Giving) -> str:
+    async def other(self: Giving) -> str:
         send = self._send
 
         async def changed(**fields: Any) -> None:
@@ -276,7 +276,7 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("ROUNDS", 1), ("REST_BYTES", -1), ("MAX_REST_BYTES", -1)):
-        monkeypatch.setattr(leaving, name, value)
+        monkeypatch.setattr(giving, name, value)
     held: list[object] = []
     hold = Topic.hold
 
@@ -289,9 +289,9 @@ async def test_one_that_grows_faster_than_it_is_copied_is_never_held(
     assert not held
     # Before it is given up those who publish wait in turns; afterwards nobody does.
     turns = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: next(turns) * leaving.TURN_SECONDS)
-    monkeypatch.setattr(leaving, "time", clock)
-    monkeypatch.setattr(leaving, "SLOW_ROUND", 0)
+    clock = SimpleNamespace(monotonic=lambda: next(turns) * giving.TURN_SECONDS)
+    monkeypatch.setattr(giving, "time", clock)
+    monkeypatch.setattr(giving, "SLOW_ROUND", 0)
     assert "faster" in (await stays(two)).message
     assert 0 < len(held) < next(turns)
 
@@ -333,9 +333,9 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch, Pair], None]] = {
     "the new log's opening": in_opening,
     "the old disk": lambda m, two: m.setattr(moved, "leave", full),
     "the old store's snapshot": lambda m, two: m.setattr(Topic, "snapshot", at_await(Topic.snapshot, 1, lost)),
-    "the old log's reading": lambda m, two: m.setattr(leaving, "_read", full),
-    "a defect": lambda m, two: m.setattr(leaving, "_read", lambda *_: 1 // 0),
-    "a defect at the end": lambda m, two: m.setattr(_Giving, "end", lambda *_: 1 // 0),
+    "the old log's reading": lambda m, two: m.setattr(giving, "_read", full),
+    "a defect": lambda m, two: m.setattr(giving, "_read", lambda *_: 1 // 0),
+    "a defect at the end": lambda m, two: m.setattr(Giving, "end", lambda *_: 1 // 0),
 }
 
 
@@ -380,15 +380,15 @@ async def test_whatever_fails_the_old_one_goes_on_and_it_can_be_moved_afterwards
 
 
 async def test_the_log_fails_while_the_topic_is_held(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    rest = _Giving.copy_rest
+    rest = Giving.copy_rest
 
-    async def failing(self: _Giving, topic: Topic) -> None:
+    async def failing(self: Giving, topic: Topic) -> None:
         await rest(self, topic)
         # What becomes of it is found out, in another term.
         topic._log_failed(Failure.UNKNOWN, "planted")
         await until(lambda: topic.state.name == "SERVING" and topic.term > 1)
 
-    monkeypatch.setattr(_Giving, "copy_rest", failing)
+    monkeypatch.setattr(Giving, "copy_rest", failing)
     assert "failed meanwhile" in (await stays(two)).message
 
 
@@ -431,14 +431,14 @@ async def test_who_asked_for_it_may_go(two: Pair) -> None:
 def halfway(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
     """A move stops before the topic takes nothing any more: an event that tells so, and one that lets it go on."""
     there, go_on = asyncio.Event(), asyncio.Event()
-    copy = _Giving.copy_while_it_serves
+    copy = Giving.copy_while_it_serves
 
-    async def waiting(self: _Giving, topic: Topic) -> None:
+    async def waiting(self: Giving, topic: Topic) -> None:
         await copy(self, topic)
         there.set()
         await go_on.wait()
 
-    monkeypatch.setattr(_Giving, "copy_while_it_serves", waiting)
+    monkeypatch.setattr(Giving, "copy_while_it_serves", waiting)
     yield there, go_on
     go_on.set()
 
@@ -592,7 +592,7 @@ async def test_another_data_directory_at_that_address_says_nothing(
 async def test_the_doctor_names_what_was_on_its_way(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Arrival, "remove", lambda self: None)
     with monkeypatch.context() as m:
-        m.setattr(_Giving, "end", at_await(_Giving.end, 1, lost))
+        m.setattr(Giving, "end", at_await(Giving.end, 1, lost))
         await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address))
     await two.new.stop()
     [found] = examine(two.new.folder).topics
@@ -736,8 +736,8 @@ async def test_a_peer_that_stands_still_holds_up_nobody_for_ever(
     two: Pair, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     await two.new.stop()
-    monkeypatch.setattr(leaving, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(leaving, "TAKE_SECONDS", 0.3)
+    monkeypatch.setattr(giving, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(giving, "TAKE_SECONDS", 0.3)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers([Deaf(answers)])
     server.add_insecure_port(two.new.address)

@@ -23,12 +23,12 @@ BEFORE = 120
 LIMIT_SECONDS = 120
 
 OLD_STEPS = [
-    ("broker_sidecar.leaving._Giving._answer", "before", 1),
-    ("broker_sidecar.leaving._Giving._answer", "after", 1),
+    ("broker_sidecar.giving.Giving._answer", "before", 1),
+    ("broker_sidecar.giving.Giving._answer", "after", 1),
     ("seqdedupe.log.embedded.moved.leave", "before", 1),
     ("seqdedupe.log.embedded.moved.leave", "after", 1),
-    ("broker_sidecar.leaving._Giving._answer", "before", 2),
-    ("broker_sidecar.leaving._Giving._answer", "after", 2),
+    ("broker_sidecar.giving.Giving._answer", "before", 2),
+    ("broker_sidecar.giving.Giving._answer", "after", 2),
     ("broker_sidecar.leaving.Leaving._let_go", "after", 1),
     ("seqdedupe.log.embedded.moved.has_left", "before", 1),
     ("seqdedupe.log.embedded.moved.has_left", "after", 1),
@@ -150,8 +150,10 @@ async def moved(
         await reviving
         try:
             await the_owner(two, seconds)
-        finally:
-            stopping.set()
+        except BaseException:
+            sending.cancel()
+            raise
+        stopping.set()
         return BEFORE + await asyncio.wait_for(sending, LIMIT_SECONDS), why
 
 
@@ -185,7 +187,7 @@ async def test_both_would_serve_if_nothing_said_that_it_leaves(two: Two) -> None
     two.plant("nothing says that it leaves")
     two.start()
     await made(two, "t")
-    dying_moving.say(two.old.folder / "dies-at", "broker_sidecar.leaving._Giving._answer", "after", 2)
+    dying_moving.say(two.old.folder / "dies-at", "broker_sidecar.giving.Giving._answer", "after", 2)
     with pytest.raises(AssertionError, match="both serve it"):
         await moved(two, "t", two.old)
 
