@@ -18,10 +18,24 @@ from seqdedupe.core.id_window import IdWindow
 from seqdedupe.format.tag import SECRET_BYTES
 from seqdedupe.store import id_runs
 from seqdedupe.store.db import Store
-from seqdedupe.store.records import IDS, MAX_NUMBER, WINDOW, damaged, other_format, part_key, part_number, seal, unseal
+from seqdedupe.store.records import (
+    IDS,
+    MAX_NUMBER,
+    RUN,
+    WINDOW,
+    damaged,
+    other_format,
+    part_key,
+    part_number,
+    seal,
+    unseal,
+)
 
 FORMAT_VERSION = 2
 """Of the two kinds of records."""
+
+COPIED_AT_ONCE = 256 * 1024
+"""Bytes, written to another store."""
 
 _WINDOW = struct.Struct(f"<B{SECRET_BYTES}sQQI")
 _NUMBER_BYTES = 4
@@ -73,6 +87,20 @@ def put(batch: WriteBatch, incarnation: int, ids: StoredIds) -> int:
         batch.put(key, value)
         size_bytes += len(value)
     return size_bytes
+
+
+async def copy(old: Store, new: Store, incarnation: int) -> None:
+    """The new store has the topic's window as the old one has it, durable on return. Raises STORE_UNAVAILABLE, and
+    STORE_DAMAGED for a record that is not what was written."""
+    batch = WriteBatch(raw_mode=True)
+    for part in (RUN, IDS, WINDOW):
+        for key, value in old.scan(part_key(incarnation, part, 0), part_key(incarnation, part, MAX_NUMBER)):
+            unseal(key, value)
+            batch.put(key, value)
+            if batch.size_in_bytes() >= COPIED_AT_ONCE:
+                await new.write_when_idle(batch)
+                batch = WriteBatch(raw_mode=True)
+    await new.flush(await new.write_when_idle(batch))
 
 
 def load(store: Store, incarnation: int, next_index: int) -> IdWindow | None:

@@ -159,7 +159,7 @@ LIMITS = st.builds(
     milliseconds=st.sampled_from([NO_LIMIT, NO_LIMIT, 10, 100]),
 )
 HOT = ID_POOL[:3]
-IDS = st.one_of(st.lists(st.sampled_from(pool), min_size=1, max_size=6) for pool in (HOT, HOT, ID_POOL))
+IDS = st.one_of([st.lists(st.sampled_from(pool), min_size=1, max_size=6) for pool in (HOT, HOT, ID_POOL)])
 FRAME = st.tuples(st.sampled_from(["decide", "decide", "always new", "replay", "look up", "look up"]), IDS)
 STEP = st.tuples(
     st.sampled_from(

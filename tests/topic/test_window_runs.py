@@ -151,7 +151,7 @@ async def test_runs_that_go_while_they_are_read_are_looked_up_again(
 ) -> None:
     await place.store_each(b"a", b"b", b"c")
     await place.to_a_run()
-    real = window_runs.read_pages
+    real = stored_runs.read_pages
     loop = asyncio.get_running_loop()
 
     def read_pages(*arguments: Any) -> Any:
