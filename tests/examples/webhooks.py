@@ -51,7 +51,14 @@ class Gateways:
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "uvicorn", "--workers", str(self._workers), "--port", str(self.port)]
         environment = {"SEQDEDUPE_ADDRESS": self._sidecar.address, "WEBHOOK_TOPIC": TOPIC}
-        command += ["--no-access-log", "--log-level", "critical", "examples.webhook.app:app"]
+        command += [
+            "--timeout-worker-healthcheck",
+            "240",
+            "--no-access-log",
+            "--log-level",
+            "critical",
+            "examples.webhook.app:app",
+        ]
         self._process = Popen(command, cwd=ROOT, env=os.environ | environment)
         return self
 
