@@ -132,7 +132,8 @@ async def test_control_who_does_not_wait_a_turn_sends_the_first_alone(
     fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def frames_to_send(self: PublishStream) -> Any:
-        while not self._add_ready(parts := []):
+        parts: list[Any] = []
+        while not self._add_ready(parts):
             self._work.clear()
             await self._work.wait()
         return [self._frame_of([part]) for part in parts]
