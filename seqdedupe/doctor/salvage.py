@@ -13,6 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +36,8 @@ from seqdedupe.log.embedded.rewriting import NewLog
 from seqdedupe.log.embedded.segment import Identity
 from seqdedupe.log.embedded.writer import Append
 from seqdedupe.names import topic_name
+from seqdedupe.store import ids
+from seqdedupe.store.copy import opened_copy
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import read_claim, write
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -133,7 +136,7 @@ async def _fill(directory: Path, to: Path) -> Salvage:
             hint="Restore the store, or start with an empty directory: what the topics hold is read again.",
         )
     # Last: logs without a store are refused at the start.
-    await _make_store(to / "store", topics, findings.namespace_policies)
+    await _make_store(directory / "store", to / "store", topics, findings.namespace_policies)
     made = Salvage(findings, topics)
     with (to / REPORT_FILE).open("x") as file:
         json.dump(made.to_json(), file, indent=1)
@@ -214,15 +217,21 @@ def _write_batches(log: NewLog, part: Intact, kept: list[Kept]) -> None:
         log.append(appends, publish_time_ms)
 
 
-async def _make_store(folder: Path, topics: list[SalvagedTopic], policies: list[tuple[str, bytes]]) -> None:
+async def _make_store(
+    before: Path, folder: Path, topics: list[SalvagedTopic], policies: list[tuple[str, bytes]]
+) -> None:
     store = Store.open(folder)
+    has_windows = any(topic.loaded is not None and topic.loaded.window is not None for topic in topics)
     try:
-        for namespace, policy in policies:
-            await store.put_namespace_policy(namespace, policy)
-        for topic in topics:
-            if topic.loaded is not None:
-                snapshots = Snapshots(store, topic.record.incarnation)
-                await store.flush(await snapshots.write_anew(topic.loaded.whole()))
-            await store.put_topics(topic.record)
+        with opened_copy(before) if has_windows else nullcontext() as old:
+            for namespace, policy in policies:
+                await store.put_namespace_policy(namespace, policy)
+            for topic in topics:
+                if topic.loaded is not None:
+                    snapshots = Snapshots(store, topic.record.incarnation)
+                    await store.flush(await snapshots.write_anew(topic.loaded.whole()))
+                    if old is not None:
+                        await ids.copy(old, store, topic.record.incarnation)
+                await store.put_topics(topic.record)
     finally:
         store.close()

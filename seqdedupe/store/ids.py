@@ -64,12 +64,6 @@ class StoredIds:
         return max(self.first_index, self.runs[-1].end_index if self.runs else 0)
 
 
-def whole(window: IdWindow) -> StoredIds:
-    """All of a window, for a store that has nothing of it."""
-    first_index = window.first_index
-    return StoredIds(window.key, first_index, window.confirmed_index, window.pieces(first_index))
-
-
 def put(batch: WriteBatch, incarnation: int, ids: StoredIds) -> int:
     """Adds a window to what a snapshot writes. Returns the bytes of its pieces."""
     if ids.moved_from is not None:

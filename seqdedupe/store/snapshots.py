@@ -114,7 +114,7 @@ class Loaded:
     """Of a topic of deduplication IDs, for one that is opened from this."""
 
     def whole(self) -> Delta:
-        """All of it as one delta."""
+        """All of it as one delta, but for the window: `ids.copy` takes that to another store."""
         return Delta(
             self.term,
             self.next_index,
@@ -129,7 +129,6 @@ class Loaded:
             self.policy,
             self.opaque,
             self.has_forgotten,
-            None if self.window is None else ids.whole(self.window),
         )
 
 
