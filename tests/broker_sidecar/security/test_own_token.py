@@ -89,7 +89,7 @@ def test_no_call_is_answered_without_the_token(
 
 
 def test_the_calls_that_are_tried_are_all_there_are(closed: Sidecar, channel: grpc.Channel) -> None:
-    from tests.broker_sidecar.test_calls import Reflected
+    from tests.broker_sidecar.reflected import Reflected
 
     token = token_of(closed)
     credentials = grpc.composite_channel_credentials(
