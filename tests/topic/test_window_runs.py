@@ -234,6 +234,26 @@ async def test_a_deleted_topic_leaves_no_run(place: SmallPlace, store: Store) ->
     assert not place.run_keys()
 
 
+async def test_another_store_gets_the_whole_window(place: SmallPlace, tmp_path: Path) -> None:
+    """As where the number of workers changes, and in a backup."""
+    await place.store_each(b"a", b"b")
+    await place.to_a_run()
+    await place.store_each(b"c")
+    await place.topic.snapshot()
+    loaded = Snapshots(place.store, INCARNATION).load()
+    assert loaded is not None
+    other = Store.open(tmp_path / "other")
+    await other.flush(await Snapshots(other, INCARNATION).write_anew(loaded.whole()))
+    await stored_ids.copy(place.store, other, INCARNATION)
+    await place.topic.close("")
+    place.store, place.log = other, place.log.crash(0)
+    await place.start()
+    assert window_of(place).on_disk == 2
+    assert originals(place, place.send(b"c", b"b", b"a")) == {0: 2, 1: 1, 2: 0}
+    await place.topic.close("")
+    other.close()
+
+
 async def test_the_largest_window_gives_way(store: Store) -> None:
     """Two topics share the memory; the table of one that has moved out is made smaller."""
     place = SmallPlace(store, 600_000)
