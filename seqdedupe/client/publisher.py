@@ -15,7 +15,16 @@ import numpy as np
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import NO_INT64S, Batch, Binary
-from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, Builder, Keys, Numbers, Payloads, Properties, PropertyRows, milliseconds
+from seqdedupe.client.builder import (
+    BATCH_OVERHEAD_BYTES,
+    Builder,
+    Keys,
+    Numbers,
+    Payloads,
+    Properties,
+    PropertyRows,
+    milliseconds,
+)
 from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import Backoff, check_not_forked
 from seqdedupe.client.exchange import exchange, publish_call
