@@ -43,7 +43,9 @@ Columns = tuple[Binary, Binary]
 
 def _ready(first: int) -> list[Columns]:
     """Batches of new IDs from this number on."""
-    payloads = Binary(np.arange(0, ROWS * PAYLOAD_BYTES + 1, PAYLOAD_BYTES, dtype=np.int32), bytes(ROWS * PAYLOAD_BYTES))
+    payloads = Binary(
+        np.arange(0, ROWS * PAYLOAD_BYTES + 1, PAYLOAD_BYTES, dtype=np.int32), bytes(ROWS * PAYLOAD_BYTES)
+    )
     offsets = np.arange(0, ROWS * _ID_BYTES + 1, _ID_BYTES, dtype=np.int32)
     return [(payloads, Binary(offsets, ids_from(first + n * ROWS))) for n in range(BATCHES)]
 

@@ -171,6 +171,11 @@ def test_options_that_cannot_be_are_named(options: dict[str, str], said: str) ->
         parse(options)
 
 
+def test_what_is_said_to_spark_is_none_of_the_sinks_business() -> None:
+    given = {"topic": "t", "queryname": "q", "checkpointlocation": "/c", "asyncprogresstrackingenabled": "true"}
+    assert parse(given) == parse({"topic": "t", "checkpointLocation": "/c"})
+
+
 def test_a_topic_is_only_appended_to() -> None:
     sink = SeqdedupeDataSource({"topic": "t", "checkpointlocation": "/nowhere"})
     for writer in (sink.writer, sink.streamWriter):

@@ -20,6 +20,9 @@ NAMES = (
 )
 """All options. The checkpoint's is Spark's own, which shows it to sinks where a query gives it."""
 
+_SPARK = ("queryName", "asyncProgressTrackingEnabled", "asyncProgressTrackingCheckpointIntervalMs")
+"""What a query says to Spark, which passes it on to the sink."""
+
 
 @dataclass(frozen=True)
 class SinkOptions:
@@ -34,7 +37,8 @@ class SinkOptions:
 
 def parse(options: Mapping[str, str]) -> SinkOptions:
     """The options, in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong one."""
-    given = Given(options, NAMES)
+    of_spark = {name.lower() for name in _SPARK}
+    given = Given({name: value for name, value in options.items() if name.lower() not in of_spark}, NAMES)
     return SinkOptions(
         sidecar_of(given, given.take("service.url", _sidecar_address, DEFAULT_ADDRESS)),
         given.take("topic", topic_name, None),
