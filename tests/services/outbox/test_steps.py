@@ -156,7 +156,7 @@ def is_out_of_order(world: World) -> bool:
     return False
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(scripts())
 def test_a_partitioned_topic_has_each_row_once_and_each_partition_in_order(script: Script) -> None:
     """And no token is replaced because one partition has what comes after what another one lacks."""
@@ -166,7 +166,7 @@ def test_a_partitioned_topic_has_each_row_once_and_each_partition_in_order(scrip
     assert not is_out_of_order(world)
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(scripts("backup", "restore"))
 def test_whatever_is_restored_a_partitioned_topic_has_each_row_once_and_in_order(script: Script) -> None:
     world = World(partitions=3)
@@ -174,7 +174,7 @@ def test_whatever_is_restored_a_partitioned_topic_has_each_row_once_and_in_order
     assert not is_out_of_order(world)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(scripts(*DISASTERS, "trim"))
 def test_whatever_happens_to_a_partitioned_topic_nothing_is_lost(script: Script) -> None:
     assert not ends_badly(script, World(partitions=3))
