@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 from seqdedupe.client import admin as _admin
 from seqdedupe.client import client as _client
+from seqdedupe.client.blocking.cursor import AnyCursor, Cursor
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.blocking.publisher import Publisher
@@ -16,7 +17,6 @@ from seqdedupe.client.config import ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.client.cursor import Cursor
 from seqdedupe.client.partitioned_reader import PartitionedStart
 from seqdedupe.client.reader import Start
 from seqdedupe.client.sidecars import Addresses, Sidecars
@@ -198,7 +198,7 @@ class Client:
         stop_index: int | None = None,
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
-        cursor: Cursor | None = None,
+        cursor: AnyCursor | None = None,
     ) -> Reader:
         """A reader, see `Reader`."""
         return Reader(self._sidecars, topic, start, follow, stop_index, skip_damaged, on_waiting, cursor)
@@ -220,7 +220,7 @@ class Client:
 
     def cursor(self, topic: str, name: str) -> Cursor:
         """A named cursor of the topic, for readers and pipes: see `seqdedupe.client.Client.cursor`."""
-        return self._client.cursor(topic, name)
+        return Cursor(self._client.cursor(topic, name))
 
     def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError."""
