@@ -13,7 +13,7 @@ from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.blocking.publisher import Publisher
 from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.client import Located, TopicEnds
-from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.credentials import Credentials
@@ -185,9 +185,15 @@ class Client:
         """A producer, to be entered, see `Producer`."""
         return Producer(self._connections, topic, name, config, on_waiting)
 
-    def publisher(self, topic: str, *, on_waiting: OnWaiting | None = None) -> Publisher:
+    def publisher(
+        self,
+        topic: str,
+        *,
+        on_waiting: OnWaiting | None = None,
+        delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
+    ) -> Publisher:
         """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
-        return Publisher(self._sidecars, topic, on_waiting)
+        return Publisher(self._sidecars, topic, on_waiting, delivery_timeout_seconds)
 
     def reader(
         self,
