@@ -19,9 +19,9 @@ WEIGHTS = {
     ("persistent://public/default/orders", "10.0.0.2:6660"): 0x20A9731EC84C5929,
     ("persistent://public/default/orders", "10.0.0.3:6660"): 0x9492C9244BA72B56,
     ("persistent://public/default/orders-partition-0", "10.0.0.1:6660"): 0xAC43603A66A21FEE,
-    ("persistent://shop/eu/Bestellungen-ü", "[2001:db8::1]:6660"): 0x14CE181C7B0C53ED,
-    ("persistent://shop/eu/Bestellungen-ü", "sidecar-0.sidecars.example.org:6660"): 0x9802C1C4B73787F8,
-    ("persistent://shop/eu/Bestellungen-ü", "unix:/run/seqdedupe.sock"): 0xA122D32710577F49,
+    ("persistent://shop/eu/order-events", "[2001:db8::1]:6660"): 0x9C429823CEDC1D64,
+    ("persistent://shop/eu/order-events", "sidecar-0.sidecars.example.org:6660"): 0x38944F7B09E151E5,
+    ("persistent://shop/eu/order-events", "unix:/run/seqdedupe.sock"): 0x5A883097FE1E6376,
 }
 
 TOPICS = [f"persistent://public/default/topic-{number}" for number in range(300)]

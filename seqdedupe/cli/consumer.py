@@ -74,7 +74,7 @@ def parked(name: str, limit: int, database: str, as_json: bool) -> None:
         print_json([_json(kind, row) for kind, row in found])
         return
     rows: list[tuple[object, ...]] = [
-        (kind, row.message_index, _text(row.message_key), row.attempts, _when(kind, row), row.error[:_SHOWN])
+        (kind, row.message_index, _text(row.message_key), row.attempts, str(_when(kind, row)), row.error[:_SHOWN])
         for kind, row in found
     ]
     heads: tuple[str, ...] = ("STATE", "INDEX", "KEY", "ATTEMPTS", "NEXT MS", "ERROR")
@@ -116,8 +116,15 @@ def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> 
     with _database(database) as engine:
         from seqdedupe.services.consumer import operating
 
-        count = operating.retry(engine, name, indexes)
-    _tell("retried", name, count, as_json)
+        found = operating.retry(engine, name, indexes)
+    if as_json:
+        print_json({"retried": found.now, "behind": found.behind, "leaving": found.leaving})
+        return
+    _tell(name, found.now, "tried again as soon as the consumer runs")
+    for index in found.behind:
+        echo(f"{index} waits behind an earlier message of its key, and follows it")
+    for index in found.leaving:
+        echo(f"{index} is on its way to the topic of dead letters, and is left alone")
 
 
 @consumer.command(short_help="Give messages up for good.")
@@ -130,12 +137,11 @@ def drop(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> N
         from seqdedupe.services.consumer import operating
 
         count = operating.drop(engine, name, indexes)
-    _tell("dropped", name, count, as_json)
-
-
-def _tell(what: str, name: str, count: int, as_json: bool) -> None:
     if as_json:
-        print_json({what: count})
+        print_json({"dropped": count})
         return
-    said = "tried again as soon as the consumer runs" if what == "retried" else "removed"
+    _tell(name, count, "removed")
+
+
+def _tell(name: str, count: int, said: str) -> None:
     echo(f"{count:,} message{'' if count == 1 else 's'} of {printable(name)} {'is' if count == 1 else 'are'} {said}")

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from seqdedupe.cli.options import common, connect, print_json
-from seqdedupe.command import echo
+from seqdedupe.client.blocking import Client
+from seqdedupe.command import echo, told_credentials
 from seqdedupe.services.pipe.blocking import Pipe
 
 
@@ -38,7 +39,7 @@ class _FunctionType(click.ParamType[Any]):
 @common
 def pipe(source: str, target: str, function: Any, name: str, follow: bool, address: str, as_json: bool) -> None:
     """Call a Python function for each message of SOURCE, and publish what it gives to TARGET, exactly once."""
-    with connect(address) as client:
+    with Client(address, told_credentials()) if follow else connect(address) as client:
         one = Pipe(client, source, target, function, name=name)
         one.run(follow=follow)
     if as_json:

@@ -117,11 +117,13 @@ class Calls:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + CALL_TIMEOUT_SECONDS
         while True:
+            connection: Connection | None = None
             try:
-                answer = await act(self.connection(route.address))
+                connection = self.connection(route.address)
+                answer = await act(connection)
             except SeqdedupeError as failure:
-                if failure.reason in _CONNECTION_IS_LOST:
-                    self._forget(route.address)
+                if connection is not None and failure.reason in _CONNECTION_IS_LOST:
+                    self._forget(connection)
                 e = route.doubted(failure)
                 if not isinstance(e, UnavailableError):
                     raise
@@ -138,11 +140,12 @@ class Calls:
                     self._remember(topic, route.address)
                 return answer
 
-    def _forget(self, address: SidecarAddress) -> None:
-        """The next call makes a connection with the TLS files as they are then. Others that are under way over the old
-        one end as they may."""
-        if self._sidecars.credentials.has_tls:
-            self._connections.pop(address, None)
+    def _forget(self, connection: Connection) -> None:
+        """The next call makes a new one, which tries at once, where gRPC would answer for up to a second that the old
+        one was refused, and which takes the TLS files as they are then. Others that are under way over the old one end
+        as they may."""
+        if self._connections.get(connection.address) is connection:
+            del self._connections[connection.address]
 
     def _remember(self, topic: str, address: SidecarAddress) -> None:
         if len(self._found_at) >= MAX_REMEMBERED:

@@ -9,7 +9,7 @@ import grpc.aio
 
 from seqdedupe.client.admin import Admin
 from seqdedupe.client.calls import Calls
-from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS, typed_errors
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.credentials import Credentials
@@ -101,9 +101,15 @@ class Client:
         """A producer, to be entered, see `Producer`."""
         return Producer(self._connections, topic, name, config, on_waiting)
 
-    def publisher(self, topic: str, *, on_waiting: OnWaiting | None = None) -> Publisher:
+    def publisher(
+        self,
+        topic: str,
+        *,
+        on_waiting: OnWaiting | None = None,
+        delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
+    ) -> Publisher:
         """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
-        return Publisher(self._sidecars, topic, on_waiting, lambda: self.admin.topic(topic))
+        return Publisher(self._sidecars, topic, on_waiting, delivery_timeout_seconds, lambda: self.admin.topic(topic))
 
     def reader(
         self,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 
+DELIVERY_TIMEOUT_SECONDS = 120.0
+
 
 @dataclass(frozen=True, slots=True)
 class ProducerConfig:
@@ -26,7 +28,7 @@ class ProducerConfig:
     max_in_flight_bytes: int = 16 * 1024 * 1024
     """`send` waits while about so many bytes have no receipt, or are not known to be durable."""
 
-    delivery_timeout_seconds: float | None = 120.0
+    delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS
     """The producer ends with OutcomeUnknownError if a batch has no receipt by then, with the reason of the last
     refusal. Two minutes, as in Kafka. None: it tries for ever, which is right for machinery that must not give up."""
 

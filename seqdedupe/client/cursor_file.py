@@ -26,8 +26,9 @@ class FileCursor(Cursor):
     A new position is written to a file beside it, synced, renamed over it, and the folder is synced: after a crash
     there is the old one or the new one, whole. Beside it stands a lock file, `.NAME.lock`, that is never removed.
 
-    Its calls raise OSError for what the file system refuses; CURSOR_DAMAGED if any byte is not as it was written,
-    NEWER_FORMAT if a newer version wrote it.
+    Its calls raise INVALID_OPTION without that folder (as of a disk that is not mounted: a cursor in it may keep
+    something) and for a path that is a folder; OSError for what else the file system refuses; CURSOR_DAMAGED if any
+    byte is not as it was written, NEWER_FORMAT if a newer version wrote it.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -52,7 +53,10 @@ class FileCursor(Cursor):
     def _locked(self) -> Iterator[None]:
         """No other process, nor thread, compares and sets meanwhile. The system lets go of the lock with a process."""
         lock = self.path.with_name(f".{self.path.name}.lock")
-        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise self._without_folder() from e
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -64,12 +68,21 @@ class FileCursor(Cursor):
             with self.path.open("rb") as file:
                 size = sealed.check(self.path, file, _HEAD, 2 * _LENGTH.size, "a cursor")
                 return _parsed(file.read(size))
-        except FileNotFoundError:
-            return None
+        except (FileNotFoundError, NotADirectoryError) as e:
+            if self.path.parent.is_dir():
+                return None
+            raise self._without_folder() from e
+        except IsADirectoryError as e:
+            hint = "Name a file in a folder that is there."
+            raise error("INVALID_OPTION", f"the cursor's path {self.path} is a folder", hint=hint) from e
         except (InvalidRequestError, ValueError) as e:
             raise self._damaged(str(e)) from e
         except SeqdedupeError as e:
             raise self._damaged(e.message) if e.reason == "INVALID_SOURCE" else e from e
+
+    def _without_folder(self) -> SeqdedupeError:
+        what = f"the folder of the cursor {self.path} is not there"
+        return error("INVALID_OPTION", what, hint="Is its disk mounted? A cursor makes its file, and no folder.")
 
     def _damaged(self, why: str) -> SeqdedupeError:
         return error("CURSOR_DAMAGED", why if str(self.path) in why else f"{self.path}: {why}")

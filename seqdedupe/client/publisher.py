@@ -25,7 +25,7 @@ from seqdedupe.client.builder import (
     PropertyRows,
     milliseconds,
 )
-from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.connection import Backoff, check_not_forked
 from seqdedupe.client.exchange import exchange, publish_call
 from seqdedupe.client.frames import decode_answer, receipt_columns, refusal_error
@@ -76,7 +76,9 @@ class Publisher:
     Each call returns when all that it sent is in the log, durable, and there once, however often it had to be sent. A
     call that is made again with the same ID, by whoever, within the topic's window, is answered with DUP and the index
     and message ID of the original. There is no order between calls that are under way at the same time. Whatever breaks
-    or is refused for now is sent again for as long as it takes. A call that is cancelled may have sent, or not.
+    or is refused for now is sent again, until `delivery_timeout_seconds` (None: for ever) have gone by since the call:
+    then it raises OutcomeUnknownError, and the publisher goes on. That call, or one that is cancelled, may have sent,
+    or not: made again with the same ID it does no harm.
 
     In a partitioned topic each message goes to the partition of its ID, or of its key, as the topic was made; a call
     that raises may have sent to some.
@@ -87,6 +89,7 @@ class Publisher:
         sidecars: Sidecars,
         topic: str,
         on_waiting: OnWaiting | None = None,
+        delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
         describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
     ) -> None:
         self.topic = topic_name(topic)
@@ -97,7 +100,9 @@ class Publisher:
         self._route = Route(sidecars, self.topic)
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         self._waiting = Waiting(on_waiting)
-        self._checks = Builder(b"", NO_SEQUENCE_ID, ProducerConfig(), lambda batch: None)
+        config = ProducerConfig(delivery_timeout_seconds=delivery_timeout_seconds)  # which looks at it
+        self._timeout_seconds = config.delivery_timeout_seconds
+        self._checks = Builder(b"", NO_SEQUENCE_ID, config, lambda batch: None)
         self._ready: deque[_Call] = deque()
         self._out: dict[int, _Call] = {}
         self._pending_bytes = 0
@@ -110,6 +115,8 @@ class Publisher:
         self._failure: SeqdedupeError | None = None
         self._passed_on: list[asyncio.Task[None]] = []
         """Those that were made before it was known that the topic is partitioned."""
+        self._last_refusal: UnavailableError | None = None
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         check_not_forked()
@@ -122,7 +129,9 @@ class Publisher:
         await self.close()
 
     async def close(self) -> None:
-        """Ends it. Calls under way raise OUTCOME_UNKNOWN: wait for them before, if their messages matter."""
+        """Ends it. Calls under way raise OUTCOME_UNKNOWN: wait for them before, if their messages matter. Later ones
+        are INVALID_REQUEST."""
+        self._is_closed = True
         self._fail(error("OUTCOME_UNKNOWN", f"the publisher of {self.topic} was closed"))
         if self._task is not None:
             self._task.cancel()
@@ -130,6 +139,13 @@ class Publisher:
         if self._spread is not None:
             await self._spread.close()
             await asyncio.gather(*self._passed_on)
+
+    def abandon(self) -> None:
+        """Ends its work, from any thread, when nobody can close it any more."""
+        if self._task is not None:
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        if self._spread is not None:
+            self._spread.abandon()
 
     async def send(
         self,
@@ -143,8 +159,8 @@ class Publisher:
         """Sends a message; returns when it is in the log.
 
         The ID has 1 to 255 bytes, text as UTF-8. Left out, the message gets a new one, which it keeps however often it
-        is sent: another call is another message. Raises InvalidRequestError, and what ends the publisher:
-        AccessDeniedError, NotFoundError, DamagedError.
+        is sent: another call is another message. Raises InvalidRequestError, OutcomeUnknownError without a receipt
+        within `delivery_timeout_seconds`, and what ends the publisher: AccessDeniedError, NotFoundError, DamagedError.
         """
         one = new_id() if deduplication_id is None else deduplication_id
         times = None if event_time is None else [milliseconds(event_time)]
@@ -166,9 +182,11 @@ class Publisher:
         event_times_ms: Numbers | None = None,
         properties: PropertyRows | None = None,
     ) -> BatchResult:
-        """Sends messages in columns; returns when all are in the log. Otherwise as `send`.
+        """Sends messages in columns, at most 65,536 with 8 MiB together; returns when all are in the log. Otherwise as
+        `send`.
 
-        Its `sequence_ids` are -1. A second copy of an ID in one batch is DUP of the first.
+        The result has an array for each of `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. A second
+        copy of an ID in one batch is DUP of the first. Raises BATCH_TOO_LARGE.
         """
         rows = len(payloads.offsets) - 1 if isinstance(payloads, Binary) else len(payloads)
         checked = self._checks.check_columns(payloads, np.arange(rows), keys, event_times_ms, properties)
@@ -184,11 +202,16 @@ class Publisher:
 
     async def _send(self, batch: Batch) -> BatchResult:
         self._check_is_open()
-        if self._spread is not None:
-            return await self._spread.send(batch)
         size_bytes = BATCH_OVERHEAD_BYTES + sum(map(len, batch.encoded_parts()))
         if size_bytes > MAX_BATCH_BYTES:
             raise error("BATCH_TOO_LARGE", f"the batch has {size_bytes} bytes: at most {MAX_BATCH_BYTES} are accepted")
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self._deliver(batch, size_bytes)
+        except TimeoutError as e:
+            raise self._given_up() from e
+
+    async def _deliver(self, batch: Batch, size_bytes: int) -> BatchResult:
         async with self._room:
             await self._room.wait_for(
                 lambda: not self._pending_bytes or self._pending_bytes + size_bytes <= MAX_PENDING_BYTES
@@ -203,11 +226,26 @@ class Publisher:
         try:
             return await call.done
         finally:
+            if call.done.cancelled():
+                with suppress(ValueError):  # it is on its way
+                    self._ready.remove(call)
             self._pending_bytes -= size_bytes
             async with self._room:
                 self._room.notify_all()
 
+    def _given_up(self) -> SeqdedupeError:
+        why = self._last_refusal
+        because = "" if why is None else f": {why}"
+        return error(
+            "OUTCOME_UNKNOWN",
+            f"no receipt from {self.topic} within {self._timeout_seconds:g} seconds{because}; what was sent may be in "
+            "the log or not",
+            hint="Send it again with the same deduplication ID." if why is None else why.hint,
+        )
+
     def _check_is_open(self) -> None:
+        if self._is_closed:
+            raise error("INVALID_REQUEST", f"the publisher of {self.topic} was closed: nothing was sent")
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if self._task is None:
@@ -227,7 +265,7 @@ class Publisher:
             except UnavailableError as e:
                 moves_on = e.reason == "STREAM_IDLE" or self._route.moves_on(e)
                 if e.reason != "STREAM_IDLE":
-                    self._waiting.waits(self._route.told())
+                    self._waits(self._route.told())
                 if not moves_on:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except SeqdedupeError as failure:
@@ -252,7 +290,8 @@ class Publisher:
         if not found.deduplication_route:
             raise error("INVALID_BATCH", f"{self.topic} takes no deduplication IDs")
         parts = [
-            Publisher(self._sidecars, partition_name(self.topic, k), self._on_waiting) for k in range(found.partitions)
+            Publisher(self._sidecars, partition_name(self.topic, k), self._on_waiting, self._timeout_seconds)
+            for k in range(found.partitions)
         ]
         for part in parts:
             await part.__aenter__()
@@ -275,7 +314,7 @@ class Publisher:
                 watch=lambda: self._watch(address),
             )
         finally:
-            self._ready.extendleft(reversed(self._out.values()))
+            self._ready.extendleft(call for call in reversed(self._out.values()) if not call.done.done())
             self._out.clear()
             with suppress(asyncio.CancelledError):
                 await channel.close()
@@ -325,7 +364,12 @@ class Publisher:
                 self._refused(call, why)
         return False
 
+    def _waits(self, why: UnavailableError) -> None:
+        self._last_refusal = why
+        self._waiting.waits(why)
+
     def _decided(self, call: _Call) -> None:
+        self._last_refusal = None
         self._route.goes_well()
         self._waiting.goes_on()
         self._backoff.reset()
@@ -341,7 +385,7 @@ class Publisher:
             if why.reason in ("NOT_OWNER", "DRAINING"):
                 self._again(call, 0)
                 raise why
-            self._waiting.waits(why)
+            self._waits(why)
             self._again(call, max(self._backoff.next_seconds(), why.retry_delay_ms / 1000))
         elif not call.done.done():
             call.done.set_exception(why)
@@ -387,7 +431,10 @@ def _column(ids: Ids | None, rows: int) -> Binary:
 
 def _encoded(one: object) -> bytes:
     if isinstance(one, str):
-        return one.encode()
+        try:
+            return one.encode()
+        except UnicodeEncodeError as e:
+            raise error("INVALID_DEDUPLICATION_ID", f"the deduplication ID {one!r:.80} is not valid Unicode") from e
     if isinstance(one, bytes):
         return one
     raise error("INVALID_DEDUPLICATION_ID", f"a deduplication ID is {type(one).__name__}: it should be bytes or text")

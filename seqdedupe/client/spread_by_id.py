@@ -19,6 +19,8 @@ class Part(Protocol):
 
     async def close(self) -> None: ...
 
+    def abandon(self) -> None: ...
+
     async def _send(self, batch: Batch) -> BatchResult: ...
 
 
@@ -56,6 +58,11 @@ class SpreadById:
         column = batch.keys if self._by_key else batch.deduplication_ids
         of_rows = np.array([partition_of(value, b"", len(self._parts)) for value in column.values()], np.int64)
         return [(int(k), np.flatnonzero(of_rows == k)) for k in np.unique(of_rows)]
+
+    def abandon(self) -> None:
+        """As of each of them."""
+        for part in self._parts:
+            part.abandon()
 
     async def close(self) -> None:
         """Ends all of them."""

@@ -75,9 +75,9 @@ class PublishServiceStub:
         "persistent://public/default/orders" "10.0.0.2:6660" 20a9731ec84c5929
         "persistent://public/default/orders" "10.0.0.3:6660" 9492c9244ba72b56
         "persistent://public/default/orders-partition-0" "10.0.0.1:6660" ac43603a66a21fee
-        "persistent://shop/eu/Bestellungen-ü" "[2001:db8::1]:6660" 14ce181c7b0c53ed
-        "persistent://shop/eu/Bestellungen-ü" "sidecar-0.sidecars.example.org:6660" 9802c1c4b73787f8
-        "persistent://shop/eu/Bestellungen-ü" "unix:/run/seqdedupe.sock" a122d32710577f49
+        "persistent://shop/eu/order-events" "[2001:db8::1]:6660" 9c429823cedc1d64
+        "persistent://shop/eu/order-events" "sidecar-0.sidecars.example.org:6660" 38944f7b09e151e5
+        "persistent://shop/eu/order-events" "unix:/run/seqdedupe.sock" 5a883097fe1e6376
 
     A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing, and says in
     `owner_address` (metadata of the `ErrorInfo`, a field of a refusal) who is, if it knows. The client goes there and resumes its
@@ -166,9 +166,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
         "persistent://public/default/orders" "10.0.0.2:6660" 20a9731ec84c5929
         "persistent://public/default/orders" "10.0.0.3:6660" 9492c9244ba72b56
         "persistent://public/default/orders-partition-0" "10.0.0.1:6660" ac43603a66a21fee
-        "persistent://shop/eu/Bestellungen-ü" "[2001:db8::1]:6660" 14ce181c7b0c53ed
-        "persistent://shop/eu/Bestellungen-ü" "sidecar-0.sidecars.example.org:6660" 9802c1c4b73787f8
-        "persistent://shop/eu/Bestellungen-ü" "unix:/run/seqdedupe.sock" a122d32710577f49
+        "persistent://shop/eu/order-events" "[2001:db8::1]:6660" 9c429823cedc1d64
+        "persistent://shop/eu/order-events" "sidecar-0.sidecars.example.org:6660" 38944f7b09e151e5
+        "persistent://shop/eu/order-events" "unix:/run/seqdedupe.sock" 5a883097fe1e6376
 
     A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing, and says in
     `owner_address` (metadata of the `ErrorInfo`, a field of a refusal) who is, if it knows. The client goes there and resumes its
@@ -253,9 +253,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         "persistent://public/default/orders" "10.0.0.2:6660" 20a9731ec84c5929
         "persistent://public/default/orders" "10.0.0.3:6660" 9492c9244ba72b56
         "persistent://public/default/orders-partition-0" "10.0.0.1:6660" ac43603a66a21fee
-        "persistent://shop/eu/Bestellungen-ü" "[2001:db8::1]:6660" 14ce181c7b0c53ed
-        "persistent://shop/eu/Bestellungen-ü" "sidecar-0.sidecars.example.org:6660" 9802c1c4b73787f8
-        "persistent://shop/eu/Bestellungen-ü" "unix:/run/seqdedupe.sock" a122d32710577f49
+        "persistent://shop/eu/order-events" "[2001:db8::1]:6660" 9c429823cedc1d64
+        "persistent://shop/eu/order-events" "sidecar-0.sidecars.example.org:6660" 38944f7b09e151e5
+        "persistent://shop/eu/order-events" "unix:/run/seqdedupe.sock" 5a883097fe1e6376
 
     A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing, and says in
     `owner_address` (metadata of the `ErrorInfo`, a field of a refusal) who is, if it knows. The client goes there and resumes its

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from seqdedupe.client import Client, Kept, MessageId, Position
 from seqdedupe.testing import Sidecar
+from tests.client.proxy import Proxy
 
 MAIN = "from seqdedupe.cli.main import main; main()"
 
@@ -54,6 +55,34 @@ def test_a_function_of_the_current_folder(shared_sidecar: Sidecar, topic: str, t
     assert "[PIPE_FUNCTION_FAILED]" in failed.stderr
     for wrong in ("shouting", "shouting:whisper", "shouting:nothing", "nowhere:x", ":"):
         assert run(shared_sidecar, tmp_path, *pipe, wrong).returncode == 2
+
+
+async def test_with_follow_it_waits_for_a_sidecar_that_is_not_there_yet(
+    shared_sidecar: Sidecar, topic: str, tmp_path: Path
+) -> None:
+    (tmp_path / "shouting.py").write_text(CODE)
+    await publish(shared_sidecar, topic, [b"one"])
+    async with Proxy(shared_sidecar.address) as proxy:
+        address = proxy.address
+    words = ("pipe", topic, f"{topic}-out", "--name", "loud", "--function", "shouting:shout", "--follow")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", MAIN, *words, "--address", address),
+        cwd=tmp_path,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    try:
+        async with asyncio.timeout(120):
+            assert process.stderr is not None
+            assert b"the pipe waits to go on" in await process.stderr.readline()
+            async with Client(shared_sidecar.address) as client:
+                await client.admin.create_topic(f"{topic}-out")
+                back = Proxy(shared_sidecar.address, int(address.rpartition(":")[2]))
+                async with back, client.reader(f"{topic}-out", follow=True) as reader:
+                    assert (await anext(reader)).payload == b"ONE"
+    finally:
+        process.kill()
+        await process.wait()
 
 
 def test_cursors_are_listed_held_and_removed(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:

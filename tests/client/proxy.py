@@ -10,7 +10,8 @@ _CHUNK_BYTES = 65_536
 class Proxy:
     """Passes bytes on between clients and `target` (`host:port`), until told otherwise. Lives on the test's loop."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, port: int = 0) -> None:
+        self._own_port = port
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._server: asyncio.Server | None = None
@@ -26,7 +27,7 @@ class Proxy:
         self.swallowed_bytes = 0
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._own_port)
         return self
 
     async def __aexit__(

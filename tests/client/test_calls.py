@@ -22,6 +22,7 @@ from seqdedupe_spark.reading import read_stored
 from tests.client.fake_sidecar import FakeSidecar, Refused, fake_sidecar
 from tests.client.fronts import Front, addresses, fronts, in_order, move
 from tests.client.helpers import read_all, until
+from tests.client.proxy import Proxy
 
 BROKE = Refused(grpc.StatusCode.UNAVAILABLE)
 """As when a connection breaks within a call: nobody knows whether it was carried out."""
@@ -74,6 +75,18 @@ async def test_what_a_request_cannot_say_is_refused_here(shared_sidecar: Sidecar
                 await refused
         with pytest.raises(NotFoundError):
             await admin.topic(topic)
+
+
+async def test_a_sidecar_that_is_back_is_reached_at_once(shared_sidecar: Sidecar, topic: str) -> None:
+    """gRPC would say for a while that it was refused; and where nothing listens that is said at once."""
+    async with Proxy(shared_sidecar.address) as proxy:
+        address = proxy.address
+    async with Client(address) as client:
+        for _ in range(20):
+            with pytest.raises(UnavailableError, match="refused"):
+                await client.admin.version()
+        async with Proxy(shared_sidecar.address, int(address.rpartition(":")[2])):
+            await client.admin.version()
 
 
 async def test_calls_of_a_topic_go_to_its_owner(three: list[Front], topic: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from seqdedupe import sealed
 from seqdedupe.client import DamagedError, MessageId, Position
 from seqdedupe.client.cursor import Kept
 from seqdedupe.client.cursor_file import FileCursor
+from seqdedupe.errors import ConfigurationError
 from tests.client.cursors import ONE, CursorSuite
 
 KILLS = 8
@@ -78,10 +79,18 @@ async def test_a_newer_version_is_said_to_be_one(tmp_path: Path) -> None:
 
 
 async def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    cursor = FileCursor(tmp_path / "none" / "cursor")
-    assert await cursor.read() is None
-    with pytest.raises(OSError, match="none"):
-        await cursor.compare_and_set(None, ONE)
+    """It is never "no position": the disk may not be mounted."""
+    (tmp_path / "file").touch()
+    for path, why in (
+        (tmp_path / "none" / "cursor", "is not there"),
+        (tmp_path / "file" / "cursor", "is not there"),
+        (tmp_path, "is a folder"),
+    ):
+        for work in (FileCursor(path).read(), FileCursor(path).compare_and_set(None, ONE)):
+            with pytest.raises(ConfigurationError, match=why) as caught:
+                await work
+            assert caught.value.reason == "INVALID_OPTION"
+    assert await FileCursor(tmp_path / "cursor").read() is None
 
 
 MOVES = """
@@ -89,6 +98,7 @@ import asyncio, sys
 from seqdedupe.client import MessageId, Position
 from seqdedupe.client.cursor import Kept
 from seqdedupe.client.cursor_file import FileCursor
+from seqdedupe.errors import ConfigurationError
 
 async def main():
     cursor = FileCursor(sys.argv[1])

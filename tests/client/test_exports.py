@@ -1,8 +1,10 @@
 """What the client shows, and what it needs."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,8 +29,28 @@ def test_the_public_names_are_these() -> None:
     assert sorted(seqdedupe.client.__all__) == sorted([*PUBLIC, *FOR_BROKERS])
     assert all(hasattr(seqdedupe.client, name) for name in PUBLIC)
     assert sorted(blocking.__all__) == PUBLIC
-    own = ["Admin", "BatchReceipt", "Client", "PartitionedReader", "Producer", "Publisher", "Reader", "Receipt"]
+    own = ["Admin", "BatchReceipt", "Client", "Cursor", "FileCursor", "PartitionedReader", "Producer", "Publisher"]
+    own += ["Reader", "Receipt"]
     assert [name for name in PUBLIC if getattr(blocking, name) is not getattr(seqdedupe.client, name)] == own
+
+
+def awaited(module: ModuleType) -> list[str]:
+    """What has to be awaited of the public names, and their public methods."""
+    found = []
+    for name in module.__all__:
+        of = getattr(module, name)
+        parts = {f"{name}.{part}": getattr(of, part) for part in dir(of) if not part.startswith("_")}
+        found += [
+            where
+            for where, one in ({name: of} | parts).items()
+            if inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one)
+        ]
+    return found
+
+
+def test_nothing_of_the_form_for_threads_has_to_be_awaited() -> None:
+    assert awaited(blocking) == []
+    assert {"Client.ends", "Cursor.read", "FileCursor.read", "Producer.send"} <= set(awaited(seqdedupe.client))
 
 
 def test_the_defaults_are_these_and_cannot_be_changed() -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2, publish_pb2
 from tests.client.fake_sidecar import fake_sidecar
 from tests.client.helpers import read_all
+from tests.client.proxy import Proxy
 
 MODE = "deduplication-id"
 
@@ -94,7 +97,7 @@ async def test_bad_input(shared_sidecar: Sidecar, topic: str, tmp_path: Path) ->
             async with client.producer(topic, "p"):
                 pass
         async with client.publisher(topic) as publisher:
-            for bad in (b"", "", b"x" * 256, 7):
+            for bad in (b"", "", b"x" * 256, 7, "\ud800"):
                 with pytest.raises(InvalidRequestError, match="INVALID_DEDUPLICATION_ID"):
                     await publisher.send(b"x", deduplication_id=bad)  # type: ignore[arg-type]
             with pytest.raises(InvalidRequestError, match="INVALID_BATCH"):
@@ -119,8 +122,54 @@ async def test_bad_input(shared_sidecar: Sidecar, topic: str, tmp_path: Path) ->
             await closed.send(b"x")
         async with closed:
             pass
-        with pytest.raises(OutcomeUnknownError, match="was closed"):
+        with pytest.raises(InvalidRequestError, match="was closed: nothing was sent"):
             await closed.send(b"x")
+        with pytest.raises(InvalidRequestError, match="delivery_timeout_seconds is -1"):
+            client.publisher(topic, delivery_timeout_seconds=-1)
+
+
+async def test_a_call_without_a_receipt_ends_and_the_publisher_goes_on(shared_sidecar: Sidecar, topic: str) -> None:
+    async with Proxy(shared_sidecar.address) as proxy, Client(proxy.address) as client:
+        await client.admin.create_topic(topic, deduplication_mode=MODE)
+        async with client.publisher(topic, delivery_timeout_seconds=1.5) as publisher:
+            proxy.refuses = True
+            proxy.cut()
+            sends = [publisher.send(b"x", deduplication_id=f"{n}") for n in range(3)]
+            for ended in await asyncio.gather(*sends, return_exceptions=True):
+                assert isinstance(ended, OutcomeUnknownError)
+                assert "within 1.5 seconds: no connection to the sidecar at" in ended.message
+            assert not publisher._ready  # nothing is kept that nobody waits for
+            proxy.refuses = False
+            while True:
+                try:
+                    published = await publisher.send(b"x", deduplication_id="1")
+                    break
+                except OutcomeUnknownError:  # the machine may be slow
+                    pass
+        assert published.verdict in (Verdict.NOT_DUP, Verdict.DUP)
+    [one] = await read_all(shared_sidecar, topic)
+    assert one.deduplication_id == b"1"
+
+
+NOT_CLOSED = """
+import gc, sys, weakref
+from seqdedupe.client import blocking
+if sys.argv[1] == "lost":
+    weakref.finalize = lambda *given: None
+publisher = blocking.Client("127.0.0.1:1").publisher("t")
+publisher.__enter__()
+del publisher
+gc.collect()
+"""
+
+
+@pytest.mark.parametrize("what", ["kept", "lost"])
+def test_one_for_threads_that_nobody_closes_ends_quietly(what: str) -> None:
+    """ "lost" is the control: its work is not ended."""
+    command = [sys.executable, "-c", NOT_CLOSED, what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert ("Task was destroyed" in done.stderr) is (what == "lost"), done.stderr
+    assert what == "lost" or done.stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,22 @@ async def test_it_starts_where_the_cursor_is(shared_sidecar: Sidecar, topic: str
 
 
 def test_with_threads(shared_sidecar: Sidecar, topic: str, tmp_path: Path) -> None:
-    cursor = FileCursor(tmp_path / "cursor")
     asyncio.run(publish(shared_sidecar, topic, 10))
     with blocking.Client(shared_sidecar.address) as client:
-        for first in (0, 5):
-            with client.reader(topic, cursor=cursor) as reader:
-                assert [next(reader).index for _ in range(5)] == list(range(first, first + 5))
-                reader.save_position()
-        assert [m.index for m in client.reader(topic, cursor=cursor)] == []
+        in_a_file = blocking.FileCursor(tmp_path / "cursor")
+        assert in_a_file.path == tmp_path / "cursor"
+        for cursor in (in_a_file, client.cursor(topic, "c")):
+            assert cursor.read() is None
+            for first in (0, 5):
+                with client.reader(topic, cursor=cursor) as reader:
+                    assert [next(reader).index for _ in range(5)] == list(range(first, first + 5))
+                    reader.save_position()
+            # Also one for asyncio.
+            assert [m.index for m in client.reader(topic, cursor=cursor.on_loop)] == []
+            kept = cursor.read()
+            assert kept is not None
+            assert kept.position.index == 9
+            with pytest.raises(FencedError):
+                cursor.compare_and_set(None, kept)
+            cursor.compare_and_set(kept, kept._replace(note="n"))
+            assert cursor.read() == kept._replace(note="n")

@@ -272,6 +272,8 @@ def test_what_cannot_be(sqlite: Engine, client: Client, topic: str, publish: Pub
     refused("INVALID_OPTION", lambda: Consumer(client, topic, "a\nb", sqlite, write))
     refused("INVALID_OPTION", lambda: Consumer(client, topic, "c", "sqlite://", write))  # type: ignore[arg-type]
     refused("INVALID_OPTION", lambda: Consumer(client, topic, "c", sqlite, coroutine))
+    for start in ("middle", 5, None):
+        refused("INVALID_OPTION", lambda: Consumer(client, topic, "c", sqlite, write, start=start))  # type: ignore[arg-type]  # noqa: B023
     refused("INVALID_OPTION", lambda: ConsumerConfig(max_attempts=0))
     refused("INVALID_OPTION", lambda: ConsumerConfig(poison="ignore"))  # type: ignore[arg-type]
     refused("INVALID_OPTION", lambda: ConsumerConfig(first_backoff_ms=-1))

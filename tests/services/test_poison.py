@@ -167,12 +167,46 @@ def test_people_retry_and_drop(engine: Engine, client: Client, topic: str, publi
     left.clear()
     run()
     assert effects(engine) == ["0", "2"]
-    assert retry(engine, "c", []) == 1
+    assert retry(engine, "c", []).now == 1
     run()
     assert effects(engine) == ["0", "2", "3", "4", "5"]
     assert indexes(engine, PARKED) == []
     with pytest.raises(ConfigurationError, match="there is no consumer 'd'"):
         retry(engine, "d", [])
+    for change in (retry, drop):
+        with pytest.raises(ConfigurationError, match="set aside no message with index 98, 99"):
+            change(engine, "c", [99, 98])
+
+
+def test_a_run_that_does_not_follow_tries_at_its_end_what_is_due(
+    engine: Engine, client: Client, topic: str, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short it is: it never comes to what is done from time to time."""
+    monkeypatch.setattr(work, "KEEP_UP_SECONDS", 3600.0)
+    monkeypatch.setattr(work, "MAX_RETRIES_IN_A_ROW", 2)
+    make_table(engine)
+    publish(*numbers(8), keys=["a", "b"] * 4)
+    handle, left = refusing(0, 1)
+
+    def run() -> None:
+        Consumer(client, topic, "c", engine, handle, config=SLOW).run(follow=False)
+
+    run()
+    assert indexes(engine, PARKED) == list(range(8))
+    left.remove(0)
+    publish("8", keys=["a"])
+    run()  # nothing is due
+    assert effects(engine) == []
+    assert retry(engine, "c", [0]).now == 1
+    publish("9", keys=["a"])
+    run()
+    assert effects(engine) == ["0", "2", "4", "6", "8", "9"]
+    assert indexes(engine, PARKED) == [1, 3, 5, 7]
+    left.clear()
+    assert retry(engine, "c", []).now == 1
+    run()  # there is nothing new
+    assert indexes(engine, PARKED) == []
+    assert len(effects(engine)) == 10
 
 
 def test_a_dead_letter_is_tried_again_before_what_is_parked_with_its_key(
@@ -186,8 +220,8 @@ def test_a_dead_letter_is_tried_again_before_what_is_parked_with_its_key(
     )
     assert indexes(sqlite, DEAD_LETTERS) == [1, 2]
     left.clear()
-    assert retry(sqlite, "c", [2]) == 1
-    assert retry(sqlite, "c", [1]) == 1
+    assert retry(sqlite, "c", [2]) == (1, [], [])
+    assert retry(sqlite, "c", [1, 2]) == (1, [2], [])
     Consumer(client, topic, "c", sqlite, handle, config=SLOW).run(follow=False)
     assert places_as_written(sqlite) == [0, 3, 1, 2]
 
@@ -213,9 +247,15 @@ def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str
         ["parked", "2", "b"],
     ]
     listed = json.loads(command("parked", "c", "--json"))
+    assert f" {listed[0]['next_attempt_ms']} " in shown[1]
     assert [(one["index"], one["next_attempt_ms"] is None) for one in listed] == [(0, False), (1, False), (2, True)]
     assert command("drop", "c", "0") == "1 message of c is removed\n"
-    assert json.loads(command("retry", "c", "--json")) == {"retried": 1}
+    assert json.loads(command("retry", "c", "--json")) == {"retried": 1, "behind": [], "leaving": []}
+    assert command("retry", "c", "2").splitlines() == [
+        "0 messages of c are tried again as soon as the consumer runs",
+        "2 waits behind an earlier message of its key, and follows it",
+    ]
+    assert "set aside no message with index 99 [INVALID_OPTION]" in command("retry", "c", "1", "99", status=1)
     assert "there is no consumer 'd' in this database [INVALID_OPTION]" in command("parked", "d", status=1)
     left.clear()
     Consumer(client, topic, "c", sqlite, handle, config=SLOW).run(follow=False)
@@ -239,7 +279,7 @@ def test_dead_letters_go_to_a_topic_once(
         Consumer(client, topic, "c", engine, handle, config=replace(DEAD, dead_letter_topic=letters)).run(follow=False)
     monkeypatch.setattr(DeadLetters, "_settle", settle)
     assert indexes(engine, DEAD_LETTERS) == [3, 17]
-    assert retry(engine, "c", [3]) == 0  # it is on its way
+    assert retry(engine, "c", [3]) == (0, [], [3])  # it is on its way
     left.clear()
     Consumer(client, topic, "c", engine, handle, config=DEAD).run(follow=False)  # also when it is no longer asked for
     assert indexes(engine, DEAD_LETTERS) == []
@@ -299,7 +339,7 @@ def test_a_dead_letter_that_is_too_large_stays(
     Consumer(client, topic, "c", sqlite, handle, config=config).run(follow=False)
     assert indexes(sqlite, DEAD_LETTERS) == [0]
     assert client.ends(letters).last.index == 0
-    assert retry(sqlite, "c", [0]) == 1
+    assert retry(sqlite, "c", [0]).now == 1
 
 
 def test_the_ids_of_dead_letters() -> None:

@@ -11,11 +11,9 @@ from seqdedupe.client import (
     Binary,
     Counters,
     Credentials,
-    Cursor,
     DamagedError,
     DataLossError,
     FencedError,
-    FileCursor,
     InvalidRequestError,
     Kept,
     Located,
@@ -36,6 +34,7 @@ from seqdedupe.client import (
     Verdict,
 )
 from seqdedupe.client.blocking.client import Admin, Client
+from seqdedupe.client.blocking.cursor import Cursor, FileCursor
 from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.blocking.publisher import Publisher
 from seqdedupe.client.blocking.reader import PartitionedReader, Reader

@@ -7,16 +7,16 @@ from typing import Any, Self, TypeVar
 
 from seqdedupe.client import admin as _admin
 from seqdedupe.client import client as _client
+from seqdedupe.client.blocking.cursor import AnyCursor, Cursor
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.blocking.publisher import Publisher
 from seqdedupe.client.blocking.reader import PartitionedReader, Reader
 from seqdedupe.client.client import Located, TopicEnds
-from seqdedupe.client.config import ProducerConfig
+from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS, ProducerConfig
 from seqdedupe.client.connection import DEFAULT_ADDRESS
 from seqdedupe.client.connections import Connections
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.client.cursor import Cursor
 from seqdedupe.client.partitioned_reader import PartitionedStart
 from seqdedupe.client.reader import Start
 from seqdedupe.client.sidecars import Addresses, Sidecars
@@ -187,9 +187,15 @@ class Client:
         """A producer, to be entered, see `Producer`."""
         return Producer(self._connections, topic, name, config, on_waiting)
 
-    def publisher(self, topic: str, *, on_waiting: OnWaiting | None = None) -> Publisher:
+    def publisher(
+        self,
+        topic: str,
+        *,
+        on_waiting: OnWaiting | None = None,
+        delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
+    ) -> Publisher:
         """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
-        return Publisher(self._client, topic, on_waiting)
+        return Publisher(self._client, topic, on_waiting, delivery_timeout_seconds)
 
     def reader(
         self,
@@ -200,7 +206,7 @@ class Client:
         stop_index: int | None = None,
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
-        cursor: Cursor | None = None,
+        cursor: AnyCursor | None = None,
     ) -> Reader:
         """A reader, see `Reader`."""
         return Reader(self._sidecars, topic, start, follow, stop_index, skip_damaged, on_waiting, cursor)
@@ -222,7 +228,7 @@ class Client:
 
     def cursor(self, topic: str, name: str) -> Cursor:
         """A named cursor of the topic, for readers and pipes: see `seqdedupe.client.Client.cursor`."""
-        return self._client.cursor(topic, name)
+        return Cursor(self._client.cursor(topic, name))
 
     def ends(self, topic: str) -> TopicEnds:
         """What the topic holds now. Raises NotFoundError."""

@@ -1,5 +1,6 @@
 """The publisher for threads."""
 
+import weakref
 from datetime import datetime
 from types import TracebackType
 from typing import Self
@@ -8,6 +9,7 @@ from seqdedupe.client import client as _client
 from seqdedupe.client import publisher as _publisher
 from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.builder import Keys, Numbers, Payloads, Properties, PropertyRows
+from seqdedupe.client.config import DELIVERY_TIMEOUT_SECONDS
 from seqdedupe.client.publisher import Ids
 from seqdedupe.client.receipts import BatchResult, Published
 from seqdedupe.client.waiting import OnWaiting
@@ -16,14 +18,22 @@ from seqdedupe.client.waiting import OnWaiting
 class Publisher:
     """As `seqdedupe.client.Publisher`, with calls that block. Threads may share it."""
 
-    def __init__(self, client: _client.Client, topic: str, on_waiting: OnWaiting | None = None) -> None:
+    def __init__(
+        self,
+        client: _client.Client,
+        topic: str,
+        on_waiting: OnWaiting | None = None,
+        delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
+    ) -> None:
         async def made() -> _publisher.Publisher:
-            return client.publisher(topic, on_waiting=on_waiting)
+            return client.publisher(topic, on_waiting=on_waiting, delivery_timeout_seconds=delivery_timeout_seconds)
 
         self._publisher = run(made)
 
     def __enter__(self) -> Self:
         run(self._publisher.__aenter__)
+        # If nobody closes it, until the end of the interpreter: asyncio complains of a task that is lost.
+        weakref.finalize(self, self._publisher.abandon)
         return self
 
     def __exit__(
@@ -36,7 +46,7 @@ class Publisher:
         return self._publisher.topic
 
     def close(self) -> None:
-        """Ends it; other threads that wait in it get OUTCOME_UNKNOWN."""
+        """Ends it; other threads that wait in it get OUTCOME_UNKNOWN, and later calls are INVALID_REQUEST."""
         run(self._publisher.close)
 
     def send(

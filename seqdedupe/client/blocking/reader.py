@@ -6,8 +6,8 @@ from typing import Self
 
 from seqdedupe.client import partitioned_reader as _partitioned_reader
 from seqdedupe.client import reader as _reader
+from seqdedupe.client.blocking.cursor import AnyCursor, on_loop
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.client.cursor import Cursor
 from seqdedupe.client.messages import Messages
 from seqdedupe.client.partitioned_reader import PartitionedPosition
 from seqdedupe.client.reader import Start
@@ -76,7 +76,7 @@ class Reader(_Messages):
         stop_index: int | None,
         skip_damaged: bool,
         on_waiting: OnWaiting | None,
-        cursor: Cursor | None,
+        cursor: AnyCursor | None,
     ) -> None:
         self._reader: _reader.Reader = _reader.Reader(
             sidecars,
@@ -86,7 +86,7 @@ class Reader(_Messages):
             stop_index=stop_index,
             skip_damaged=skip_damaged,
             on_waiting=on_waiting,
-            cursor=cursor,
+            cursor=None if cursor is None else on_loop(cursor),
         )
 
     def save_position(self) -> None:

@@ -94,6 +94,10 @@ class Consumer:
             raise _option(what, "Handlers are plain functions, also under asyncio: they run in a thread of their own.")
         if inspect.iscoroutinefunction(handle):
             raise _option("the handler is a coroutine function", "Make it a plain function: it runs in a thread.")
+        begins: object = start
+        if not isinstance(begins, Position | PartitionedPosition) and begins not in ("earliest", "latest"):
+            what = f"the start is {begins!r:.80}: it should be 'earliest', 'latest' or a position"
+            raise _option(what, "Client.position_at gives the position of the message with an index.")
         self._client = client
         self._engine = engine
         self._handle = handle
@@ -124,7 +128,7 @@ class Consumer:
 
     def run(self, *, follow: bool = True) -> None:
         """Works until it is stopped; without `follow` up to the last message that was there when it began to read, or
-        until another process that works has come so far.
+        until another process that works has come so far. It then tries what is parked and due, and leaves the rest.
 
         With a client of `seqdedupe.client.blocking`. The handler is called in this thread.
         """
@@ -326,6 +330,7 @@ class Consumer:
                     wait_for_any([arrivals], self._stop, KEEP_UP_SECONDS)
                 work.keep_up()
                 letters.keep_up()
+            work.finish()
         finally:
             self._has_all = False
             arrivals.close()

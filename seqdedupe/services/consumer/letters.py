@@ -109,7 +109,9 @@ class DeadLetters:
 
     async def _publish(self, topic: str, rows: Sequence[Row[Any]]) -> list[bool]:
         """Of each, whether it is in the topic, durable, or (False) too large for that."""
-        async with self._client.publisher(topic, on_waiting=self._on_waiting) as publisher:
+        async with self._client.publisher(
+            topic, on_waiting=self._on_waiting, delivery_timeout_seconds=None
+        ) as publisher:
             return await asyncio.gather(*(_send(publisher, row) for row in rows))
 
 

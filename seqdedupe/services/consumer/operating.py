@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Engine, Row, Table, delete, insert, select, update
 
@@ -25,35 +25,62 @@ def set_aside(engine: Engine, name: str, limit: int) -> list[tuple[str, Row[Any]
         ]
 
 
-def retry(engine: Engine, name: str, indexes: Sequence[int]) -> int:
+class Retried(NamedTuple):
+    """What `retry` has come to."""
+
+    now: int
+    """So many messages are tried as soon as the consumer runs."""
+
+    behind: list[int]
+    """Those of the indexes that wait behind an earlier message of their key, and follow it."""
+
+    leaving: list[int]
+    """Those that are on their way to a topic of dead letters, and stay as they are."""
+
+
+def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
     """Lets the messages with these indexes (none: all that are parked) be tried now; dead letters too: they are parked
-    again, before what is parked with their key, unless they are on their way to a topic. Returns how many. Raises
-    INVALID_OPTION."""
-    count = 0
+    again, before what is parked with their key, unless they are on their way to a topic. Raises INVALID_OPTION, and
+    changes nothing, if one of them was not set aside."""
+    now, leaving = 0, []
     with engine.begin() as connection:
-        for one in _names(connection, name, indexes):
+        names = _names(connection, name, indexes)
+        for one in names:
             _lock(connection, one)
             dead = _rows(connection, DEAD_LETTERS, one, indexes) if indexes else []
+            _check_there(one, indexes, [*dead, *_rows(connection, PARKED, one, indexes)])
             for row in dead:
                 if row.dead_letter_topic is None:
                     _park_again(connection, row)
+                else:
+                    leaving.append(row.message_index)
             # Those that wait behind another one keep waiting: it is the order of their key.
             due = _having(PARKED, one, indexes) & PARKED.c.next_attempt_ms.is_not(None)
-            count += connection.execute(update(PARKED).where(due).values(next_attempt_ms=0)).rowcount
-    return count
+            now += connection.execute(update(PARKED).where(due).values(next_attempt_ms=0)).rowcount
+        parked = _rows(connection, PARKED, names[0], indexes) if indexes else []
+        return Retried(now, [row.message_index for row in parked if row.next_attempt_ms is None], leaving)
 
 
 def drop(engine: Engine, name: str, indexes: Sequence[int]) -> int:
     """Takes the messages with these indexes out of both tables, for good: what waits behind them has its turn. Returns
-    how many. Raises INVALID_OPTION."""
+    how many. Raises INVALID_OPTION, and changes nothing, if one of them was not set aside."""
     with engine.begin() as connection:
         [one] = _names(connection, name, indexes)
         aside = SetAside(one, _lock(connection, one))
         parked = _rows(connection, PARKED, one, indexes)
+        _check_there(one, indexes, [*parked, *_rows(connection, DEAD_LETTERS, one, indexes)])
         for row in parked:
             aside.let_go(connection, row)
         dead = connection.execute(delete(DEAD_LETTERS).where(_having(DEAD_LETTERS, one, indexes))).rowcount
         return len(parked) + dead
+
+
+def _check_there(name: str, indexes: Sequence[int], found: Sequence[Row[Any]]) -> None:
+    missing = sorted(set(indexes).difference(row.message_index for row in found))
+    if missing:
+        what = f"the consumer {name!r} has set aside no message with index {', '.join(map(str, missing))}"
+        hint = "`seqdedupe consumer parked` lists what it has."
+        raise error("INVALID_OPTION", what, hint=hint)
 
 
 def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> list[str]:

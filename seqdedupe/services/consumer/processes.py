@@ -17,6 +17,8 @@ class Processes:
 
     def __init__(self, engine: Engine, consumer: str) -> None:
         self.token = uuid.uuid4().hex
+        self.shown: set[str] = set()
+        """The others that have shown since this process began that they live."""
         self._engine = engine
         self._consumer = consumer
         self._all = PROCESSES.c.consumer == consumer
@@ -55,6 +57,8 @@ class Processes:
             idle = select(PROCESSES.c.token, PROCESSES.c.beat).where(self._all).with_for_update(skip_locked=True)
             beats: dict[str, int] = {row.token: row.beat for row in connection.execute(idle)}
         now, before = time.monotonic(), self._seen
+        self.shown |= tokens.difference(beats)
+        self.shown |= {token for token, beat in beats.items() if token in before and before[token][0] != beat}
         # Since when each of these has said nothing.
         self._seen = {
             token: before[token] if token in before and before[token][0] == beat else (beat, now)

@@ -61,9 +61,9 @@ class Shares:
             hold.register(topic, purpose, start)
 
     def work(self, most: int, ends: Sequence[Position] | None, beside: Callable[[], None]) -> None:
-        """Until every partition has come to these ends, whoever works on it; without them until it is stopped, which
-        raises Stopped. Of each partition in turn there are at most so many messages in a transaction. `beside` is
-        called between them. Raises Away, and what work and readers do."""
+        """Until every partition has come to these ends, whoever works on it, and nothing parked is due; without them
+        until it is stopped, which raises Stopped. Of each partition in turn there are at most so many messages in a
+        transaction. `beside` is called between them. Raises Away, and what work and readers do."""
         while True:
             if time.monotonic() - self._looked_at >= LOOK_SECONDS:
                 self._look()
@@ -73,7 +73,7 @@ class Shares:
                 self._stop.check()
                 is_idle = not self._turn(k, most) and is_idle
             if is_idle:
-                if ends is not None and self._have_come_to(ends):
+                if ends is not None and self._have_come_to(ends) and self._finish():
                     return
                 wait_for_any([part.arrivals for part in self._parts.values()], self._stop, LOOK_SECONDS)
 
@@ -122,9 +122,21 @@ class Shares:
         return [found[name] for name in self._names]
 
     def _have_come_to(self, ends: Sequence[Position]) -> bool:
+        """Nor has a process that ended left a partition behind, where something may be parked."""
         with database.reaching():
             rows = self._rows()
-        return all(is_there(row.position, end) for row, end in zip(rows, ends, strict=True))
+        working = self._processes.shown | {self._processes.token}
+        return all(is_there(row.position, end) and row.owner in working for row, end in zip(rows, ends, strict=True))
+
+    def _finish(self) -> bool:
+        for k, part in list(self._parts.items()):
+            try:
+                part.work.finish()
+            except Lost:
+                self._drop(k)
+                self._looked_at = float("-inf")
+                return False
+        return True
 
     def _drop(self, k: int) -> None:
         if (part := self._parts.pop(k, None)) is not None:

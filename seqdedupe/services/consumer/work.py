@@ -143,16 +143,24 @@ class Work:
             self._ownership.beat()
             # A person may have parked a dead letter again.
             self._parks = self._parks or self._aside.has_parked(self._engine)
-        if not self._parks:
-            return
+        if self._parks and self._retry_due():
+            self._kept_up = 0.0  # there may be more
+
+    def finish(self) -> None:
+        """At the end of a run: tries what is parked and due until nothing more is."""
+        while self._retry_due():
+            pass
+
+    def _retry_due(self) -> bool:
+        """Some of them, in the order of their times; whether there may be more."""
         for _ in range(MAX_RETRIES_IN_A_ROW):
             self._stop.check()
             with database.reaching():
                 row = self._aside.next_due(self._engine, _now_ms())
             if row is None:
-                return
+                return False
             self._retry(row)
-        self._kept_up = 0.0  # there may be more
+        return True
 
     def _retry(self, row: Row[Any]) -> None:
         message = message_of(row)

@@ -63,7 +63,8 @@ def checked(found: object) -> dict[str, int]:
             raise error("INVALID_VERSION", f"the key {key!r:.80} should be text of 1 to {MAX_KEY_LENGTH} characters")
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
             raise error(
-                "INVALID_VERSION", f"the version of {name!r:.80} is {version!r:.80}: it should be a number from 0 up"
+                "INVALID_VERSION",
+                f"the version of {name!r:.80} is {version!r:.80}: it should be a number from 0 to {MAX_VERSION}",
             )
         versions[name] = version
     return versions

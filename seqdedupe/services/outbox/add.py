@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Engine, Executable, text
 
+from seqdedupe.errors import error
 from seqdedupe.services.outbox.rows import COLUMNS, TABLE
 
 _INSERT = f"INSERT INTO {TABLE} ({', '.join(COLUMNS)}) VALUES (:id, :aggregatetype, :aggregateid, :type, {{}})"
@@ -51,22 +52,20 @@ class Outbox:
         """Inserts a row; its `id`, a new UUID unless it is given. An `id` must never come a second time.
 
         `aggregateid` becomes the message's key. The payload is bytes for a column of bytes, as `seqdedupe outbox ddl`
-        makes it; for one of text it is text, or bytes in UTF-8; for one of JSON either, or a dict or list. Raises what
+        makes it; for one of text it is text, or bytes in UTF-8; for one of JSON either, or a dict or list. Raises
+        INVALID_REQUEST, which inserts nothing, for an `id` that is none and text that is not valid Unicode, and what
         SQLAlchemy does, also for a payload that does not fit its column; the transaction is the caller's.
         """
         given: Id = uuid.uuid4() if id is None else id
-        value = json.dumps(payload, ensure_ascii=False) if isinstance(payload, dict | list) else payload
-        statement = text(_INSERT.format(self._payload(value)))
-        self._connection.execute(
-            statement,
-            {
-                "id": str(given) if isinstance(given, uuid.UUID) else given,
-                "aggregatetype": aggregatetype,
-                "aggregateid": aggregateid,
-                "type": type,
-                "payload": value,
-            },
-        )
+        values: dict[str, Any] = {
+            "id": str(given) if isinstance(given, uuid.UUID) else given,
+            "aggregatetype": aggregatetype,
+            "aggregateid": aggregateid,
+            "type": type,
+            "payload": json.dumps(payload, ensure_ascii=False) if isinstance(payload, dict | list) else payload,
+        }
+        _check(values)
+        self._connection.execute(text(_INSERT.format(self._payload(values["payload"]))), values)
         return given
 
     def _payload(self, value: bytes | str | None) -> str:
@@ -90,3 +89,16 @@ class Outbox:
                 return ""  # there is no such table, or column: the insert says so
             _kinds[engine] = kind
         return _kinds[engine]
+
+
+def _check(values: dict[str, Any]) -> None:
+    """Raises INVALID_REQUEST."""
+    if not isinstance(values["id"], str | bytes) or not values["id"]:
+        what = f"the id of an outbox's row is {values['id']!r:.80}: it should be a UUID, text or bytes, and not empty"
+        raise error("INVALID_REQUEST", what, hint="Leave it out to get a new one: an id must never come again.")
+    for name, value in values.items():
+        try:
+            if isinstance(value, str):
+                value.encode()
+        except UnicodeEncodeError as e:
+            raise error("INVALID_REQUEST", f"the {name} of an outbox's row is not valid Unicode: {e.reason}") from e

@@ -132,7 +132,9 @@ class Page:
         for row in np.flatnonzero(self.sequence_ids < 0).tolist():
             found[row] = f"its {SEQUENCE_ID} is {self.sequence_ids[row]}: leave it out, and it gets one"
         for row in np.flatnonzero(~self.there[:, 0]).tolist():
-            found[row] = "its id is NULL"
+            found[row] = "its id is NULL, or a number"
+        for row in self._without_id():
+            found[row] = "its id is empty"
         if len(self.keys.data) + len(self.values.data) > MAX_REST_BYTES:
             found |= dict.fromkeys(self._too_large(), f"key and properties have more than {MAX_REST_BYTES} bytes")
         if not _is_utf8(self.values.data):
@@ -142,6 +144,13 @@ class Page:
         if route is not None:
             found |= self._without_topic(route, found)
         return found
+
+    def _without_id(self) -> list[int]:
+        """The rows whose `id` is there, and empty."""
+        there = self.there.ravel()
+        sizes = np.zeros(len(there), np.int64)
+        sizes[there] = np.diff(self.values.offsets)
+        return [int(row) for row in np.flatnonzero(self.there[:, 0] & (sizes.reshape(self.there.shape)[:, 0] == 0))]
 
     def _too_large(self) -> list[int]:
         ends = np.concatenate(([0], np.cumsum(self.there.sum(axis=1))))
@@ -229,8 +238,8 @@ def _is_utf8(value: bytes) -> bool:
 
 
 def _why_no_topic(route: Route, kind: bytes | None) -> str:
-    if kind is None:
-        return "its aggregatetype is NULL, and says the topic"
+    if not kind:
+        return f"its aggregatetype is {'NULL' if kind is None else 'empty'}, and says the topic"
     try:
         route(kind.decode())
     except InvalidRequestError as e:

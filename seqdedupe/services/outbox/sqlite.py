@@ -1,5 +1,6 @@
 """An outbox in SQLite: one writer at a time, so numbers follow the order of commits, and no row has to wait."""
 
+import os
 import secrets
 import sqlite3
 import threading
@@ -54,6 +55,9 @@ class SqliteStore(Store):
 
     def open(self) -> None:
         self.close()
+        if not os.path.exists(self._path):
+            hint = "Is its path right? `seqdedupe outbox ddl sqlite | sqlite3 FILE` makes an outbox."
+            raise unavailable(f"there is no file {os.path.abspath(self._path)}", hint)
         with self._lock, _errors():
             uri = "file:" + self._path.replace("%", "%25").replace("?", "%3f").replace("#", "%23") + "?mode=rw"
             connection = sqlite3.connect(

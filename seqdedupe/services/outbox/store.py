@@ -153,5 +153,5 @@ def changed(what: str, is_now: str, told: str) -> SeqdedupeError:
     )
 
 
-def unavailable(why: str) -> SeqdedupeError:
-    return error("OUTBOX_UNAVAILABLE", f"the outbox's database cannot be used: {' '.join(why.split())}")
+def unavailable(why: str, hint: str | None = None) -> SeqdedupeError:
+    return error("OUTBOX_UNAVAILABLE", f"the outbox's database cannot be used: {' '.join(why.split())}", hint=hint)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.client.cursor import Cursor
+from seqdedupe.client.blocking.cursor import AnyCursor, on_loop
 from seqdedupe.services.pipe import pipe as _pipe
 from seqdedupe.services.pipe.calls import CallerThread
 from seqdedupe.services.pipe.outputs import Function
@@ -21,9 +21,10 @@ class Pipe:
         function: Function,
         *,
         name: str,
-        cursor: Callable[[str], Cursor] | None = None,
+        cursor: Callable[[str], AnyCursor] | None = None,
     ) -> None:
-        self._pipe = _pipe.Pipe(client.on_loop, source, target, function, name=name, cursor=cursor)
+        of = None if cursor is None else lambda topic: on_loop(cursor(topic))
+        self._pipe = _pipe.Pipe(client.on_loop, source, target, function, name=name, cursor=of)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -109,7 +109,9 @@ class _Targets:
             self._began.check(found)
 
         async def opened() -> Publisher:
-            return await self._client.on_loop.publisher(topic, on_waiting=_say).__aenter__()
+            return await self._client.on_loop.publisher(
+                topic, on_waiting=_say, delivery_timeout_seconds=None
+            ).__aenter__()
 
         publisher = self._publishers[topic] = run(opened)
         return publisher

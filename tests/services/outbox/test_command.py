@@ -5,12 +5,14 @@ import re
 import sqlite3
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from seqdedupe.errors import InvalidRequestError
 from seqdedupe.services.outbox import Outbox, ddl
 from seqdedupe.services.outbox import postgres as outbox_postgres
 from seqdedupe.services.outbox import steps as outbox_steps
@@ -51,6 +53,33 @@ def test_what_is_amiss_is_one_line(shared_sidecar: Sidecar, topic: str, tmp_path
         assert f"[{reason}]" in said
         assert "secret" not in said
         assert said.count("\n") == 1
+    said = run("lag", "--database", f"sqlite:///{tmp_path / 'none.db'}", status=1).stderr
+    assert f"there is no file {tmp_path / 'none.db'}" in said
+    assert "seqdedupe outbox ddl sqlite" in said
+
+
+def test_what_cannot_be_added(tmp_path: Path) -> None:
+    path = tmp_path / "shop.db"
+    with sqlite3.connect(path) as made:
+        made.executescript(ddl("sqlite"))
+    made.close()
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        for values, words in (
+            ({"id": 5}, "the id of an outbox's row is 5"),
+            ({"id": ""}, "and not empty"),
+            ({"id": b""}, "and not empty"),
+            ({"id": "\ud800"}, "the id of an outbox's row is not valid Unicode"),
+            ({"payload": "\ud800"}, "the payload of"),
+            ({"payload": {"a": "\ud800"}}, "the payload of"),
+            ({"aggregateid": "\ud800"}, "the aggregateid of"),
+        ):
+            row: dict[str, Any] = {"aggregatetype": "order", "aggregateid": 7, "type": "Placed", "payload": b"x"}
+            with pytest.raises(InvalidRequestError, match=words):
+                Outbox(connection).add(**(row | values))
+        assert Outbox(connection).add("order", 7, "Placed", {"a": "ü"}, id=b"\xff\x00") == b"\xff\x00"
+        assert connection.execute(text("SELECT count(*) FROM outbox")).scalar_one() == 1
+    engine.dispose()
 
 
 def test_the_ddl_may_be_run_again(database: Database) -> None:

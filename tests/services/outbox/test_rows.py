@@ -83,9 +83,12 @@ def test_what_cannot_be_published() -> None:
         (5, None, b"order", b"7", b"", b""),
         (6, b"e", None, b"7", b"", b""),
         (7, b"f", b"order", b"7", b"", bytes(MAX_PAYLOAD_BYTES)),
+        (8, b"", b"order", b"7", b"", b""),
+        (9, b"g", b"", b"7", None, b""),
     ]
     found = a_page(rows).unpublishable(route)
-    words = ["payload", "more than", "UTF-8", "no topic", "id is NULL", "aggregatetype is NULL"]
-    assert sorted(found) == list(range(6))
-    assert all(word in found[row] for row, word in enumerate(words))
-    assert sorted(a_page(rows).unpublishable(None)) == [0, 1, 2, 4]
+    words = ["payload", "more than", "UTF-8", "no topic", "id is NULL", "aggregatetype is NULL", ""]
+    words += ["id is empty", "aggregatetype is empty"]
+    assert sorted(found) == [0, 1, 2, 3, 4, 5, 7, 8]
+    assert all(words[row] in why for row, why in found.items())
+    assert sorted(a_page(rows).unpublishable(None)) == [0, 1, 2, 4, 7]
