@@ -174,9 +174,6 @@ class Publisher:
         return await self._send(batch)
 
     async def _send(self, batch: Batch) -> BatchResult:
-        self._check_is_open()
-        if self._spread is not None:
-            return await self._spread.send(batch)
         size_bytes = BATCH_OVERHEAD_BYTES + sum(map(len, batch.encoded_parts()))
         if size_bytes > MAX_BATCH_BYTES:
             raise error("BATCH_TOO_LARGE", f"the batch has {size_bytes} bytes: at most {MAX_BATCH_BYTES} are accepted")
