@@ -189,7 +189,7 @@ else:
         return types.void(target, types.int64, raw, types.int64, types.int64), generate
 
     # A loop over bytes looks at each index for whether it is negative, which takes ten times as long.
-    copy = intrinsic(_copy)
+    copy = intrinsic(_copy)  # type: ignore[assignment]
 
     def _prefetch(typing_context, array, at):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -205,7 +205,7 @@ else:
 
         return types.void(array, types.int64), generate
 
-    prefetch = intrinsic(_prefetch)
+    prefetch = intrinsic(_prefetch)  # type: ignore[assignment]
 
     @for_kernels
     def add64(a: int, b: int) -> int:

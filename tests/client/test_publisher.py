@@ -79,7 +79,7 @@ async def test_bad_input(shared_sidecar: Sidecar, topic: str, tmp_path: Path) ->
             {"deduplication_mode": MODE, "deduplication_route": "producer", "partitions": 3},
         ):
             with pytest.raises(InvalidRequestError, match="route"):
-                await client.admin.create_topic(topic, **more)  # type: ignore[arg-type]
+                await client.admin.create_topic(topic, **more)
         with pytest.raises(InvalidRequestError, match="no deduplication mode"):
             await client.admin.create_topic(topic, deduplication_mode="both")
         for nothing in (
@@ -206,9 +206,11 @@ async def test_a_copy_meets_its_original_in_its_partition(shared_sidecar: Sideca
         )
         async with client.publisher(topic) as publisher:
             calls = [publisher.send(one, deduplication_id=one, key="k") for one in ids[:50]]
-            first = await asyncio.gather(*calls, publisher.send_batch(ids[50:], ids[50:]))
-            again = await publisher.send_batch(ids, ids, keys=["another"] * 100)
-        told = [*first[:50], *first[50]]  # type: ignore[misc]
+            rest = asyncio.ensure_future(publisher.send_batch(ids[50:], ids[50:]))
+            told = await asyncio.gather(*calls)
+            told += [(await rest)[row] for row in range(50)]
+            copies = await publisher.send_batch(ids, ids, keys=["another"] * 100)
+        again = [copies[row] for row in range(100)]
         assert {one.verdict for one in told} == {Verdict.NOT_DUP}
         assert [one.partition for one in told] == [partition_of(one, b"", 3) for one in ids]
         assert {one.verdict for one in again} == {Verdict.DUP}

@@ -15,8 +15,7 @@ from seqdedupe.topic.answers import Receipt, Refusal
 from seqdedupe.topic.frame import NumbersCache
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.renewing import renew
-from tests.doctor.directories import Opened, opened
-from tests.doctor.test_examine import segments
+from tests.doctor.directories import Opened, opened, segments
 
 TOPIC = "persistent://public/default/ids"
 ROWS = 16

@@ -75,9 +75,9 @@ def batch_case(random: Random, compiled_layout: Layout, seen: Counter[int]) -> N
             marks = np.array([random.randrange(2) for _ in range(places[ROWS])], np.uint8)
             marks[random.randrange(len(marks))] = 1
             out, plain_out = np.empty(len(data), np.uint8), bytearray(len(data))
-            compiled = out[: taking.take(view, places, marks, 1, out)].tobytes()
-            plain = bytes(plain_out[: PLAIN["taking"].take(data, plain_places, marks, 1, plain_out)])
-            agree("the rows taken", data, compiled, plain)
+            taken = out[: taking.take(view, places, marks, 1, out)].tobytes()
+            plain_taken = bytes(plain_out[: PLAIN["taking"].take(data, plain_places, marks, 1, plain_out)])
+            agree("the rows taken", data, taken, plain_taken)
 
 
 _ring = np.zeros((RING, recent.COLUMNS), np.int64)

@@ -90,9 +90,8 @@ async def test_no_id_is_in_flight_for_ever(
     fails = Fails(getattr(holder, name), 2, afterwards=afterwards)
     monkeypatch.setattr(holder, name, fails.method())
     frames = [[b"%d-%d" % (k, i) for i in range(6)] + [b"old"] for k in range(4)]
-    answers: list[list[Receipt | Refusal]] = [[] for _ in frames]
-    for ids, answer in zip(frames, answers, strict=True):
-        answer += place.send(*ids)
+    for ids in frames:
+        place.send(*ids)
     await settled(place.log, place.topic)
     assert fails.calls >= 2, "it has failed"
     again = [place.send(*ids) for ids in frames]
@@ -149,21 +148,18 @@ async def test_nor_is_a_sequence_id(
     holder, name = IN_SEQUENCE[where]
     fails = Fails(getattr(holder, name), 1, afterwards=afterwards)
     monkeypatch.setattr(holder, name, fails.method())
-    answers = [scene.send(("p", 0), ("p", 3 * k + 1), ("p", 3 * k + 2)) for k in range(3)]
+    for k in range(3):
+        scene.send(("p", 0), ("p", 3 * k + 1), ("p", 3 * k + 2))
     await settled(scene.log, scene.topic)
     assert fails.calls >= 1, "it has failed"
     for k in range(3):
-        (answer,) = scene.send(("p", 3 * k + 1), ("p", 3 * k + 2), link=3 * k - 1) or [None]
+        scene.send(("p", 3 * k + 1), ("p", 3 * k + 2), link=3 * k - 1)
         await settled(scene.log, scene.topic)
-        if isinstance(answer, Receipt):
-            assert answer.verdicts is not None
-            assert (answer.verdicts == DUP).all()
     again = scene.send(*(("p", i) for k in range(3) for i in (3 * k + 1, 3 * k + 2)))
     assert isinstance(again[0], Receipt)
     assert again[0].verdicts is not None
     assert (again[0].verdicts == DUP).all()
     assert scene.topic.confirmed_index == scene.storage.next_index == 7
-    assert answers
     await scene.topic.close("")
 
 
