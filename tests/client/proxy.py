@@ -10,8 +10,8 @@ _CHUNK_BYTES = 65_536
 class Proxy:
     """Passes bytes on between clients and `target` (`host:port`), until told otherwise. Lives on the test's loop."""
 
-    def __init__(self, target: str, port: int = 0) -> None:
-        self._own_port = port
+    def __init__(self, target: str, own_port: int = 0) -> None:
+        self._own_port = own_port
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._server: asyncio.Server | None = None
