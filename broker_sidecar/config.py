@@ -41,6 +41,9 @@ class Config:
     tls_client_ca_file: str = _key(
         "", "Authorities, as PEM: every client needs a certificate of one of them, whose SAN says who it is."
     )
+    tls_client_crl_file: str = _key(
+        "", "Lists (CRLs), as PEM, by which these authorities have revoked certificates: whoever shows one is refused."
+    )
     peer_token_file: str = _key(
         "", "A file with the token that those in `peers` and `sidecars` are shown. Workers of one directory need none."
     )

@@ -43,6 +43,7 @@ _NEEDS = (
     ("tls_certificate_file", "tls_key_file"),
     ("tls_key_file", "tls_certificate_file"),
     ("tls_client_ca_file", "tls_certificate_file"),
+    ("tls_client_crl_file", "tls_client_ca_file"),
     ("peer_tls_ca_file", "tls_certificate_file"),
 )
 """The first is of no use without the second."""

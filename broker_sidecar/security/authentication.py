@@ -13,6 +13,7 @@ from broker_sidecar.security import own_token
 from broker_sidecar.security.certificates import Certificates, connection_age, name_in
 from broker_sidecar.security.gate import anybody
 from broker_sidecar.security.own_token import OwnToken
+from broker_sidecar.security.revoked import Revoked
 from broker_sidecar.security.signed_tokens import SignedTokens
 from broker_sidecar.security.subject import ANONYMOUS, OPERATOR, RESERVED, Subject
 from broker_sidecar.security.watching import Watched
@@ -46,12 +47,20 @@ class Authentication:
         if config.tls_certificate_file:
             self._certificates = Certificates(config)
             self.watched.append(self._certificates.watched)
+        self._revoked: Revoked | None = None
+        if config.tls_client_crl_file:
+            lists, authorities = Path(config.tls_client_crl_file), Path(config.tls_client_ca_file)
+            self._revoked = Revoked(lists, authorities, self._end_all)
+            self.watched.append(self._revoked.watched)
 
     def __call__(self, context: Context) -> Subject:
         """Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
         if self._token is None:
             return anybody(context)
         address = context.peer()
+        if self._revoked is not None:
+            # A connection that is open stays so, and a token is shown over one.
+            self._revoked.check(context.auth_context())
         if (token := _token_in(context)) is not None:
             subject = self._by_token(self._token, token, address)
         elif self._certificates is not None and self._certificates.takes_clients:
@@ -93,6 +102,12 @@ class Authentication:
             return error("TOKEN_EXPIRED", "the sidecar takes other tokens now") if subject.kind == kind else None
 
         return lambda: self._streams.end_where(why)
+
+    def _end_all(self) -> None:
+        """Ends all streams: a stream does not say over which certificate it came, and each is judged when it begins."""
+        self._streams.end_where(
+            lambda _: error("TOKEN_EXPIRED", "other certificates are revoked now: show yours again")
+        )
 
 
 def _check_name(subject: Subject) -> Subject:

@@ -81,39 +81,41 @@ def name_in(peer: Mapping[str, Iterable[bytes]]) -> str:
 
 def _read(certificate: Path, key: Path, authorities: Path | None) -> grpc.ServerCertificateConfiguration:
     """What the files hold, if a connection can be made with it. Raises INVALID_CONFIGURATION."""
-    chain_pem, key_pem = _bytes_of(certificate), _bytes_of(key)
-    own = _certificates_in(certificate, chain_pem)[0]
+    chain_pem, key_pem = bytes_of(certificate), bytes_of(key)
+    own = certificates_in(certificate, chain_pem)[0]
     try:
         public = load_pem_private_key(key_pem, None).public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm) as e:
-        raise _unusable(key, "holds no private key that can be read (an encrypted one cannot)") from e
+        raise unusable(key, "holds no private key that can be read (an encrypted one cannot)") from e
     if _spki(public) != _spki(own.public_key()):
-        raise _unusable(certificate, f"is not of the key in {key}: the sidecar's own certificate stands first in it")
+        raise unusable(certificate, f"is not of the key in {key}: the sidecar's own certificate stands first in it")
     if not _is_taken(public):
-        raise _unusable(key, f"has a key that gRPC does not take: RSA of {MIN_RSA_BITS} bits, P-256 or P-384 is needed")
+        raise unusable(key, f"has a key that gRPC does not take: RSA of {MIN_RSA_BITS} bits, P-256 or P-384 is needed")
     now = datetime.now(UTC)
     if not own.not_valid_before_utc <= now < own.not_valid_after_utc:
         term = f"{own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-        raise _unusable(certificate, f"is valid from {term}, which is not now")
+        raise unusable(certificate, f"is valid from {term}, which is not now")
     authorities_pem = None
     if authorities is not None:
-        authorities_pem = _bytes_of(authorities)
-        _certificates_in(authorities, authorities_pem)
+        authorities_pem = bytes_of(authorities)
+        certificates_in(authorities, authorities_pem)
     return grpc.ssl_server_certificate_configuration([(key_pem, chain_pem)], authorities_pem)
 
 
-def _bytes_of(path: Path) -> bytes:
+def bytes_of(path: Path) -> bytes:
+    """What the file holds. Raises INVALID_CONFIGURATION."""
     try:
         return path.read_bytes()
     except OSError as e:
-        raise _unusable(path, f"cannot be read: {e.strerror}") from e
+        raise unusable(path, f"cannot be read: {e.strerror}") from e
 
 
-def _certificates_in(path: Path, pem: bytes) -> list[x509.Certificate]:
+def certificates_in(path: Path, pem: bytes) -> list[x509.Certificate]:
+    """Those that the file holds. Raises INVALID_CONFIGURATION."""
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as e:
-        raise _unusable(path, "holds no certificates as PEM") from e
+        raise unusable(path, "holds no certificates as PEM") from e
 
 
 def _spki(key: PublicKeyTypes) -> bytes:
@@ -126,6 +128,7 @@ def _is_taken(key: PublicKeyTypes) -> bool:
     return isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name in _CURVES
 
 
-def _unusable(path: Path, why: str) -> SeqdedupeError:
+def unusable(path: Path, why: str) -> SeqdedupeError:
+    """INVALID_CONFIGURATION, of a file for TLS."""
     hint = "docs/security.md says what the TLS files hold. A certificate and its key are replaced together."
     return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint)

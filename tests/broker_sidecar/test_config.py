@@ -67,6 +67,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "an audience without keys": ("token_keys_file", {"token_audience": "seqdedupe"}),
     "a certificate without its key": ("tls_key_file", {"tls_certificate_file": "a.pem"}),
     "a key without its certificate": ("tls_certificate_file", {"tls_key_file": "a.pem"}),
+    "lists of revoked ones without authorities": ("tls_client_ca_file", TLS | {"tls_client_crl_file": "revoked.pem"}),
     "authorities of clients without TLS": ("tls_certificate_file", {"tls_client_ca_file": "ca.pem"}),
     "tokens of nobody": (
         "authentication",

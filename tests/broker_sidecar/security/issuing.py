@@ -62,3 +62,22 @@ def issue(
         certificate.public_bytes(serialization.Encoding.PEM),
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
     )
+
+
+def revoke(authority: trustme.CA, *revoked: Issued, ends: timedelta = timedelta(days=1)) -> bytes:
+    """The authority's list (CRL, as PEM) with these certificates, to be replaced by so long from now."""
+    signs = serialization.load_pem_private_key(authority.private_key_pem.bytes(), None)
+    assert isinstance(signs, ec.EllipticCurvePrivateKey)
+    now = datetime.now(UTC)
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(x509.load_pem_x509_certificate(authority.cert_pem.bytes()).subject)
+        .last_update(min(now, now + ends) - timedelta(hours=1))
+        .next_update(now + ends)
+    )
+    for one in revoked:
+        serial = x509.load_pem_x509_certificate(one.certificate).serial_number
+        builder = builder.add_revoked_certificate(
+            x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
+        )
+    return builder.sign(signs, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
