@@ -12,8 +12,8 @@ class Proxy:
 
     def __init__(self, target: str, port: int = 0) -> None:
         self._own_port = port
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+        self._host, _, target_port = target.rpartition(":")
+        self._port = int(target_port)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
