@@ -10,10 +10,10 @@ _CHUNK_BYTES = 65_536
 class Proxy:
     """Passes bytes on between clients and `target` (`host:port`), until told otherwise. Lives on the test's loop."""
 
-    def __init__(self, target: str, own_port: int = 0) -> None:
-        self._own_port = own_port
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+    def __init__(self, target: str, port: int = 0) -> None:
+        self._own_port = port
+        self._host, _, target_port = target.rpartition(":")
+        self._port = int(target_port)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -221,6 +221,7 @@ def test_the_rule() -> None:
         with pytest.raises(InvalidRequestError) as e:
             checked(wrong)
         assert e.value.reason == "INVALID_VERSION"
+    assert "from 0 to 9223372036854775807" in e.value.message
     assert checked({b"a": 1}) == {"a": 1}
 
 
