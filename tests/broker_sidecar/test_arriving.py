@@ -64,7 +64,11 @@ async def reason_of(call: Awaitable[Any]) -> str:
 
 def leftovers(one: One) -> list[str]:
     folder = one.folder / "logs" / ARRIVING
-    return [str(path) for path in folder.rglob("*") if path.is_file()] if folder.exists() else []
+    try:
+        return [str(path) for path in folder.rglob("*") if path.is_file()]
+    except FileNotFoundError:
+        # It is being removed, or there is none.
+        return [str(folder)] if folder.exists() else []
 
 
 async def until(condition: Callable[[], bool]) -> None:
