@@ -1,6 +1,6 @@
 """What it costs that the sidecar knows who publishes: 256 rows a frame, 16 in flight, against one that asks nobody.
 
-With its own token on a Unix socket, and over a network with TLS, a signed token and rules.
+With its own token on a Unix socket under one name, and over a network with TLS, a signed token and rules under 1,024.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from jwt.algorithms import OKPAlgorithm
 from bench import setup
 from bench.figure import Arm, Figure, Ratio, over, percentiles_ms
 from bench.publish import BATCHES, IN_FLIGHT, ROWS, rising
+from bench.rules import NAMES, in_turn
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import new_channel
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
@@ -29,22 +30,30 @@ RULES = """
 [[allow]]
 subjects = ["bench"]
 actions = ["publish"]
-topics = ["bench"]
-producers = ["p*"]
+topics = ["t*"]
+producers = ["device-*"]
 
 [[allow]]
 subjects = ["bench"]
 actions = ["create"]
-topics = ["bench"]
+topics = ["t*"]
+
+[[deny]]
+subjects = ["*"]
+actions = ["publish"]
+topics = ["*"]
+producers = ["*-secret", "admin/**"]
 """
 
-_names = itertools.count()
+_topics = itertools.count()
 
 
-async def _publish(address: str, credentials: Credentials, name: str) -> tuple[float, list[float]]:
+async def _publish(
+    address: str, credentials: Credentials, names: list[str], make: setup.MakeBatch
+) -> tuple[float, list[float]]:
     async with new_channel(SidecarAddress.parse(address), credentials) as channel:
-        stream = await setup.opened(channel, [name])
-        return await stream.publish(rising(name, ROWS), BATCHES, IN_FLIGHT)
+        stream = await setup.opened(channel, names, f"t{next(_topics)}")
+        return await stream.publish(make, BATCHES, IN_FLIGHT)
 
 
 def _signed(folder: Path) -> tuple[dict[str, object], Credentials]:
@@ -72,9 +81,16 @@ def _signed(folder: Path) -> tuple[dict[str, object], Credentials]:
 
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
-    def published(address: str, credentials: Credentials) -> dict[str, float]:
-        seconds, each = setup.run(_publish(address, credentials, f"p{next(_names)}"))
+    many = [f"device-{k}" for k in range(NAMES)]
+
+    def measured(seconds: float, each: list[float]) -> dict[str, float]:
         return {"rows/s": ROWS * BATCHES / seconds} | percentiles_ms(each)
+
+    def one_name(address: str, credentials: Credentials) -> dict[str, float]:
+        return measured(*setup.run(_publish(address, credentials, ["p"], rising("p", ROWS))))
+
+    def many_names(address: str, credentials: Credentials) -> dict[str, float]:
+        return measured(*setup.run(_publish(address, credentials, many, in_turn(many))))
 
     with ExitStack() as stack:
         sockets = stack.enter_context(tempfile.TemporaryDirectory())
@@ -91,10 +107,10 @@ def figure(folder: Path) -> Iterator[Figure]:
         keys, signed = _signed(folder / "security")
         tls_port = started("tls-port", keys).address
         arms: dict[str, Arm] = {
-            "a socket, open": lambda: published(open_socket, NO_CREDENTIALS),
-            "a socket, token": lambda: published(closed.address, shown),
-            "a port, open": lambda: published(open_port, NO_CREDENTIALS),
-            "a port, TLS, signed token and rules": lambda: published(tls_port, signed),
+            "a socket, open": lambda: one_name(open_socket, NO_CREDENTIALS),
+            "a socket, token": lambda: one_name(closed.address, shown),
+            "a port, open": lambda: many_names(open_port, NO_CREDENTIALS),
+            "a port, TLS, signed token and rules": lambda: many_names(tls_port, signed),
         }
         yield Figure(
             arms,
